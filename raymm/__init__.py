@@ -1,10 +1,10 @@
 """raymm: distributed training of multimodal models on Ray.
 
-The public names below are stable; everything else may change. They are imported on first
-use, so that ``import raymm`` is quick.
+The public names below are stable; everything else may change. They are imported on first use, so
+that ``import raymm`` is fast.
 
-``raymm.actors``, ``raymm.scheduler`` and ``raymm.kernels`` lie beside this folder in a checkout,
-and are linked into it.
+``raymm.actors``, ``raymm.scheduler`` and ``raymm.kernels`` are links to folders next to this one in
+a checkout.
 """
 
 import importlib as _importlib
@@ -68,7 +68,7 @@ _PUBLIC = {
     "Timeline": "raymm.scheduler.program.timeline",
 }
 
-# The names are those of the table: pyright reads lists only that are written out.
+# The names come from the table; pyright only reads lists of literals.
 __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:

@@ -13,22 +13,22 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-# Exceptions that a user's function, or a library that it calls, may raise. sys.exit() in one must
-# neither end the program as a success nor look like the death of a data worker. Signals are not
-# included: they raise KeyboardInterrupt.
+# Exceptions that a user's function, or a library that it calls, may raise. A call of sys.exit() in
+# such a function must neither end the program as a success nor look like the death of a data
+# worker. Signals are not included: they raise KeyboardInterrupt.
 USER_CODE_RAISES = (Exception, SystemExit)
 
 
 class FailureKind(Enum):
-    """Kind of what a process raised: the first two may pass by themselves, so a run retries.
+    """Kind of an error of a process. The first two kinds may be temporary, so a run retries.
 
-    :mod:`raymm.actors.faults.failure_kind` judges.
+    :mod:`raymm.actors.faults.failure_kind` classifies errors.
     """
 
     RESOURCE = "resource"
-    """The process found no memory, thread, file descriptor or disk space, or its disk failed."""
+    """Memory, threads, file descriptors or disk space ran out, or a disk failed."""
     CONNECTION = "connection"
-    """A server or a network did not answer, or ended a connection."""
+    """A server or a network did not respond, or closed a connection."""
     DEFECT = "defect"
     """A programming error in raymm's own code."""
     USER = "user"
@@ -41,28 +41,28 @@ class FailureKind(Enum):
 
 
 class Error(Exception):
-    """Whatever raymm itself says is wrong."""
+    """Base class of the errors that raymm reports."""
 
 
 class InputError(Error):
-    """What was given cannot be used: a configuration, a model, data, a batch, a plan, a checkpoint,
-    a cluster. Names the field, its value, and what is accepted."""
+    """Input that cannot be used: a configuration, model, data, batch, plan, checkpoint or cluster.
+    Names the field, its value, and what is accepted."""
 
 
 class ConfigError(InputError, ValueError):
-    """A configuration, or an option of a command, that cannot run, or a package that it needs and
-    that is not installed. Names the field, its value and what is accepted."""
+    """A configuration or a command option that cannot run, or needs a package that is not
+    installed. Names the field, its value and what is accepted."""
 
 
 class ClusterError(InputError, RuntimeError):
-    """A cluster that cannot run the request. Says what it lacks."""
+    """A cluster that cannot run the request. Names what the cluster lacks."""
 
 
 class ModelError(InputError, ValueError):
     """A model, its weights, or one of its functions that cannot be used, with the reason.
 
     Attributes:
-        row: the sample of a microbatch at fault, if one is.
+        row: the sample of a microbatch at fault; None if unknown.
     """
 
     row: int | None = None
@@ -72,8 +72,7 @@ class ProbeError(InputError, ValueError):
     """A model that cannot be cut into stages, or sharded, with the reason.
 
     Attributes:
-        key: the input that a callback reads and that its stage does not have, if that is the
-            reason.
+        key: the input that a callback reads but its stage lacks, if that is the reason.
     """
 
     def __init__(self, text: str, key: str | None = None) -> None:
@@ -82,10 +81,10 @@ class ProbeError(InputError, ValueError):
 
 
 class NotRunError(ProbeError):
-    """A model whose forward does not run as stages run it.
+    """A model whose forward fails as stages run it.
 
     Attributes:
-        inputs: keyword arguments that a copy of an encoder does not take, if that is the reason.
+        inputs: keyword arguments that an encoder's replica does not accept, if that is the reason.
     """
 
     def __init__(self, text: str, inputs: Mapping[str, Any] | None = None) -> None:
@@ -97,8 +96,8 @@ class DataError(InputError, ValueError):
     """Data, or a batch, that cannot be used or read. Names the file, field, sample or key.
 
     Attributes:
-        modality: whose items are at fault, if one is.
-        skipped: the samples of a step as they are reported, if none of them can be used.
+        modality: the modality of the items at fault; None if unknown.
+        skipped: reports of a step's samples, if none of them can be used.
     """
 
     modality: str | None = None
@@ -106,18 +105,18 @@ class DataError(InputError, ValueError):
 
 
 class SampleError(DataError):
-    """One sample cannot be used. ``data.on_error`` decides whether it is skipped. Code that does
-    not know the sample leaves out its id; a caller that does raises another one.
+    """A sample that cannot be used; ``data.on_error`` decides whether it is skipped. Code that does
+    not know the sample omits its id, and a caller that does raises another error.
 
     Args:
-        reason: what is wrong; made one line.
-        column: the column of the row at fault, if one is.
-        path: the media file at fault, or None when the row itself is.
-        sample_id: the sample's ``id`` (or its place, like ``FILE:LINE``, where the row has none).
-        place: the data file and where in it the row is, like ``FILE:LINE``.
+        reason: reduced to one line.
+        column: the column of the row at fault; None if unknown.
+        path: the media file at fault; None if the row itself is.
+        sample_id: the sample's ``id``, or its place where the row has none.
+        place: the row's data file and position, like ``FILE:LINE``.
 
     Attributes:
-        outside: True for a row that names a file outside of the folders that it may.
+        outside: True for a row that names a file outside of the allowed folders.
     """
 
     outside = False
@@ -132,7 +131,7 @@ class SampleError(DataError):
     ) -> None:
         text = reason
         if sample_id is not None:
-            reason = " ".join(reason.split())  # libraries' messages may be long-winded
+            reason = " ".join(reason.split())  # messages of libraries may have several lines
             where = f" ({place})" if place and place != sample_id else ""
             where += f", column {column!r}" if column else ""
             where += f", file {path}" if path else ""
@@ -160,46 +159,45 @@ class NoPlanError(PlanError):
 
 
 class RunError(Error):
-    """A run ended, though nothing that was given was wrong.
+    """A run that ended although its input was valid.
 
     Attributes:
-        repeats: whether the run, started again, would end like this again.
+        repeats: True if the same run would end in the same way again.
     """
 
     repeats = False
 
 
 class Loss(Enum):
-    """Something that a run needs and that is gone, other than a rank."""
+    """A part of a run, other than a rank, that was lost."""
 
     NODE = "node"
     PREEMPTED_NODE = "preempted node"
     """A node that ended as announced to Ray (spot instances, ``kubectl drain``)."""
     CLUSTER = "cluster"
-    """The server that knows the cluster, or the driver's own node."""
+    """Ray's GCS server, or the driver's own node."""
     DATA_WORKER = "data worker"
 
 
 class RunFileError(RunError, OSError):
-    """A file of a run cannot be written, or read again: a full or failing disk, a storage that does
-    not answer. Names the file."""
+    """A file of a run that cannot be written or read again: a full or failing disk, or a storage
+    that does not respond. Names the file."""
 
 
 class NotFiniteError(RunError, RuntimeError):
-    """What is not finite goes no further: too many steps in a row that cannot be applied, or
-    parameters that no checkpoint should have. Names them."""
+    """Non-finite values: too many consecutive skipped steps, or parameters that must not be saved
+    in a checkpoint. Names them."""
 
     repeats = True
 
 
 class RunFailedError(RunError, RuntimeError):
-    """Something that a run needs is gone: no setting was wrong, and it can be started again.
+    """A part of a run was lost. No setting was wrong, and the run can be started again.
 
     Args:
-        text: the message.
-        kind: of what a process raised; None if no process raised an error.
-        lost: what is gone, unless it is a rank.
-        nodes: Ray's ids of nodes that are gone.
+        kind: kind of the error of a process; None if no process raised one.
+        lost: the lost part; None for a rank.
+        nodes: Ray's ids of lost nodes.
     """
 
     def __init__(
@@ -211,8 +209,8 @@ class RunFailedError(RunError, RuntimeError):
 
 
 class RankFailedError(RunFailedError):
-    """A rank died, raised an error or hangs. Names the module, stage and rank. One that raised
-    has the kind of its error, and repeats unless that passes."""
+    """A rank that died, raised an error or hangs. Names the module, stage and rank. After an error,
+    ``kind`` is its kind, and ``repeats`` is True unless that kind may be temporary."""
 
     def __init__(self, text: str, kind: FailureKind | None = None) -> None:
         super().__init__(text, kind)
@@ -220,21 +218,21 @@ class RankFailedError(RunFailedError):
 
 
 class InternalError(Error):
-    """What one part of raymm says to another, which catches it and says what it means for the
-    user."""
+    """An error between parts of raymm. The part that catches it explains the effect to the user."""
 
 
 class ChannelError(InternalError, RuntimeError):
-    """A message between ranks never came, or is not as its metadata said: a rank may be lost."""
+    """A message between ranks that never arrived, or differs from its metadata; a rank may be
+    lost."""
 
 
 class ForwardLeft(Exception):  # noqa: N818  not an error: nothing is wrong
-    """Leaves a model's forward before its end, as what it was called for has been computed.
+    """Leaves a model's forward early, once the required value is computed.
 
     Args:
-        value: that: the hidden state that the next stage continues with, or what a part returned.
-        relays: outputs of blocks that the next stage gets as well.
-        by: who raises it, for forwards within others.
+        value: the hidden state that the next stage continues with, or the output of a part.
+        relays: outputs of blocks that the next stage also receives.
+        by: the raiser, for nested forwards.
     """
 
     def __init__(self, value: Any, relays: tuple[Any, ...] = (), by: object = None) -> None:

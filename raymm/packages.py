@@ -1,4 +1,4 @@
-"""Packages that raymm uses only for some settings: import one, or say how to install it."""
+"""Import of optional packages, with instructions for installing a missing one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def require(package: str, extra: str | None, purpose: str) -> ModuleType:
-    """Import a package that raymm does not depend on, in a version that the extra admits.
+    """Import an optional package in a version that the extra accepts.
 
     Args:
-        package: module to import.
         extra: extra of raymm that installs the package; None if no extra does.
-        purpose: subject of the sentence: the setting, file or class that needs the package.
+        purpose: subject of the error message: the setting, file or class that needs the package.
 
     Raises:
         ConfigError: the package is not installed, too old, or its import fails.
@@ -47,7 +46,7 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
         raise ConfigError(
             f"{purpose} needs the package {package}, which is not installed: pip install {target}"
         ) from None
-    except Exception as error:  # a package built for another version raises anything
+    except Exception as error:  # a package built for another version may raise anything
         raise _broken(package, purpose, error) from error
     if (needed := _unmet_requirement(package, extra)) is not None:
         raise ConfigError(
@@ -59,13 +58,8 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
 
 @contextmanager
 def explained_imports(purpose: str) -> Iterator[None]:
-    """Turn an error of a library about a missing or broken package into a :class:`ConfigError`.
-
-    Other errors pass unchanged.
-
-    Args:
-        purpose: subject of the sentence, as of :func:`require`.
-    """
+    """Turn a library's error about a missing or broken package into a :class:`ConfigError`. Other
+    errors pass unchanged. ``purpose`` is the subject of the message, as in :func:`require`."""
     try:
         yield
     except Error:
@@ -77,7 +71,7 @@ def explained_imports(purpose: str) -> Iterator[None]:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be found; it is not imported."""
+    """Return True if a package can be found, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -106,7 +100,7 @@ def _broken(package: str, purpose: str, error: Exception) -> ConfigError:
 
 
 def _suspects(error: BaseException) -> list[str]:
-    """Return the packages that an error names, or in whose import its first cause was raised."""
+    """Return the packages that an error names, or whose import raised its first cause."""
     cause, before = error, error
     while before is not None:
         cause, before = before, before.__cause__ or (
