@@ -104,16 +104,16 @@ PROMISES = {
             "test_a_merged_head_is_not_tied_to_the_embedding",
     },
     "docs/clusters.md": {
-        "has a sentence on the standard error, too, which a second process prints":
+        "a second process prints a message on the standard error":
             "tests/training/test_last_words.py::"
             "test_only_a_process_that_cannot_speak_is_spoken_for",
         "SIGTERM before that still finishes the step, saves, and ends with 143":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
-        "SIGTERM ends with 143 after 10 s at most, also where a call of Ray's does not return":
+        "SIGTERM ends it with 143 within 10 s, even if a call to Ray does not return":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
-        "ends with code 1; the sentence is the run's, or the second process's":
+        "ends with code 1; the message comes from the run, or from the second process":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
-        "also while it starts, says of which kind it is":
+        "reports the kind of the error, also during startup":
             "tests/actors/faults/test_failure_kind.py::"
             "test_rays_own_errors_of_constructors_have_the_kind",
         "retries the step after 1, 5 and 25 seconds":
