@@ -166,7 +166,6 @@ def _rows(
 
 
 def _media_tokens(builder: Any, sample: Sample, ids: Sequence[int]) -> int:
-    """Return the number of tokens in a row that belong to media."""
     if builder.config.processor is None:
         return sum(token in builder.text.placeholder_ids.values() for token in ids)
     if not any(sample.media.values()):
@@ -175,7 +174,6 @@ def _media_tokens(builder: Any, sample: Sample, ids: Sequence[int]) -> int:
 
 
 def _sizes(config: DataConfig, sample: Sample) -> Iterator[str]:
-    """Yield the size of each item: pixels, seconds, frames."""
     from raymm.data.samples.headers import AUDIO, check_media
 
     for kind, items in sample.media.items():

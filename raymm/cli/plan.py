@@ -51,11 +51,8 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Make or evaluate a plan; print, draw and save it.
-
-    Raises:
-        ConfigError, PlanError, ClusterError: names what is wrong.
-    """
+    """Make or evaluate a plan; print, draw and save it. Raises ConfigError, PlanError or
+    ClusterError, which name what is wrong."""
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
 
@@ -131,7 +128,6 @@ def _check_runs(
 
 
 def _with_microbatches(config: TrainConfig, microbatches: int) -> TrainConfig:
-    """Return the configuration with another number of microbatches of the same size."""
     samples = config.data.batch_size // config.data.microbatches
     data = config.data.model_copy(
         update={"microbatches": microbatches, "batch_size": samples * microbatches}
@@ -148,7 +144,6 @@ def _cluster_if(needed: bool):
 
 
 def _request(args: argparse.Namespace, config: TrainConfig) -> PlanRequest:
-    """Return the configuration's request, overridden by the command line's options."""
     from raymm.planning.request import PlanRequest
 
     request = PlanRequest.of_config(config)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def _pipelined_only(args: argparse.Namespace) -> list[str]:
-    """Return the given options that apply only to a search for pipelines."""
     names = [*given_options(args, SearchOptions), "degrees", "measure"]
     return [name for name in names if getattr(args, name) is not None]
 
@@ -57,11 +56,7 @@ def with_given(
     args: argparse.Namespace, style: str, plan: Plan | None, request: PlanRequest
 ) -> PlanRequest:
     """Return the request with the ranks of the configuration's pipelined plan, if styles are
-    compared.
-
-    Raises:
-        ConfigError, PlanError: options contradict the plan.
-    """
+    compared. Raises ConfigError or PlanError if options contradict the plan."""
     from raymm.planning.styles import with_ranks_of
 
     if plan is None or style != AUTO:
@@ -109,16 +104,8 @@ def run_style(
     plan: Plan | None, request: PlanRequest, *, note: str | None, output: Output, suffix: str,
     console: Console,
 ) -> None:
-    """Plan multiplexed, or in both styles; print, draw and save.
-
-    Args:
-        plan: the configuration's pipelined plan, if it has one.
-        note: printed before anything else.
-        suffix: suffix of pictures: ``.png`` or ``.svg``.
-
-    Raises:
-        PlanError: names what is wrong.
-    """
+    """Plan multiplexed, or in both styles; print ``note`` first, then print, draw and save the
+    plans. Raises PlanError, which names what is wrong."""
     from raymm.errors import PlanError
     from raymm.planning.inputs import PlanInputs
     from raymm.planning.plan import Planned

@@ -47,11 +47,8 @@ def add_profile_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> None:
-    """Measure, save, print and draw.
-
-    Raises:
-        ConfigError, DataError, PlanError, ClusterError: names what is wrong.
-    """
+    """Measure, save, print and draw. Raises ConfigError, DataError, PlanError or ClusterError,
+    which name what is wrong."""
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
 

@@ -21,10 +21,8 @@ BESIDE_SURFACES = (".colocations.json", ".interference.json")
 
 
 def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> None:
-    """Measure, print and save surfaces to ``output``.
-
-    If modules were measured side by side, ``*.colocations.json`` and the fitted
-    ``*.interference.json`` are written next to it.
+    """Measure, print and save surfaces to ``output``. If modules were measured side by side,
+    ``*.colocations.json`` and the fitted ``*.interference.json`` are written next to it.
 
     Raises:
         DataError, PlanError, ClusterError: names what is wrong.

@@ -43,11 +43,8 @@ class Options:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Options:
-        """Return the options of the command line.
-
-        Raises:
-            ConfigError: names the option, its value and what is accepted.
-        """
+        """Return the options of the command line. Raises ConfigError, which names the option, its
+        value and what is accepted."""
         for name, value in (("lr", args.lr), ("epochs", args.epochs)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name} is {value:g}; accepted: a number above 0")
@@ -83,11 +80,8 @@ def _lora(words: list[str]) -> dict[str, Any]:
 def first_settings(
     model: str, source: dict[str, Any], detected: Detected, folder: Path, options: Options
 ) -> dict[str, Any]:
-    """Return the configuration values of a new run. Reads all rows.
-
-    Args:
-        model: folder, or ``ORG/NAME@COMMIT``.
-        source: configuration values of the source of the rows.
+    """Return the configuration values of a new run. Reads all rows. ``model`` is a folder or
+    ``ORG/NAME@COMMIT``, and ``source`` has the configuration values of the source of the rows.
 
     Raises:
         ConfigError, DataError: the model cannot be trained on the rows.

@@ -79,11 +79,8 @@ class FolderStart:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> FolderStart | None:
-        """Check a command line without slow imports; None if it names a configuration.
-
-        Raises:
-            ConfigError: names the option, its value and what is accepted.
-        """
+        """Check a command line without slow imports; None if it names a configuration. Raises
+        ConfigError, which names the option, its value and what is accepted."""
         if args.config is not None:
             for name in _SETTINGS:
                 if getattr(args, name) is not None:

@@ -36,11 +36,8 @@ from raymm.scheduler.search.options import LAYERS
 
 
 def build_model(config: TrainConfig) -> MultimodalModule | WholeModel:
-    """Return the model of a configuration. It holds no weights except the projectors'.
-
-    Raises:
-        ModelError, ConfigError, DataError: names what does not exist or fit.
-    """
+    """Return the model of a configuration. It holds no weights except the projectors'. Raises
+    ModelError, ConfigError or DataError, which name what does not exist or fit."""
     if config.model.path is not None:
         return build_whole_model(config)
     seed, trust = config.run.seed, config.model.trust_remote_code

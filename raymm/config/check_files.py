@@ -17,11 +17,8 @@ from raymm.errors import ConfigError
 
 def check_files(config: TrainConfig, with_data: bool = False) -> None:
     """Check that files exist, and pin hub ids of models to commits, in place, so that all processes
-    of a run read the same files. ``with_data`` includes the files of ``data``.
-
-    Raises:
-        ConfigError: names the field, its value, and what is accepted.
-    """
+    of a run read the same files. ``with_data`` includes the files of ``data``. Raises ConfigError,
+    which names the field, its value, and what is accepted."""
     for field, section in _modules(config.model):
         if section.path is not None:
             section.path = _pinned(field, section.path)

@@ -164,11 +164,8 @@ def _rows_of(skeleton: nn.Module) -> int:
 
 
 def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
-    """Add tokens to a tokenizer in place, and return the ids that get new rows.
-
-    ``old`` is the number of ids that the model has rows for. Raises ConfigError for tokens that
-    already exist or are not requested.
-    """
+    """Add tokens to a tokenizer in place, and return the ids that get new rows; the model has rows
+    for ``old`` ids. Raises ConfigError for tokens that already exist or are not requested."""
     before = tokenizer.get_vocab()
     without = sorted((i, token) for token, i in before.items() if i >= old)
     if request == FROM_PROCESSOR:

@@ -310,11 +310,8 @@ class TrainConfig(Section):
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a YAML configuration file, and apply ``key.path=value`` overrides in order.
-
-    Raises:
-        ConfigError: names the file, or every wrong field.
-    """
+    """Read a YAML configuration file, and apply ``key.path=value`` overrides in order. Raises
+    ConfigError, which names the file, or every wrong field."""
     data = read_sections(path, overrides)
     try:
         return parse_config(data)
@@ -323,11 +320,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def parse_config(data: dict[str, Any]) -> TrainConfig:
-    """Check configuration values.
-
-    Raises:
-        ConfigError: names every wrong field.
-    """
+    """Check configuration values. Raises ConfigError, which names every wrong field."""
     try:
         return TrainConfig.model_validate(expand_variables(data))
     except ValidationError as error:

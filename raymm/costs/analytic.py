@@ -106,13 +106,8 @@ def analytic_layers(
     tp: int = 1,
     cp: int = 1,
 ) -> tuple[LayerCost, ...]:
-    """Return the costs of a module's layers, without a projector.
-
-    Args:
-        module: a skeleton; parameters may be on the meta device.
-        device, dtype, tp, cp: see :func:`analytic_profile`.
-        causal: True for a causal language model with head and loss.
-    """
+    """Return the costs of a module's layers, without a projector. The module may be on the meta
+    device. See :func:`analytic_profile` for ``device``, ``dtype``, ``tp`` and ``cp``."""
     device = find_device(device) if isinstance(device, str) else device
     seconds = _Roofline(device, dtype, tp, cp, _FP32_BYTES)
     run = forward_run(module, load, dtype, causal)
@@ -190,11 +185,8 @@ class _Roofline:
     def options(
         self, block: LayerCount, kept: float | None, activation_bytes: int
     ) -> tuple[LayerOption, ...]:
-        """Return the options of a layer for the activations of its block.
-
-        Activations outside the block are kept. Work outside of products takes as long as its
-        traffic.
-        """
+        """Return the options of a layer for the activations of its block. Activations outside the
+        block are kept, and work outside of products takes as long as its traffic."""
         cost = self.cost(block, kept)
         kept = self._kept(block, kept)
         outside = activation_bytes - round(kept)
@@ -266,11 +258,9 @@ class _Roofline:
         )
 
     def _working(self, count: LayerCount) -> float:
-        """Return the peak bytes of gradients in a backward.
-
-        These are the fp32 hidden state and the widest product before and after its activation
-        function, or that product and a weight; or the logits in the compute dtype and in fp32.
-        """
+        """Return the peak bytes of gradients in a backward: the fp32 hidden state and the widest
+        product before and after its activation function (or that product and a weight), or the
+        logits twice."""
         shared = self._tp * self._cp
         stream = count.stream_elements * _FP32_BYTES / self._cp
         widest = count.widest_elements * self._bytes / shared
@@ -279,12 +269,9 @@ class _Roofline:
         return max(stream + widest + max(widest, weight), logits)
 
     def _forward(self, count: LayerCount) -> float:
-        """Return the peak bytes of a forward that keeps nothing.
-
-        These are four hidden states (before and after attention, and two of a norm) and the widest
-        product with its results; or one hidden state, and the logits in the compute dtype and in
-        fp32.
-        """
+        """Return the peak bytes of a forward that keeps nothing: four hidden states (around
+        attention, and two of a norm) and the widest product with its results, or one and the logits
+        twice."""
         shared = self._tp * self._cp
         stream = count.stream_elements * _FP32_BYTES / self._cp
         logits = count.logits * (self._bytes + _FP32_BYTES) / shared

@@ -87,7 +87,6 @@ class AttentionCounter:
         return inner or dict(list(attentions.items())[:1])
 
     def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:
-        """Return the widths of queries, keys, values and outputs of all heads."""
         heads = config_number(HEADS, attention, self.loaded.config)
         if heads is None:
             return None
@@ -111,8 +110,7 @@ class AttentionCounter:
 
 
 def _window(attention: nn.Module, config: Any) -> int | None:
-    """Return the past keys that a query sees, itself included; None for all. Some attention modules
-    (Mistral's) read the window from their config in every forward."""
+    """Return the past keys that a query sees, itself included; None for all."""
     window = getattr(config, "sliding_window", None)
     kinds, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
     if hasattr(attention, "sliding_window"):

@@ -68,13 +68,7 @@ def forward_run(
     module: nn.Module, load: Load, dtype: str, causal: bool = False
 ) -> ForwardRun | None:
     """Return the figures of a microbatch, as if all parameters (with adapters, all adapters) were
-    trained. None if the module does not run without values.
-
-    Args:
-        module: a skeleton; parameters may be on the meta device.
-        dtype: compute dtype, one of :data:`DTYPES`.
-        causal: True for a language model.
-    """
+    trained. None if the module does not run without values. It may be on the meta device."""
     saved: Figures | None
     mixing = tuple((flops * load.total, attended) for flops, attended in load.mixing)
     if load.kept:

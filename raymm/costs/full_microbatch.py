@@ -13,13 +13,9 @@ MAX_STEPS = 8
 
 
 def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, Any]:
-    """Return a microbatch with every modality, from the first step that has one.
-
-    Of several, the one with the most items is chosen, then the one with the most text.
-
-    Raises:
-        PlanError: none of the first :data:`MAX_STEPS` steps has such a microbatch.
-    """
+    """Return a microbatch with every modality, from the first step that has one. Of several, the
+    one with the most items is chosen, then the one with the most text. Raises PlanError if there is
+    none in the first :data:`MAX_STEPS` steps."""
     seen: set[str] = set()
     for step in local_steps(config, steps=MAX_STEPS):
         complete = [

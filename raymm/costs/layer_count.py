@@ -303,7 +303,6 @@ class _LayerCounter:
         return 2.0 * high.shape[0] * low.numel()
 
     def _exchange(self, name: str) -> float:
-        """Return the elements of all tokens that are sent to experts and back."""
         per_row = 2 * (self.loaded.hidden or 0) + 1
         return float(self.loaded.rows(name) * self.matmuls.per_token * per_row)
 
@@ -326,7 +325,6 @@ class _LayerCounter:
         return sum(size for key, size in ends[0].items() if key in ends[1])
 
     def _attention(self, place: str) -> LayerCount:
-        """Return the counts of attention and other products of two activations below ``place``."""
         flops, attentions = self._mixing(place)
         count = sum((self._one_attention(each) for each in attentions), LayerCount())
         return replace(count, mixing_flops=flops)

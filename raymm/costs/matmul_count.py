@@ -121,7 +121,6 @@ class MatmulCounter:
         )
 
     def _low_rank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
-        """Return one of an adapter's two products."""
         outer, inner = weight.shape
         rows = self.loaded.rows(name) * self._share(name)
         return Matmul(

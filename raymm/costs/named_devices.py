@@ -29,12 +29,8 @@ def device_called(name: str) -> DeviceSpec | None:
 
 
 def precision_notes(device: str, precision: str) -> list[str]:
-    """Return a line on the cost of fp32 on the cluster's GPUs, or nothing for other settings.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        precision: ``"fp32"`` or ``"bf16"``.
-    """
+    """Return a line on the cost of ``"fp32"`` on the cluster's GPUs, or nothing for other
+    settings."""
     if device == CPU or precision != "fp32":
         return []
     name, unknown = cluster_device(device)

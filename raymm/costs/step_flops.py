@@ -68,14 +68,11 @@ def module_flops(
     module: nn.Module, trainable: Sequence[bool], before: Sequence[bool], causal: bool = False,
     first: int = 0,
 ) -> ModuleFlops:  # fmt: skip
-    """Return the FLOPs of one module in a training step.
+    """Return the FLOPs of one module in a training step, from layer ``first`` on.
 
     Args:
         module: a skeleton; parameters may be on the meta device.
-        trainable: by layer.
         before: by layer, True if an earlier layer is trained.
-        causal: True for a language model.
-        first: first layer that runs.
     """
     total = ModuleFlops()
     whole = _products(module, causal, count_layers)
@@ -100,14 +97,8 @@ def activation_flops(
     module: nn.Module, causal: bool, load: Load | None = None
 ) -> list[ModuleFlops]:
     """Return FLOPs of products of two activations in a forward, by layer: attention per pair, other
-    products per token.
-
-    Args:
-        module: a skeleton; parameters may be on the meta device.
-        causal: True for a language model.
-        load: load that the other products are counted on. By default, a language model runs on a
-            sample whose length is a multiple of the chunks of linear attention.
-    """
+    products per token of ``load``. By default, a language model runs on a sample whose length is a
+    multiple of the chunks of linear attention."""
     run = None
     if causal or load is not None:
         load = load or Load(1, MOST_TOKENS // 4)
@@ -178,15 +169,9 @@ class StepFlops:
         self._pairs: dict[Any, int] = {}
 
     def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
-        """Return the FLOPs of a step by module.
-
-        Args:
-            meta: metadata of the step's microbatches.
-
-        Raises:
-            PlanError: the tokens per item of an encoder are unknown, or the model's mask needs
-                places of items that a batch does not have.
-        """
+        """Return the FLOPs of a step by module. Raises PlanError if the tokens per item of an
+        encoder are unknown, or the model's mask needs places of items that a batch does not
+        have."""
         total = dict.fromkeys(self._flops, 0.0)
         for microbatch in meta:
             for name, flops in self._of_microbatch(microbatch).items():
@@ -283,7 +268,6 @@ class StepFlops:
         return tuple(sorted(spans, key=lambda span: span.start))
 
     def _row_pairs(self, length: int, spans: tuple[Span, ...], window: int | None) -> int:
-        """Return the visible pairs of a row."""
         if self._model.mask is None:
             seen = min(window or length, length)
             return seen * length - seen * (seen - 1) // 2

@@ -99,10 +99,8 @@ def _step_flops(
     module: nn.Module, causal: bool, earlier: bool, example: Load | None = None
 ) -> ModuleFlops:
     """Count a training step of a module, whose submodules run in the order of registration.
-
-    ``earlier`` is True if something is trained before the module, and ``example`` has its load on
-    the example.
-    """
+    ``earlier`` is True if something is trained before the module; ``example`` is its load on the
+    example."""
     places = () if example is None else example.places
     seen = () if example is None else example.attention
     most_pairs = max((sizes.pairs for _, sizes in seen), default=0.0)

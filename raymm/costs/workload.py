@@ -214,12 +214,8 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 def item_tokens(
     model: MultimodalModule, items: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, ItemTokens]:
-    """Return the tokens of an item of every encoder, where they are known.
-
-    Args:
-        items: inputs of one or several items of the same shapes by modality; without them, an
-            encoder's config decides.
-    """
+    """Return the tokens of an item of every encoder, where they are known. ``items`` are inputs by
+    modality of items of the same shapes; without them, an encoder's config decides."""
     tokens = {}
     for name in model.encoder_names:
         sizes = encoder_tokens(model, name, items.get(name))

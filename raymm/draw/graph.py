@@ -213,7 +213,6 @@ def _edge(axes: Axes, start: Point, stop: Point, bend: float, gradient: bool) ->
 
 
 def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> None:
-    """Draw the legend for what occurs in the plan."""
     grey: RGB = (0.35, 0.35, 0.35)
     trained = {flag for node in plan.graph.nodes for flag in node.trainable}
     handles: list[Patch | Line2D] = []

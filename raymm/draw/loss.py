@@ -46,7 +46,6 @@ def draw_loss(
             ``"heldout_loss_shuffled_<modality>"``. Values that are missing, None or not finite are
             left out, and other keys are ignored.
         path: file to write, ``.png`` or ``.svg``.
-        title: heading of the picture.
 
     Raises:
         ValueError: another file suffix.

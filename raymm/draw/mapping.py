@@ -39,13 +39,11 @@ def draw_mapping(
 
     Time goes to the right. A bar is a module's forward and backward, as wide as its time next to
     the other modules and as high as its quota. Grey areas are idle. Lines separate stages, and the
-    predicted time is below the title.
+    predicted time is below the title, followed by ``note``.
 
     Args:
-        problem: provides the times of modules.
         path: file to write, ``.png`` or ``.svg``.
         title: heading; by default the mapping's method.
-        note: text after the predicted time.
 
     Raises:
         ValueError: another file suffix.
@@ -88,7 +86,6 @@ def draw_mapping(
 
 
 def _summary(mapping: StageMapping, note: str, ruler) -> list[str]:
-    """Return lines no wider than the picture."""
     parts = [f"predicted {time_text(mapping.seconds)}" + (f" ({note})" if note else "")]
     if mapping.bound:
         parts.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")

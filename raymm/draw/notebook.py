@@ -15,12 +15,8 @@ _BAR_PX = 240
 
 
 def bars_html(summary: str, shares: Mapping[str, float], modules: Mapping[str, str]) -> str:
-    """Return a line of text, and a bar per name.
-
-    Args:
-        shares: from 0 to 1, by name.
-        modules: module by name, which determines the colour.
-    """
+    """Return a line of text, and a bar per name for shares from 0 to 1, in the colour of its
+    module."""
     hues = module_hues(modules.values())
     rows = "".join(
         f'<tr><td style="text-align:left">{escape(name)}</td>'

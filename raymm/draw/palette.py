@@ -73,11 +73,7 @@ _NAMES = {
 
 def op_looks(hue: RGB) -> dict[Op, Look]:
     """Return the look of every compute op in a module's hue, from light to dark in the order of a
-    microbatch.
-
-    Ops differ in lightness, so that colour-blind readers and grey prints can distinguish them.
-    Recomputation is striped.
-    """
+    microbatch. Lightness distinguishes ops, also for colour-blind readers and in grey prints."""
     fills = {
         Op.FORWARD_NO_GRAD: tint(hue, 0.89),
         Op.FORWARD_CHECKPOINTED: tint(hue, 0.70),

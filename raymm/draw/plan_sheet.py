@@ -50,13 +50,8 @@ def heading(plan: Plan) -> str:
 def lay_out(
     plan: Plan, needs: set[StageId], costs: Mapping[StageId, StageCost], note: Sequence[str]
 ) -> PlanSheet:
-    """Find a position for every stage.
-
-    Args:
-        needs: stages with a backward.
-        costs: costs of one microbatch by stage; empty if the plan has no profile.
-        note: lines below the legend.
-    """
+    """Find a position for every stage. ``needs`` are the stages with a backward, ``costs`` those of
+    one microbatch, and ``note`` lines below the legend."""
     ruler = new_figure(1, 1)
     lines = {text for stage in plan.stages
              for text in small_print(plan, stage, needs, costs.get(stage.id))}

@@ -30,7 +30,6 @@ def draw_profile(
     Args:
         path: file to write, ``.png`` or ``.svg``.
         projectors: modules whose last layer is a projector, which is labelled ``P``.
-        title: heading of the picture.
 
     Raises:
         ValueError: another file suffix.
@@ -98,7 +97,6 @@ def _widths(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def _legend(figure, total: float, height: float, hue) -> None:
-    """Explain the three tints below the heading."""
     x, y = LEFT, 0.52
     words = {"F": "forward", "B_d": "gradient of the input", "B_w": "gradient of the weights"}
     for _, label, amount in PARTS:

@@ -20,7 +20,6 @@ def row_table(
 
     Args:
         rows: at least one; all with the same columns, in order.
-        title, caption: texts above and below.
         left: columns of words, aligned left; the others have numbers.
         sections: rows with a line above.
     """

@@ -33,10 +33,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure under a temporary name and rename the file, so that no reader sees a partial
-    picture.
-
-    Missing folders are created. The same figure results in the same bytes of PNG.
+    """Write a figure atomically, and create missing folders. The same figure results in the same
+    PNG.
 
     Raises:
         ValueError: the name ends neither in ``.png`` nor in ``.svg``.
@@ -75,12 +73,8 @@ def _save_png(figure: Figure, stream: BinaryIO) -> None:
 
 
 def text_width(figure: Figure, text: str, size: float) -> float:
-    """Return the width of a text in inches, of its widest line if there are several.
-
-    Args:
-        figure: any figure that is not drawn yet; the text is added and removed again.
-        size: font size in points.
-    """
+    """Return the width of a text in inches, of its widest line if there are several. ``figure``
+    must not be drawn yet; ``size`` is in points."""
     artist = figure.text(0, 0, text, fontsize=size)
     box = artist.get_window_extent(cast(FigureCanvasAgg, figure.canvas).get_renderer())
     artist.remove()

@@ -72,11 +72,9 @@ def draw_timelines(
     at 0, so that a late start does not look like a slow step.
 
     Args:
-        timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]`` or
-            ``[("1f1b", a), ("zero_bubble", b)]``.
+        timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]``.
         path: file to write, ``.png`` or ``.svg``.
         rank_names: row labels; by default each rank with its stages.
-        title: heading of the picture.
 
     Raises:
         ValueError: no timeline, or another file suffix.
@@ -177,7 +175,6 @@ def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
 
 
 def _captions(timelines: Sequence[tuple[str, Timeline]]) -> list[str]:
-    """Return the text above each panel."""
     (first_label, first), scale = timelines[0], _scale(timelines, 1.0)
     captions = []
     for index, (label, timeline) in enumerate(timelines):
@@ -192,7 +189,6 @@ def _captions(timelines: Sequence[tuple[str, Timeline]]) -> list[str]:
 
 
 def _looks(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Mapping[Op, Look]]:
-    """Return the look of every op by module."""
     hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
     return {module: op_looks(hue) for module, hue in hues.items()}
 
@@ -241,7 +237,6 @@ def _in_width(columns: list[list[Patch]], width: float) -> tuple[list[Patch], in
 
 
 def _draw_legend(figure: Figure, handles: list[Patch], columns: int, left: float) -> None:
-    """Draw the legend below the panels, at ``left`` as a fraction of the figure's width."""
     figure.legend(
         handles=handles, ncols=columns, loc="lower left", fontsize=LEGEND_SIZE, frameon=False,
         bbox_to_anchor=(left, 0.02), borderaxespad=0.0, handlelength=1.8, labelspacing=0.45,

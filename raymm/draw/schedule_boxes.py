@@ -111,12 +111,7 @@ def draw_boxes(
     digits: float,
 ) -> None:
     """Draw a timeline's spans into its panel: compute as boxes, waits and optimizer ops as bars.
-
-    Args:
-        axes: x in units of ``scale``, y in rows.
-        places: positions of the boxes of all computation.
-        digits: largest font size of microbatch numbers, in points.
-    """
+    ``digits`` is the largest font size of microbatch numbers, in points."""
     origin = min((span.start for span in timeline.spans), default=0.0)
     outline: RGB | str
     # A collection has one hatch, so polygons, fills and edges are grouped by hatch. Waits are drawn
@@ -163,7 +158,6 @@ def _numbers(
     scale: TimeScale,
     largest: float,
 ) -> None:
-    """Draw the microbatch numbers that fit."""
     plain, fills = [], []
     row = _row_inches(axes)
     for start, stop, middle, span, look in boxes:

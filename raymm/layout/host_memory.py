@@ -98,12 +98,8 @@ def host_needs(
 
 
 def check_hosts(needs: Sequence[HostNeed], hosts: Sequence[HostMemory]) -> None:
-    """Check that the nodes have enough host memory for the copies of their processes. ``needs`` and
-    ``hosts`` are by process.
-
-    Raises:
-        PlanError: a node has less memory than its processes need; the message has the amounts.
-    """
+    """Raise a PlanError, which has the amounts, if a node lacks host memory for the copies of its
+    processes. ``needs`` and ``hosts`` are by process."""
     kept_by: dict[int, list[int]] = {}
     for process, keeper in keepers({n: host.node for n, host in enumerate(hosts)}).items():
         kept_by.setdefault(keeper, []).append(process)

@@ -9,12 +9,8 @@ from raymm.scheduler.plan.plan import Plan
 
 
 def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
-    """Check an optimizer before anything starts.
-
-    Raises:
-        PlanError: an unknown module, a module whose sharding the optimizer does not support, or
-            parameters in another dtype than the computation.
-    """
+    """Raise a PlanError for an unknown module, a module whose sharding the optimizer does not
+    support, or parameters in another dtype than the computation."""
     check_modules(config, plan.graph, bf16)
     for node in plan.graph.nodes:
         parts = ("module.", "projector.") if node.projector else ("module.",)
@@ -39,11 +35,8 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
 
 
 def check_modules(config: OptimizerConfig, graph: ModuleGraph, bf16: bool) -> None:
-    """Check that the model has all modules of an optimizer.
-
-    Raises:
-        PlanError: an unknown module, or parameters in another dtype than the computation.
-    """
+    """Raise a PlanError for an unknown module, or parameters in another dtype than the
+    computation."""
     rules = {"": config} | {f"modules.{name}.": config.rule(name) for name in config.modules}
     for where, rule in rules.items():
         if rule.parameters != FP32 and not bf16:

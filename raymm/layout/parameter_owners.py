@@ -105,7 +105,6 @@ def place_of(processes: Processes, number: int, shard_spec: ShardSpec) -> int:
 
 
 def _lightest(group: SharedParameter, loads: dict[int, int], size: int) -> int:
-    """Return the holder that has the least to update so far."""
     owner = min(
         group.reduction_group.processes, key=lambda process: (loads.get(process, 0), process)
     )

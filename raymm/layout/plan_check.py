@@ -13,20 +13,15 @@ from raymm.scheduler.schedule.memory import check_memory
 
 
 def check_fits(plan: Plan) -> None:
-    """Check that no rank needs more memory than the plan's limit.
-
-    Raises:
-        PlanError: see :func:`raymm.scheduler.schedule.memory.check_memory`.
-    """
+    """Raise a PlanError if a rank needs more memory than the plan's limit."""
     if plan.memory_limit is None or plan.profile is None:
         return
     check_memory(plan, full_program(plan))
 
 
 def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
-    """Check that the device can partition its multiprocessors into the quotas of each rank. Raises
-    PlanError if a quota is smaller than a group of multiprocessors, or there are more quotas than
-    groups."""
+    """Raise a PlanError if the device cannot partition its multiprocessors into the quotas of a
+    rank: a quota is below the granularity, or there are too many."""
     for rank in range(plan.num_ranks):
         try:
             for quotas in plan.quota_sets(rank):

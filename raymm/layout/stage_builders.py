@@ -228,7 +228,6 @@ def _try_inputs(
 
 
 def _cuts(plan: Plan, node: ModuleNode) -> Cuts:
-    """Return where a plan cuts an encoder's chain."""
     starts = {stage.layers[0] for stage in plan.module_stages(node.name)}
     return Cuts(any(0 < lo < node.num_blocks for lo in starts), node.num_blocks in starts)
 
@@ -252,13 +251,11 @@ def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
 
 
 def check_training_draws(spec: AnySpec, stage: Stage, draws: TrainingDraws) -> None:
-    """Check that processes that share a microbatch make the same random decisions in training.
+    """Raise a PlanError if processes that share a microbatch make different random decisions in
+    training.
 
     A process that skips a layer would not enter the collectives of the others in it. Numbers that
     are drawn with NumPy or Python for part of the samples differ from those of one process.
-
-    Raises:
-        PlanError: the decisions would differ.
     """
     if draws.skips_blocks and max(stage.cp, stage.fsdp) > 1:
         raise PlanError(_LAYER_DROP.format(spec.name))
@@ -291,11 +288,8 @@ def _check_tokens(
 
 
 def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
-    """Check that a module has no batch norm in training mode, whose statistics need all samples.
-
-    Raises:
-        PlanError: the module has one; ``planned`` begins the message.
-    """
+    """Raise a PlanError, which begins with ``planned``, if a module has a batch norm in training
+    mode, whose statistics need all samples."""
     if any(
         isinstance(child, _BatchNorm) and skeleton.training
         for skeleton in (set_mode(part) for part in skeletons(spec).values())

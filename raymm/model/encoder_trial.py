@@ -315,6 +315,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _whole(chain: EncoderStage) -> nn.Module:
-    """Return the module of a whole chain."""
     assert chain.module is not None
     return chain.module

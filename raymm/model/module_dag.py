@@ -77,10 +77,8 @@ class ModuleDag(nn.Module):
                 )
 
     def _outputs(self, name: str) -> tuple[str, ...]:
-        """Return the outputs of a module that others read.
-
-        Other outputs are not sent: they would cost time, and add a backward that one process lacks.
-        """
+        """Return the outputs of a module that others read. Others are not sent: they would cost
+        time, and add a backward that one process lacks."""
         read = [
             (reader, entry.output) for reader, other in self.nodes.items()
             for entry in other.parsed_inputs() if entry.producer == name
@@ -208,7 +206,6 @@ class ModuleDag(nn.Module):
 
 
 def _graph(nodes: Mapping[str, DagModule]) -> ModuleGraph:
-    """Return the graph of all modules with their blocks."""
     reads = {
         (entry.producer, name): False
         for name, node in nodes.items() for entry in node.parsed_inputs()

@@ -44,10 +44,8 @@ _RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "l
 
 
 def _embedding_width(source: ModuleSource) -> int | None:
-    """Return the width of the language model's input embeddings; None if unknown.
-
-    The config's hidden size may differ: some models (OPT-350m) project their embeddings up to it.
-    """
+    """Return the width of the language model's input embeddings; None if unknown. The config's
+    hidden size may differ: some models (OPT-350m) project their embeddings up to it."""
     skeleton = source.skeleton()
     find = getattr(skeleton, "get_input_embeddings", None)
     weight = getattr(find() if find else None, "weight", None)

@@ -173,7 +173,6 @@ class WholeModel:
         self._blocks: dict[str, int] = {}  # by module
 
     def _with_adapters(self, seed: int) -> ModuleSource:
-        """Return the source with the adapters of its parts."""
         source = self.source
         towers = tuple(place for tower in self.towers for place in tower.places)
         projector = tuple(place for _, place in self._projector)

@@ -101,11 +101,7 @@ class PlanInputs:
         costs: Costs | None = None, notes: Sequence[str] = (),
     ) -> PlanInputs:
         """Build the inputs of a request whose ``ranks`` are set. ``costs`` default to
-        :func:`costs_of`.
-
-        Raises:
-            PlanError: names the field and what is accepted.
-        """
+        :func:`costs_of`. Raises PlanError, which names the field and what is accepted."""
         if request.ranks is None:
             raise PlanError("ranks is not given; accepted: the number of devices, at least 1")
         costs = costs or costs_of(model, request, workload)

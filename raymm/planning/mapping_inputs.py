@@ -91,12 +91,8 @@ def mapping_inputs(
     device: DeviceSpec | None = None,
     notes: Sequence[str] = (),
 ) -> MappingInputs:
-    """Build the inputs of a request.
-
-    Args:
-        edges: dependencies between modules, (producer, reader).
-        request: its ``ranks`` is the number of GPUs and must be set.
-        device: device of estimates and limits. Without surfaces, None stands for one CPU core.
+    """Build the inputs of a request whose ``ranks`` (GPUs) are set. ``edges`` are (producer,
+    reader). Without surfaces, the device defaults to one CPU core.
 
     Raises:
         PlanError: names the field and what is accepted.

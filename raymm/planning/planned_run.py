@@ -51,8 +51,6 @@ def plan_for_cluster(
     """Plan a run for the connected cluster.
 
     Args:
-        data: the run's data section, or batches in memory.
-        device: ``"cpu"`` or ``"cuda"``.
         worker_cpus: CPUs reserved for the data workers.
         say: called with a progress line every few seconds of a search for pipelines.
 
@@ -143,7 +141,6 @@ def _pipelined(planned: Planned) -> PlannedRun:
 def _multiplexed(
     planned: PlannedMultiplexed, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
-    """Return the run of a mapping. Raises PlanError if the mapping needs too much memory."""
     if planned.unfit:
         raise PlanError(planned.unfit)
     mapping, placed = planned.mapping, []
@@ -161,7 +158,6 @@ def _multiplexed(
 def _faster(
     compared: StyleComparison, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
-    """Return the run of the faster style. Raises PlanError if neither style fits."""
     plan = compared.chosen
     if plan is None and compared.style is None:
         raise PlanError("neither style fits: " + "; ".join(compared.refused.values()))

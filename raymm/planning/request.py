@@ -68,11 +68,8 @@ class PlanRequest(PlanOptions):
         return DegreeRequest.of(self.degrees)
 
     def check(self, model: MultimodalModule | WholeModel) -> None:
-        """Check the request before anything starts.
-
-        Raises:
-            PlanError: names the field, its value and what is accepted.
-        """
+        """Check the request before anything starts. Raises PlanError, which names the field, its
+        value and what is accepted."""
         if self.ranks is not None and self.ranks > MOST_RANKS:
             raise PlanError(f"ranks is {self.ranks}; accepted: at most {MOST_RANKS}")
         if self.memory_gib is not None and not 0 < self.memory_gib <= MOST_GIB:  # NaN fails too

@@ -156,10 +156,8 @@ def cut_modules(plan: Plan) -> list[str]:
 def _refused_shares(
     model: MultimodalModule | WholeModel, options: Iterable[Option], probed: set[Any]
 ) -> dict[Refused, str]:
-    """Return the degrees of the options that the model's code does not support.
-
-    ``probed`` holds the combinations that were already tried, and is extended.
-    """
+    """Return the degrees of the options that the model's code does not support, and add to
+    ``probed``."""
     refused: dict[Refused, str] = {}
     for option in options:
         key = tuple(degrees_of(option.plan, node.name)[1:3] for node in option.plan.graph.nodes)
