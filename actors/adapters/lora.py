@@ -203,14 +203,14 @@ def _check_base(module: nn.Module, name: str, layer: nn.Module, base: str) -> No
     inner = weight.shape[0 if isinstance(layer, Conv1D) else 1]
     if base == INT4 and inner % GROUP:
         raise ModelError(
-            f"base is {base!r}, and {name!r} takes {inner} inputs; accepted: targets with a "
-            f"multiple of {GROUP}, as so many share a scale"
+            f"base is {base!r}, but {name!r} has {inner} inputs; accepted: targets whose number "
+            f"of inputs is a multiple of {GROUP}, the inputs that share a scale"
         )
     for other, child in module.named_modules():
         if child is not layer and any(p is layer.weight for p in child._parameters.values()):
             raise ModelError(
-                f"base is {base!r}, but the weight of {name!r} is that of {other!r}, too; "
-                "accepted: targets without it"
+                f"base is {base!r}, but {name!r} shares its weight with {other!r}; "
+                "accepted: targets without shared weights"
             )
 
 

@@ -51,8 +51,8 @@ class LoraConfig:
             raise ModelError(f"dropout is {self.dropout!r}; accepted: a number from 0 to below 1")
         if not self.targets or not isinstance(self.targets, str | tuple):
             raise ModelError(
-                f"targets is {self.targets!r}; accepted: {ALL_LINEAR!r}, a regular expression of "
-                "layers' whole names, or a tuple of names or their ends"
+                f"targets is {self.targets!r}; accepted: {ALL_LINEAR!r}, a regular expression "
+                "that matches full layer names, or a tuple of names or name endings"
             )
         if not isinstance(self.use_rslora, bool):
             raise ModelError(

@@ -39,8 +39,8 @@ def find_targets(
         layers = [name for name in linear if names[name] is not head]
         if not layers:
             raise ModelError(
-                f"targets is {ALL_LINEAR!r}, and {where} has no linear layer that "
-                "an adapter can be put into; train it otherwise"
+                f"targets is {ALL_LINEAR!r}, but {where} has no linear layer that "
+                "supports adapters; train it without adapters"
             )
         return tuple(layers)
     patterns = [config.targets] if isinstance(config.targets, str) else config.targets
@@ -50,13 +50,13 @@ def find_targets(
         if not matched:
             shown = ", ".join(linear[:_SHOWN]) + (", ..." if len(linear) > _SHOWN else "")
             raise ModelError(
-                f"targets has {pattern!r}, and no layer of {where} is named so; "
+                f"targets has {pattern!r}, which matches no layer of {where}; "
                 f"accepted: {ALL_LINEAR!r}, or names of linear layers: {shown or 'it has none'}"
             )
         for name in matched:
             if not is_adaptable(names[name]):
                 raise ModelError(
-                    f"targets has {pattern!r}, and {name!r} is a {type(names[name]).__name__}; "
+                    f"targets has {pattern!r}, but {name!r} is a {type(names[name]).__name__}; "
                     "accepted: nn.Linear, and Conv1D of transformers"
                 )
         chosen.update(matched)
@@ -69,7 +69,7 @@ def _matches(name: str, pattern: str, config: LoraConfig) -> bool:
             return re.fullmatch(pattern, name) is not None
         except re.error as error:
             raise ModelError(
-                f"targets is {pattern!r}, which is no regular expression: {error}"
+                f"targets is {pattern!r}, which is not a valid regular expression: {error}"
             ) from None
     return name == pattern or name.endswith(f".{pattern}")
 

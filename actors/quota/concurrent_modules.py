@@ -168,8 +168,8 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
             owner, its_name = owners.setdefault(id(tensor), (module, name))
             if owner != module:
                 raise ValueError(
-                    f"{name!r} of module {module!r} is {its_name!r} of module {owner!r}; "
-                    "accepted: modules that share nothing run concurrently"
+                    f"{name!r} of module {module!r} is {its_name!r} of module {owner!r}; accepted: "
+                    "concurrent modules without shared parameters and buffers"
                 )
 
 
@@ -202,8 +202,8 @@ class _Tickets:
         if self._last is None and self._before not in (None, generator_state()):
             raise InternalError(
                 f"random numbers were drawn by one of modules {', '.join(map(repr, self._without))}"
-                ", with draws=False; accepted: draws=True, of its Work or DagModule (which by "
-                "default says so only of modules in training)"
+                ", with draws=False; accepted: draws=True in its Work or DagModule (the default "
+                "only for modules in training)"
             )
 
 
@@ -218,14 +218,14 @@ def _check(streams: StreamSet, works: Mapping[str, Work]) -> None:
     for module, work in works.items():
         if module not in streams.streams:
             raise ValueError(
-                f"works name module {module!r}; accepted: those of set {streams.name!r}, "
+                f"no stream for module {module!r}; accepted: modules of set {streams.name!r}: "
                 f"{', '.join(streams.streams)}"
             )
         forward = work.backward_of
         own = streams.streams[module].partition
         if forward is not None and not _same_place(forward.stream.partition, own):
             raise ValueError(
-                f"the backward of {module!r} is to run on {own}, but autograd runs it where its "
+                f"the backward of {module!r} is assigned to {own}, but autograd runs it where its "
                 f"forward ran, on {forward.stream.partition}; accepted: the same partition"
             )
 

@@ -137,14 +137,14 @@ def _ordinal(device: torch.device | int | None) -> int:
 
 def _check_environment() -> None:
     if not torch.cuda.is_available():
-        raise InputError("there is no CUDA device; accepted here: RecordingBackend")
+        raise InputError("there is no CUDA device; use RecordingBackend instead")
     if os.environ.get(CONNECTIONS) == "1":
         raise InputError(
-            f"{CONNECTIONS} is '1': work of different streams would run in turn; accepted: "
+            f"{CONNECTIONS} is '1': the GPU would serialize different streams; accepted: "
             "unset, or at least the number of streams that run at the same time"
         )
     if os.environ.get(BLOCKING, "0") not in ("", "0"):
         raise InputError(
-            f"{BLOCKING} is {os.environ[BLOCKING]!r}: every launch would wait for its kernel, and "
-            "work of different streams run in turn; accepted: unset, 0"
+            f"{BLOCKING} is {os.environ[BLOCKING]!r}: every launch would wait for its kernel, "
+            "which serializes different streams; accepted: unset or 0"
         )

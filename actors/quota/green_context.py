@@ -94,7 +94,7 @@ class GreenContexts:
         scopes = getattr(self._driver, "CUdevWorkqueueConfigScope", None)
         if version < WORKQUEUES_SINCE or scopes is None:
             what = f"driver is version {version}" if scopes else "installed cuda-python is too old"
-            return [], f"work queues are shared: the {what}; own ones since {WORKQUEUES_SINCE}"
+            return [], f"work queues are shared: the {what}; separate ones need {WORKQUEUES_SINCE}"
         kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
         try:
             queues = self._call("cuDeviceGetDevResource", self._device, kind)
@@ -103,7 +103,7 @@ class GreenContexts:
         most = queues.wqConfig.wqConcurrencyLimit
         queues.wqConfig.sharingScope = scopes.CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED
         queues.wqConfig.wqConcurrencyLimit = STREAMS_PER_CONTEXT
-        said = f"work queues are each context's own, up to {most} (CUDA_DEVICE_MAX_CONNECTIONS)"
+        said = f"each context has its own work queues, up to {most} (CUDA_DEVICE_MAX_CONNECTIONS)"
         return [queues], said
 
     def stream(self, partition: Partition) -> int:
@@ -144,7 +144,7 @@ class GreenContexts:
             if granted.wqConfig.sharingScope != asked.wqConfig.sharingScope:
                 raise InternalError(
                     "cuGreenCtxCreate made a context that shares work queues (scope "
-                    f"{granted.wqConfig.sharingScope}); asked: {asked.wqConfig.sharingScope}"
+                    f"{granted.wqConfig.sharingScope}); requested: {asked.wqConfig.sharingScope}"
                 )
 
     def _describe(self, parts: list[Any], partition: Partition) -> Any:
@@ -158,8 +158,8 @@ class GreenContexts:
             if len(domains) == 1:
                 raise
             raise InternalError(
-                f"{error}: {partition} is of locality domains {domains}; accepted: quotas whose "
-                "groups are of one domain each"
+                f"{error}: {partition} spans locality domains {domains}; accepted: quotas whose "
+                "groups each lie in one domain"
             ) from error
 
     @property

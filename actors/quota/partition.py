@@ -108,7 +108,7 @@ class Partition:
             else f"groups {self.first_group} to {self.first_group + self.groups - 1}"
         )
         return (
-            f"{self.module!r}: asked {self.quota:.4g} ({self.asked_sms:.1f} SMs), granted "
+            f"{self.module!r}: requested {self.quota:.4g} ({self.asked_sms:.1f} SMs), granted "
             f"{self.sms} of {self.total} SMs ({self.share:.4g}), {where}"
         )
 
@@ -154,7 +154,7 @@ def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:
             raise PlanError(
                 f"quota of {module!r} is {quota} ({quota * gpu.total:.1f} of {gpu.total} "
                 f"multiprocessors); accepted: {least:.4g} ({gpu.granularity} multiprocessors, "
-                "what this GPU can set apart) to 1"
+                "the smallest partition of this GPU) to 1"
             )
     total = math.fsum(quotas.values())
     if total > 1 + ROUNDING:

@@ -69,7 +69,7 @@ class StreamPool:
         self.partitions: dict[str, tuple[Partition, ...]] = _layouts(backend, sets)
         accepted = {module for quotas in sets.values() for module in quotas}
         if isinstance(modules, str):  # its letters would be the names
-            raise PlanError(f"modules is {modules!r}; accepted: a collection of names, None")
+            raise PlanError(f"modules is {modules!r}; accepted: a collection of names, or None")
         mine = accepted if modules is None else set(modules)
         if not mine <= accepted:
             raise PlanError(

@@ -71,7 +71,7 @@ class Work:
 
     def __post_init__(self) -> None:
         if self.seed is not None and not self.draws:
-            raise ValueError(f"seed is {self.seed} of work that draws nothing; accepted: None")
+            raise ValueError(f"seed is {self.seed}, but draws is False; accepted: None")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

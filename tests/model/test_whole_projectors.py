@@ -107,7 +107,7 @@ def test_adapters_without_layers_name_the_part_and_its_layers(part):
     train = {part: LoraConfig(r=2, targets=("no_such_layer",))}
     with pytest.raises(ModelError) as error:
         made("Qwen3VLForConditionalGeneration", train)
-    says = f"no layer of part {part!r} of Qwen3VLForConditionalGeneration is named so"
+    says = f"which matches no layer of part {part!r} of Qwen3VLForConditionalGeneration"
     assert says in str(error.value)
     of_projector = "visual.merger" in str(error.value).split("accepted")[1]
     assert of_projector == (part == PROJECTOR)

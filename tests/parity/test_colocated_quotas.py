@@ -68,7 +68,7 @@ def test_colocated(ray_cluster, options, frozen):
         assert 0.5 in seen["vision"] and 0.25 in seen["audio"] and seen["llm"] == {1.0}
         assert 1.0 in seen["audio"]  # the microbatch that has sounds only
         report, _, of_language = parallel.group.call("quotas")
-        assert "'vision': asked 0.5" in report and "'audio': asked 0.25" in report
+        assert "'vision': requested 0.5" in report and "'audio': requested 0.25" in report
         assert of_language == ""
         check_training(parallel, oracle, [[BATCHES], [BATCHES[::-1]], [BATCHES, BATCHES[1:]]])
 

@@ -403,9 +403,9 @@ def test_quotas_and_shared_weights_that_cannot_be_are_refused():
     one, other = Part(), Part()
     colocation.check({"vision": [one], "audio": [other], "llm": [one]})
     other.body[2] = one.body[2]
-    with pytest.raises(ValueError, match="modules that share nothing run concurrently"):
+    with pytest.raises(ValueError, match="concurrent modules without shared parameters"):
         colocation.check({"vision": [one], "audio": [other]})
-    assert "'vision': asked 0.5 (66.0 SMs), granted 64 of 132" in colocation.report()
+    assert "'vision': requested 0.5 (66.0 SMs), granted 64 of 132" in colocation.report()
     colocation.close()
 
 

@@ -31,7 +31,7 @@ def test_a_backward_elsewhere_than_its_forward_is_refused(side):
     out = side.run(pool.select("s"), {"vision": Work(lambda: 1)})["vision"]
     ran = []
     work = Work(ran.append, (1,), backward_of=out)
-    with pytest.raises(ValueError, match="backward of 'vision' is to run on .*'vision'.*same"):
+    with pytest.raises(ValueError, match="backward of 'vision' is assigned to .*'vision'.*same"):
         side.run(pool.select("t"), {"vision": work})
     assert not ran
     side.run(pool.select("u"), {"vision": work})  # the same groups

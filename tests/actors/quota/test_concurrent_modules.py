@@ -186,7 +186,7 @@ def test_a_seed_is_that_of_numpy_and_python_too(streams, side):
 
 
 def test_a_seed_of_work_that_draws_nothing_is_refused():
-    with pytest.raises(ValueError, match="seed is 3 of work that draws nothing"):
+    with pytest.raises(ValueError, match="seed is 3, but draws is False"):
         Work(print, draws=False, seed=3)
 
 

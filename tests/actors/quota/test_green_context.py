@@ -142,7 +142,7 @@ def test_groups_of_several_locality_domains_are_named():
     halves = partition({"a": 0.5, "b": 0.5}, contexts.gpu)
     assert all(contexts.stream(one) for one in halves)
     (most,) = partition({"a": 0.75}, contexts.gpu)
-    with pytest.raises(InternalError, match=r"'a': .* is of locality domains \[0, 1\]; accepted"):
+    with pytest.raises(InternalError, match=r"'a': .* spans locality domains \[0, 1\]; accepted"):
         contexts.stream(most)
     contexts.close()
 

@@ -99,7 +99,7 @@ def test_what_was_asked_and_granted_is_reported():
     first, _ = partition({"vision": 0.6, "audio": 0.4}, H100)
     assert (first.quota, first.sms, first.share) == (0.6, 80, 80 / 132)
     assert str(first) == (
-        "'vision': asked 0.6 (79.2 SMs), granted 80 of 132 SMs (0.6061), groups 0 to 9"
+        "'vision': requested 0.6 (79.2 SMs), granted 80 of 132 SMs (0.6061), groups 0 to 9"
     )
 
 

@@ -119,7 +119,7 @@ def test_a_failure_while_creating_closes_the_backend():
 def test_the_report_names_what_was_asked_and_granted():
     report = StreamPool(RecordingBackend(), SETS).report().splitlines()
     assert len(report) == 5
-    assert report[0].startswith("encoders: 'vision': asked 0.6 (79.2 SMs), granted 80 of 132")
+    assert report[0].startswith("encoders: 'vision': requested 0.6 (79.2 SMs), granted 80 of 132")
     assert report[2].endswith("granted 132 of 132 SMs (1), the whole GPU")
 
 
@@ -254,7 +254,7 @@ def test_pauses_are_never_short(monkeypatch):
 def test_no_gpu_is_said_with_what_to_use_instead():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(InputError, match="no CUDA device; accepted here: Recording"):
+    with pytest.raises(InputError, match="no CUDA device; use Recording"):
         CudaBackend()
 
 

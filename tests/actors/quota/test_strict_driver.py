@@ -148,13 +148,13 @@ def test_modules_share_no_hardware_queues_where_the_driver_can() -> None:
     )
     assert not first & second and not second & third and not first & third
     contexts = GreenContexts(FakeDriver(version=13010, **HOPPER), 0, 9)
-    assert contexts.queues.startswith("work queues are each context's own, up to 32")
+    assert contexts.queues.startswith("each context has its own work queues, up to 32")
 
 
 @pytest.mark.parametrize("missing", ["driver", "bindings", "device"])
 def test_where_queues_are_shared_it_is_said_why(missing, monkeypatch) -> None:
     driver = FakeDriver(version=13000 if missing == "driver" else 13010, **HOPPER)
-    said = "work queues are shared: the driver is version 13000; own ones since 13010"
+    said = "work queues are shared: the driver is version 13000; separate ones need 13010"
     if missing == "bindings":
         driver.CUdevWorkqueueConfigScope = None
         said = "work queues are shared: the installed cuda-python is too old"
@@ -177,7 +177,7 @@ def test_queues_that_are_not_granted_are_no_secret() -> None:
 def test_the_pool_says_which_queues_there_are(cuda) -> None:
     cuda.driver.version = 13010
     with StreamPool(CudaBackend(), SETS) as pool:
-        assert pool.report().splitlines()[-1].startswith("work queues are each context's own")
+        assert pool.report().splitlines()[-1].startswith("each context has its own work queues")
 
 
 # Two modules, of which both backwards are under way at once: each waits for the other in it, which
