@@ -50,8 +50,8 @@ class FeatureWriter:
         for name, tensor in features.items():
             if len(tensor) != len(keys):
                 raise InputError(
-                    f"cache is given, and what an encoder makes of {len(keys)} items "
-                    f"({name}) has {len(tensor)} rows; accepted: a row per item, or no cache"
+                    f"cache is set, but an encoder returns {len(tensor)} rows of {name} for "
+                    f"{len(keys)} items; accepted: one row per item, or no cache"
                 )
         on_host = {name: tensor.detach().cpu() for name, tensor in features.items()}
         for item, key in enumerate(keys):

@@ -52,8 +52,8 @@ class RootForm:
         values = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         if tree != self.tree or values != self.values:
             raise ModelError(
-                f"what {self.place} returns is of structure {tree} with {values}, not {self.tree} "
-                f"with {self.values}"
+                f"the output of {self.place} has structure {tree} with {values}; expected "
+                f"{self.tree} with {self.values}"
             )
         return [leaves[n] for n in self.kept]
 

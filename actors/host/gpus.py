@@ -80,8 +80,9 @@ def _driver_problem(gpus: Gpus | None) -> str | None:
         return None
     oldest, other = _OLDEST_DRIVER.get(major), _TORCH_FOR_CUDA.get(gpus.cuda[0])
     return (
-        f"the GPU driver of this node is {gpus.driver}, for CUDA {gpus.cuda[0]}.{gpus.cuda[1]} at "
-        f"most, and torch {torch.__version__} is built for CUDA {built_for}; update the driver"
+        f"the GPU driver of this node is {gpus.driver} and supports at most CUDA "
+        f"{gpus.cuda[0]}.{gpus.cuda[1]}, but torch {torch.__version__} is built for CUDA "
+        f"{built_for}; update the driver"
         + (f" to {oldest} or newer" if oldest else "")
         + f", or install a torch for CUDA {gpus.cuda[0]} "
         + (f"(pip install '{other}')" if other
@@ -105,7 +106,7 @@ def _compiler_problem() -> str | None:
     headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     if not headers.is_file():
         return (
-            f"Triton compiles attention kernels with Python's headers, and {headers} is not there "
+            f"Triton compiles attention kernels with Python's headers, and {headers} is missing "
             "on this node; install them (apt-get install python3-dev), or use a Python that comes "
             "with its headers (conda, uv)"
         )

@@ -175,7 +175,7 @@ def verify_shard(
     name = name or str(path)
     try:
         if not path.is_file():
-            raise CheckpointError(f"{name} is missing, or no file")
+            raise CheckpointError(f"{name} is missing or not a file")
         if (size := path.stat().st_size) != expected.size:
             raise CheckpointError(f"{name} has {size} bytes; {expected.size} were written")
         if (actual := checksum(path)) != expected:
@@ -185,7 +185,7 @@ def verify_shard(
             )
         with safe_open(path, framework="pt") as file:
             if lacking := sorted(set(names) - set(file.keys())):
-                raise CheckpointError(f"{name} lacks {lacking[0]}, which the manifest says it has")
+                raise CheckpointError(f"{name} lacks {lacking[0]}, which the manifest lists")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {name}: {error}") from None
 

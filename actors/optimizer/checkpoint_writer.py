@@ -90,12 +90,12 @@ class HostCopy:
         """
         names, self._names = self._names, None
         if names is None:
-            raise CheckpointError(f"there is nothing to write into {location}")
+            raise CheckpointError(f"there is no copied state to write into {location}")
         copied, self._tensors = self._tensors, Future()
         try:
             tensors = copied.result()
         except (MemoryError, RuntimeError) as error:
-            raise CheckpointError(f"cannot copy what {location} is to have: {error}") from None
+            raise CheckpointError(f"cannot copy the state for {location}: {error}") from None
         files: Files = {}
         for (file, name), tensor in zip(names, tensors, strict=True):
             files.setdefault(file, {})[name] = tensor
@@ -167,7 +167,7 @@ class SavingActor(ABC):
             folder: location of an existing folder that is not committed yet.
         """
         if self._host_copy is None:
-            raise CheckpointError(f"there is nothing to write into {folder}")
+            raise CheckpointError(f"there is no copied state to write into {folder}")
         return self._host_copy.write(folder)
 
 

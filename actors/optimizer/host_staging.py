@@ -157,8 +157,8 @@ class HostStaging:
         if code:
             raise MemoryError(
                 f"cannot pin {nbytes / 2**20:.0f} MiB of host memory: cudaHostRegister returned "
-                f"{code}. Set asynchronous_checkpoints: false and snapshot_every: null, which need "
-                "none"
+                f"{code}. Set asynchronous_checkpoints: false and snapshot_every: null to "
+                "need none"
             )
         self._pinned = memory
 

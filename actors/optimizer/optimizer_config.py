@@ -107,8 +107,8 @@ class UpdateRule:
             raise ValueError(f"schedule {self.schedule!r} needs total_steps")
         if self.total_steps < self.warmup_steps:
             raise ValueError(
-                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; the "
-                "second must not be larger"
+                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; "
+                "warmup_steps must not be larger"
             )
 
     def factor(self, step: int) -> float:
@@ -203,7 +203,7 @@ class OptimizerConfig(UpdateRule):
             for name in values:
                 if name not in accepted:
                     raise ValueError(
-                        f"modules.{module}.{name} is no field; accepted: {', '.join(accepted)}"
+                        f"modules.{module}.{name} is not a field; accepted: {', '.join(accepted)}"
                     )
             try:
                 self.rule(module)
@@ -239,7 +239,7 @@ class OptimizerConfig(UpdateRule):
             yield (
                 f"note: run.steps is {steps} and optimizer.warmup_steps is {warmup}: a warm-up "
                 f"begins with a learning rate of 0, so this run does not train {names}. Set "
-                "optimizer.warmup_steps to 0 for a run that is so short"
+                "optimizer.warmup_steps to 0 for such a short run"
             )
 
     def rule_of(self, module: str, parameter: str) -> UpdateRule:

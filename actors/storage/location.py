@@ -37,7 +37,7 @@ def check_location(location: str) -> str:
     scheme, url = match[1].lower(), urlsplit(location)
     if scheme == "file":
         if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
-            raise ValueError("expected file:///PATH: what a file:// URL names is on no other host")
+            raise ValueError("expected file:///PATH: a file:// URL must not name another host")
         return unquote(url.path)
     if scheme not in BUCKETS:
         raise ValueError(f"{scheme}:// is not known; accepted: {ACCEPTED}")
@@ -46,8 +46,8 @@ def check_location(location: str) -> str:
     options = parse_qs(url.query, keep_blank_values=True)
     if "@" in url.netloc or "secret" in url.query or "access_" in url.query:
         raise ValueError(
-            "it has credentials, and would be in logs and checkpoints; give these in the "
-            "environment of all nodes (AWS_ACCESS_KEY_ID, ...), or let nodes have a role"
+            "it has credentials, which would appear in logs and checkpoints; set them in the "
+            "environment of all nodes (AWS_ACCESS_KEY_ID, ...), or give the nodes a role"
         )
     if unknown := sorted(options.keys() - set(OPTIONS[scheme])):
         raise ValueError(f"?{unknown[0]}= is not known; accepted: {', '.join(OPTIONS[scheme])}")

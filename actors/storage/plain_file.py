@@ -25,7 +25,7 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     with open_plain(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are accepted")
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, which is the limit")
     return data
 
 
@@ -50,7 +50,7 @@ def _check_regular(state: os.stat_result) -> None:
     if stat.S_ISDIR(state.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(state.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def is_plain_name(name: object) -> bool:

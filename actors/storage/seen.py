@@ -37,10 +37,10 @@ def problem_seeing(location: str, name: str, token: str) -> str | None:
                 break
             except (FileNotFoundError, NotADirectoryError) as error:
                 if time.monotonic() > deadline:
-                    return f"does not find what the driver wrote there ({error.strerror})"
+                    return f"does not find the file that the driver wrote there ({error.strerror})"
             time.sleep(LOOK_S)
         if seen != token.encode():
-            return "finds another file there than the driver wrote"
+            return "finds a different file there than the driver wrote"
         folder.replace(own, b"")
         folder.unlink(own)
     except (OSError, ValueError, ModuleNotFoundError) as error:

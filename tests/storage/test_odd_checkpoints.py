@@ -94,5 +94,5 @@ def test_a_folder_that_may_not_be_listed_is_reported(tmp_path, monkeypatch, numb
 @pytest.mark.timeout(60)
 def test_an_owner_that_is_a_pipe_is_reported(tmp_path):
     os.mkfifo(tmp_path / OWNER)
-    with pytest.raises(Exception, match="no regular file"), RunOwner(tmp_path):  # noqa: B017, PT011
+    with pytest.raises(Exception, match="not a regular file"), RunOwner(tmp_path):  # noqa: B017, PT011
         pass

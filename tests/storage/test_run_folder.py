@@ -99,7 +99,7 @@ def test_nodes_that_have_another_folder_at_that_path_are_named(tmp_path, monkeyp
     folder = RunFolder(str(tmp_path / "run"))
     folder.check_seen_by(group)
     mounted[1] = str(tmp_path / "other")
-    with pytest.raises(ConfigError, match="llm.0 on node-b does not find what the driver wrote"):
+    with pytest.raises(ConfigError, match="llm.0 on node-b does not find the file that"):
         folder.check_seen_by(group)
     assert list((tmp_path / "run").iterdir()) == []
 

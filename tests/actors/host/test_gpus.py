@@ -83,7 +83,7 @@ def test_a_missing_compiler_or_header_is_named(node, monkeypatch, tmp_path):
         with pytest.raises(ClusterError, match="CC is '/opt/gcc', which is missing"):
             check_gpu_node()
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
-    with pytest.raises(ClusterError, match=f"{tmp_path}/Python.h is not there .*python3-dev"):
+    with pytest.raises(ClusterError, match=f"{tmp_path}/Python.h is missing .*python3-dev"):
         check_gpu_node()
 
 

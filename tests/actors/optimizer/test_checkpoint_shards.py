@@ -122,10 +122,10 @@ def test_a_file_that_is_another_one_is_named_with_what_is_wrong(tmp_path):
     path.unlink()
     assert f"{path} is missing" in problem()
     path.mkdir()
-    assert f"{path} is missing, or no file" in problem()
+    assert f"{path} is missing or not a file" in problem()
     path.rmdir()
     path.write_bytes(good)
-    assert f"{path} lacks y, which the manifest says it has" in problem({**index, "y": "a"})
+    assert f"{path} lacks y, which the manifest lists" in problem({**index, "y": "a"})
     # Forgers can write any checksum: what comes after it must hold out too.
     for header in (2**40, 99_999_999, len(good), 2**63):
         path.write_bytes(header.to_bytes(8, "little") + good[8:])

@@ -154,7 +154,7 @@ def test_only_what_is_asked_for_is_updated():
     ({"name": "sgd"}, "name is 'sgd'; accepted: adamw, adamw_8bit, muon"),
     ({"momentum": 1.0}, "momentum is 1.0; accepted: a number from 0 to below 1"),
     ({"no_decay": "*.bias"}, "no_decay is '*.bias'; accepted: a list of patterns"),
-    ({"modules": {"llm": {"rate": 1}}}, "modules.llm.rate is no field; accepted: name, parameters"),
+    ({"modules": {"llm": {"rate": 1}}}, "modules.llm.rate is not a field; accepted: name, par"),
     ({"modules": {"llm": {"lr": -1}}}, "modules.llm.lr is -1; accepted: a number from 0"),
 ])  # fmt: skip
 def test_wrong_values_are_named(values, says):

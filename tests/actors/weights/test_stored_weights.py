@@ -217,7 +217,7 @@ def test_an_index_that_is_a_pipe_is_refused(tmp_path):
     hf.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     os.mkfifo(tmp_path / "model.safetensors.index.json")
-    with pytest.raises(ModelError, match="index.json: it is no regular file"):
+    with pytest.raises(ModelError, match="index.json: it is not a regular file"):
         PretrainedSource(str(tmp_path), language_model=True).check()
 
 
