@@ -72,7 +72,7 @@ class Layout(NamedTuple):
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ChannelError(f"a message names the dtype {name!r}")
+        raise ChannelError(f"a message has the unknown dtype {name!r}")
     return dtype
 
 

@@ -155,7 +155,7 @@ class RecvChannel:
         due = self._due[0]
         if due.route is None and self._described(due.key) is None:
             if self._outputs is not None:
-                raise InternalError(f"a gradient is due of {due.key!r}, which was not sent")
+                raise InternalError(f"no message was sent for the gradient with key {due.key!r}")
             self._layouts.describe(due.key, self._recv_layout())
 
     def _lost(self, error: RuntimeError) -> ChannelError:

@@ -162,8 +162,8 @@ class SendChannel:
             if not route.layout.is_of(message):
                 raise ChannelError(
                     f"a message with the metadata {key!r} had the layout {route.layout} and now "
-                    f"has {Layout.of(message)}; what a stage returns must depend on the shapes of "
-                    "its inputs only"
+                    f"has {Layout.of(message)}; the outputs of a stage must depend only on the "
+                    "shapes of its inputs"
                 )
         self._send_tensors(route, message.tensors, sent)
         if message.side:

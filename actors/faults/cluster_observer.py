@@ -105,7 +105,7 @@ class ClusterObserver:
             f"{server.name} ({server.host}, Ray node {node[:12]})"
             for node, server in self._servers.items() if node in nodes
         )
-        self.lost = f"node {names} is gone: {sign}; it was killed, or the machine ended"
+        self.lost = f"node {names} is gone: {sign}; it was killed, or the machine was shut down"
 
     def look_at_nodes(self) -> None:
         """Look at all nodes that have been reached: something has gone, and one of them may be why;
@@ -146,8 +146,8 @@ class ClusterObserver:
             self.gcs_is_lost = True
             self.lost = (
                 f"{self._gcs.name} at {self._gcs.host}:{self._gcs.port} has not answered for "
-                f"{silent:.0f} s: it is gone, or stopped. Its logs are in the folder of Ray's "
-                "logs on that machine (gcs_server.out)"
+                f"{silent:.0f} s: it has ended or is stopped. Its log is gcs_server.out in "
+                "Ray's log folder on that machine"
             )
 
 

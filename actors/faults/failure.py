@@ -61,8 +61,8 @@ def first_line(error: BaseException) -> str:
         reason = raised_at(str(error))
         if reason.startswith(ModuleNotFoundError.__name__):
             reason += (
-                ". Ranks import what is installed, or lies in the working directory, the script's "
-                "folder or PYTHONPATH; what a program adds to sys.path they do not have"
+                ". Ranks can import installed packages, and modules in the working directory, the "
+                "script's folder or PYTHONPATH; they do not see what a program adds to sys.path"
             )
         return f"it could not start: {reason}"
     for line in lines:
@@ -77,7 +77,7 @@ def raised_at(traceback: str) -> str:
     lines = [line for line in traceback.splitlines() if line.strip()]
     places = [n for n, line in enumerate(lines) if _PLACE.match(line)]
     if not places:
-        return lines[-1].strip() if lines else "no reason is known"
+        return lines[-1].strip() if lines else "the reason is unknown"
     # After the last place come its source line, perhaps marks below it, and the error.
     error = [line for line in lines[places[-1] + 1 :] if not line.startswith(" ")]
     place = _PLACE.match(lines[places[-1]])

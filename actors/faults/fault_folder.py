@@ -39,7 +39,7 @@ def keep(texts: Mapping[str, str]) -> str:
         for name, text in texts.items():
             (folder / name).write_text(text, errors="backslashreplace")
     except OSError as error:
-        return f"not kept: {error}"
+        return f"not saved: {error}"
     return str(folder)
 
 

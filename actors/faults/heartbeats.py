@@ -62,7 +62,7 @@ class Heartbeats:
             for kind, seconds in self._under_way(report).items():
                 limit = self._limit(number, kind)
                 if seconds + BEAT_S >= limit:
-                    why = f"in {kind} it took {self._before(number, kind)}"
+                    why = f"in {kind}, {self._before(number, kind)}"
                     late.append((seconds / limit, Overdue(number, why)))
         silent = {
             number: now - self._silent_since.setdefault(number, now) + 2 * BEAT_S
@@ -109,7 +109,10 @@ class Heartbeats:
 
     def _before(self, number: int, kind: str) -> str:
         before = self._longest.get(number, {}).get(kind)
-        return "no time before" if before is None else f"{before:.2f} s at most before"
+        return (
+            "which it has not done before" if before is None
+            else f"which took at most {before:.2f} s before"
+        )
 
     def _of_silent(
         self, silent: Mapping[int, float], look: Callable[[Collection[int]], Mapping[int, Look]]

@@ -52,8 +52,8 @@ def _end_after_timeout() -> None:
     time.sleep(RECORD_S)
     if nccl_error():
         print(
-            "An operation of NCCL did not end within nccl_timeout_s, and the driver did not react; "
-            "this process ends.", file=sys.stderr, flush=True,
+            "An NCCL operation did not finish within nccl_timeout_s, and the driver did not react; "
+            "this process exits.", file=sys.stderr, flush=True,
         )
         os.abort()
     else:

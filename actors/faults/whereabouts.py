@@ -48,8 +48,8 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         if not self.doing:
             return f"gave up in {self.gave_up}" if self.gave_up else "has no work"
-        verb = "waits for others in" if self.waits else "is in"
-        return f"{verb} {self.doing} since {self.seconds:.1f} s"
+        verb = "has waited for others in" if self.waits else "has been in"
+        return f"{verb} {self.doing} for {self.seconds:.1f} s"
 
 
 class Whereabouts:

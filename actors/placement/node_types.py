@@ -158,11 +158,11 @@ def without_room(bundles: Sequence[Resources], types: Sequence[NodeType]) -> str
         bundle = dict(key)
         room = sum(kind.most * held for kind in types if (held := kind.holds(bundle)))
         if not room:
-            return f"no node type has room for {spell(bundle)}; there are: {largest}"
+            return f"no node type has room for {spell(bundle)}; node types: {largest}"
         if count > room:
             return (
                 f"{count} x {spell(bundle)} do not fit: there is room for {room:g} when all nodes "
-                f"are there; node types: {largest}, at most "
+                f"are running; node types: {largest}, at most "
                 f"{', '.join(f'{node_type.most:g} {node_type.name}' for node_type in types)}"
             )
     return None

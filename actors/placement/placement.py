@@ -142,7 +142,7 @@ class Placement:
             if self._waits and now >= line_due:
                 line_due += LINE_EVERY_S
                 self._options.say(
-                    f"waiting for nodes, {now - start:.0f} s: {_there()}; asked for: "
+                    f"waiting for nodes, {now - start:.0f} s: {_there()}; requested: "
                     f"{_counted(self._bundles)}; at most {patience:g} s (run.wait_for_nodes_s)"
                 )
 
@@ -201,8 +201,8 @@ class Placement:
             self._options.check()
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"the places that were there have no others: {_there()}, and "
-                    f"{_counted(self._bundles)} are needed in all"
+                    f"Ray found no other nodes for the lost processes: {_there()}; "
+                    f"{_counted(self._bundles)} are needed in total"
                 )
             time.sleep(MOVE_LOOK_S)
 
@@ -234,19 +234,19 @@ class Placement:
     def _held_by(self, earlier: Sequence[Placement]) -> str:
         held = _counted([bundle for placement in earlier for bundle in placement._bundles])
         return (
-            f"{_counted(self._bundles)} are needed, and this process still holds an earlier model, "
-            f"which has {held} of the cluster's {spell(ray.cluster_resources())}. End that first: "
-            "shutdown() of what apply() returned, or del of its name; a notebook also keeps what "
-            "cells ended with (Out), until %reset -f out"
+            f"{_counted(self._bundles)} are needed, but an earlier model of this process still "
+            f"holds {held} of the cluster's {spell(ray.cluster_resources())}. Release it first: "
+            "call shutdown() on the result of apply(), or delete the variable; a notebook also "
+            "keeps the results of its cells (Out) until %reset -f out"
         )
 
     def _too_late(self, patience: float) -> str:
         text = f"{_counted(self._bundles)} could not be placed within {patience:g} s"
         if self._waits:
             return (
-                f"{text} (run.wait_for_nodes_s): {_there()}. Look at what the autoscaler says "
+                f"{text} (run.wait_for_nodes_s): {_there()}. Check the autoscaler "
                 "(`ray status`; on Kubernetes `kubectl get pods` and the head's container "
-                "'autoscaler'), or wait longer"
+                "'autoscaler'), or raise the limit"
             )
         return f"{text}; free in the cluster now: {ray.available_resources()}"
 

@@ -163,7 +163,10 @@ class MeetingPlace:
             operation = send_to if dist.get_rank() == sender else receive_from
             wait(operation(group, 1 - group.rank(), 0, tensor))
             if int(tensor) != sender:  # read: waits until it is there
-                raise ChannelError(f"process {sender} wrote to {receiver} as {int(tensor)}")
+                raise ChannelError(
+                    f"process {receiver} received {int(tensor)} from process {sender}; "
+                    f"expected {sender}"
+                )
         return group, host_group
 
     def _new_host_link(self, number: int, ends: tuple[int, int]) -> PointToPoint:
@@ -210,7 +213,7 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
     members = torch.ones(1, device=device)
     dist.all_reduce(members, group=group)
     if (met := int(members)) != group.size():  # read: waits until it is done
-        raise ChannelError(f"{met} of {group.size()} processes of a group have met")
+        raise ChannelError(f"only {met} of the {group.size()} processes of a group connected")
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class MeetingStore(Store):
             there = self._changed.wait_for(lambda: self.check(keys), patience.total_seconds())
             if not there:
                 missing = [key for key in keys if key not in self._values]
-                raise DistStoreError(f"nobody has set {', '.join(missing)}")
+                raise DistStoreError(f"no process has set {', '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""

@@ -290,7 +290,7 @@ class RankActor(StoredRank):
         """
         reason = "connections were cut" if self._failed else nccl_error()
         if reason:
-            raise ChannelError(f"{reason} during the step: what it received may be incomplete")
+            raise ChannelError(f"{reason} during the step: data that it received may be incomplete")
 
     def load_program(
         self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue],
@@ -331,7 +331,7 @@ class RankActor(StoredRank):
     def _unless_failed(self) -> Iterator[None]:
         """Once a step has failed, those that follow must not talk to others, who are not there."""
         if self._failed:
-            raise ChannelError("connections are cut, as a step has failed before")
+            raise ChannelError("connections are cut because an earlier step failed")
         try:
             yield
         except BaseException:

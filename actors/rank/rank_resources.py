@@ -53,8 +53,8 @@ class RankResources:
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in f"{name}{value}" or not isinstance(value, str):
                 raise ClusterError(
-                    f"resources.env has {name!r}: {value!r}; accepted: names and texts, as the "
-                    "environment of a process has them"
+                    f"resources.env has {name!r}: {value!r}; accepted: non-empty names "
+                    "without '=' and string values, both without NUL characters"
                 )
 
     def check_device(self, device: str) -> None:
@@ -64,9 +64,8 @@ class RankResources:
         """
         if device == "cuda" and self.gpus != 1:
             raise ClusterError(
-                f"resources: gpus is {self.gpus:g} with device 'cuda'; accepted: 1. Every rank has "
-                "one GPU of its own: NCCL connects no two processes of one GPU, and a rank uses "
-                "no second one"
+                f"resources: gpus is {self.gpus:g} with device 'cuda'; accepted: 1. A rank uses "
+                "exactly one GPU, and NCCL cannot connect two processes on the same GPU"
             )
 
     def bundle(self) -> dict[str, float]:
@@ -97,13 +96,13 @@ def check_capacity(
         needed = amount * (num_ranks + options.spares)
         workers = sum(bundle.get(name, 0.0) for bundle in options.worker_bundles)
         if needed + workers > has.get(name, 0.0) + 1e-9:
-            others = f", and data workers {workers:g} {name} beside them" if workers else ""
+            others = f", plus {workers:g} {name} for data workers" if workers else ""
             if options.spares:
                 others = f" with {options.spares} spares (run.spares){others}"
-            at_most = " at most, with all nodes that its autoscaler brings" if scales else ""
+            at_most = " at most, including all nodes that its autoscaler can add" if scales else ""
             raise ClusterError(
                 f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
-                f"all{others}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
+                f"total{others}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
                 "ranks (parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or "
                 "connect to a larger cluster"
             )

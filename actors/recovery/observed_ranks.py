@@ -157,7 +157,7 @@ class ObservedRanks(ABC):
             return
         lost_nodes = self._observer.lost_nodes
         ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
-        had = f". It had {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
+        had = f". It hosted {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
         kind = lost_node_error(lost_nodes, error is not None and error.preempted)
         others = kind.keywords["lost"] is not Loss.CLUSTER  # there are nodes to go on
         lost = frozenset(ranks) if others else None
@@ -232,8 +232,8 @@ class ObservedRanks(ABC):
             return self._patience - inquiry.still()
         waiting = ", ".join(self._name(rank) for rank in pending.values())
         reason = f"no answer within {timeout:g} s from {waiting}" if timeout is not None else (
-            f"no rank has begun another instruction for {self._patience:g} s (timeout_s; if one "
-            "may take longer, raise it)"
+            f"no rank has started a new instruction for {self._patience:g} s (timeout_s); raise "
+            "timeout_s if an instruction may take longer"
         )
         self._blame(inquiry, reason)
 
@@ -244,7 +244,7 @@ class ObservedRanks(ABC):
             inquiry = replace(asked, dead={**asked.dead, rank: error})
             culprits = self._culprits(inquiry)
             if culprits[0] not in inquiry.dead:
-                reason = f"{self._name(rank)} died: it ended itself (SIGABRT)"
+                reason = f"{self._name(rank)} died: it aborted (SIGABRT)"
                 names, addresses = self._names, self._addresses
                 self._fail(blamed(inquiry, reason, names, addresses, culprits), error)
             rank, error = culprits[0], inquiry.dead[culprits[0]]

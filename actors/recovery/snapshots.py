@@ -119,7 +119,7 @@ class Snapshots:
                 raise
             self._newest = None
             raise RankFailedError(
-                f"a part of the snapshot of step {newest.step} is lost with the node that it was on"
+                f"part of the snapshot of step {newest.step} was lost with the node that held it"
             ) from error
         return newest
 

@@ -93,8 +93,8 @@ def test_a_result_has_its_pictures_in_it(tmp_path):
 def test_an_earlier_model_that_has_the_cluster_is_named(ray_cluster):
     three_each = RankResources(cpus=3)
     parallel = started(resources=three_each)
-    with pytest.raises(ClusterError, match=r"2 x \(3 CPU\) are needed, and this process still "
-                       r"holds an earlier model, which has 2 x \(3 CPU\) of the cluster's 8 CPU"):
+    with pytest.raises(ClusterError, match=r"2 x \(3 CPU\) are needed, but an earlier model "
+                       r"of this process still holds 2 x \(3 CPU\) of the cluster's 8 CPU"):
         started(resources=three_each)
     assert parallel.execute({"input_ids": IDS, "labels": IDS}).loss > 0
     del parallel  # gives the places back, too, not only the processes

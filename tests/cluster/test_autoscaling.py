@@ -75,7 +75,7 @@ def test_nodes_come_are_announced_to_end_and_go():
         assert "('gpu', '7 CPU, 1 GPU', 4)" in text
         assert "planned for 4 ranks on cuda; 0 GPUs are there" in text
         assert "refused no node type has room for 2 GPU" in text
-        assert "waiting for nodes" in text and "asked for: 2 x (1 CPU, 1 GPU) and 1 x" in text
+        assert "waiting for nodes" in text and "requested: 2 x (1 CPU, 1 GPU) and 1 x" in text
         rig.wait_until(lambda: rig.pods.workers() == [], "idle nodes go")
         rig.wait_until(
             lambda: any("has been left after" in line for line in rig.events), "the preStop hook"

@@ -197,7 +197,7 @@ def test_a_rank_that_hangs_is_found_by_what_it_took_before_and_replaced(start):
     assert losses(parallel, [0, 1]) == whole[:2]
     snapshots.take(2)
     before = pids(parallel)
-    said = r"^rank 0 .* is in forward vision.*\n.* takes too long"
+    said = r"^rank 0 .* has been in forward vision.*\n.* takes too long"
     with pytest.raises(RankFailedError, match=said):
         parallel.submit(parallel.prepare(batch(2, 600)), update=True).result()
     parallel.renew()

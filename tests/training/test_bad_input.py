@@ -377,7 +377,7 @@ def test_more_ranks_than_the_cluster_has(raymm, make_config, no_new_actors, ray_
     has = ray_cluster.cluster_resources()["CPU"]
     code, text = raymm("train", make_config({"resources.cpus": 5}))
     assert code == 2 and "ClusterError" in text
-    assert f"2 ranks of 5 CPU each, 10 CPU in all, and data workers 0.1 CPU beside them; the " \
+    assert f"2 ranks of 5 CPU each, 10 CPU in total, plus 0.1 CPU for data workers; the " \
         f"cluster has {has:g} CPU" in text
 
 

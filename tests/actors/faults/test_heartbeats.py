@@ -57,7 +57,7 @@ def test_a_process_is_known_by_what_it_took_earlier_and_its_successor_too():
     assert beats.overdue(Inquiry({0: in_forward(100.0)}), 1.0, nobody) is None
     beats.replaced(0)
     found = beats.overdue(Inquiry({0: in_forward(30.0 * TIMES)}), 2.0, nobody)
-    assert found is not None and found.number == 0 and "30.00 s at most before" in found.why
+    assert found is not None and found.number == 0 and "at most 30.00 s before" in found.why
 
 
 def test_what_was_taken_for_a_hang_once_may_take_as_long_as_anything():

@@ -57,7 +57,7 @@ def test_what_fits_is_never_refused(bundles, types):
 
 
 @pytest.mark.parametrize(("bundles", "says"), [
-    ([{"GPU": 2.0}], "no node type has room for 2 GPU; there are: gpu (7 CPU, 1 GPU), head"),
+    ([{"GPU": 2.0}], "no node type has room for 2 GPU; node types: gpu (7 CPU, 1 GPU), head"),
     ([{"CPU": 8.0, "GPU": 1.0}], "no node type has room for 8 CPU, 1 GPU"),
     ([{"TPU": 1.0}], "no node type has room for 1 TPU"),
     ([{"GPU": 1.0}] * 5, "5 x 1 GPU do not fit: there is room for 4 when all nodes are there"),
@@ -90,7 +90,7 @@ def test_what_may_come_counts(scaling):
     assert PlacementOptions(wait_for_nodes_s=5.0).waits() == 5.0
     assert cluster_ranks(RankResources(cpus=1.0, gpus=1.0)) == 12
     assert pick_device("auto") == "cuda"
-    with pytest.raises(ClusterError, match="13 ranks of 1 GPU.*at most, with all nodes that"):
+    with pytest.raises(ClusterError, match="13 ranks of 1 GPU.*at most, including all nodes that"):
         check_capacity(13, RankResources(cpus=1.0, gpus=1.0))
     with pytest.raises(ClusterError, match="no node type has room for 1 CPU, 9 GPU"):
         check_capacity(1, RankResources(cpus=1.0, gpus=9.0))
@@ -122,7 +122,7 @@ def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
         with pytest.raises(ClusterError, match=r"could not be placed within 2 s \(run.wait_for"):
             place.wait()
         assert "1 node there (8 CPU), pending: none" in said[0]
-        assert "asked for: 2 x (1 CPU, 1 GPU) and 1 x (0.5 CPU)" in said[0]
+        assert "requested: 2 x (1 CPU, 1 GPU) and 1 x (0.5 CPU)" in said[0]
     finally:
         place.remove()
 

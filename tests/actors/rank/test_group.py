@@ -205,7 +205,7 @@ def test_a_rank_killed_between_steps_is_named(ray_cluster):
 
 HUNG = {
     "stopped": r"does not answer; it is stopped by a signal",
-    "sleeps": r"is in forward vision\.0 of microbatch 0 since \d+\.\d s",
+    "sleeps": r"has been in forward vision\.0 of microbatch 0 for \d+\.\d s",
     "holds the lock": r"does not answer; it is \w+",
 }
 
@@ -242,7 +242,9 @@ def test_a_rank_that_nobody_waits_for_does_not_hang_for_ever(ray_cluster):
     spec = MultimodalParallelSpec({"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)))
     parallel = spec.apply(model_of(), timeout_s=3)
     parallel.execute([microbatch(1)])  # the driver itself tries what is new of a batch
-    first = r"^rank 0 .* is in forward vision\.0.*\nno rank has begun another instruction for 3 s"
+    first = (
+        r"^rank 0 .* has been in forward vision\.0.*\nno rank has started a new instruction for 3 s"
+    )
     with pytest.raises(RankFailedError, match=first):
         parallel.execute([microbatch(1, sleep=600)])
 

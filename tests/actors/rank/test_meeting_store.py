@@ -113,7 +113,7 @@ def test_a_process_knows_the_first_members_of_its_groups_and_no_others() -> None
 
 def test_who_does_not_come_is_named_in_time() -> None:
     store = MeetingStore(1, timedelta(seconds=60))
-    with pytest.raises(dist.DistStoreError, match="nobody has set 0/3"):
+    with pytest.raises(dist.DistStoreError, match="no process has set 0/3"):
         store.wait(["0/3"], timedelta(seconds=0.01))
     store.receive_news([News(4, 3, "0/3", b"there")])  # before this process makes any group
     assert store.get("0/3") == b"there" and store.check(["0/3"]) and not store.check(["0/4"])
