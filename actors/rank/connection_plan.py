@@ -1,4 +1,4 @@
-"""What each process connects before its first step, as data."""
+"""Plan of the groups and channels that each process connects before its first step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from raymm.scheduler.plan.process_grid import P2PGroup, connected_pairs
 from raymm.scheduler.plan.stage import Edge
 
 MESSAGE_CTAS = 32
-"""Multiprocessors that all messages under way may occupy together, of a GPU's 108 or more: receives
-that were posted ahead hold theirs until the message is there."""
+"""Multiprocessors (of at least 108 on a GPU) that all messages in flight may occupy together. A
+receive that is posted ahead of time holds its multiprocessors until the message arrives."""
 LINK_CTAS = 8
-"""Those that one message may occupy at most."""
+"""Largest number of multiprocessors that one message may occupy."""
 
 
 class Meeting(NamedTuple):
-    """Processes that make a group together.
+    """Processes that create a process group together.
 
     Attributes:
-        number: in the order in which every process makes its own; from 1, the group of all
-            processes is made before.
-        members: the processes. Of a link, the sender and the receiver.
-        is_link: whether it is for messages from the first to the second.
-        sums: whose gradients are summed in it; None: it is for what processes of a rank share.
+        number: position in the order in which every process creates its groups, from 1. The group
+            of all processes is created first.
+        members: process numbers; for a link, (sender, receiver).
+        is_link: True if the group carries messages from the first member to the second.
+        sums: the parameters whose gradients are summed in the group; None if the group connects
+            processes of one rank.
     """
 
     number: int
@@ -37,13 +38,13 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class ConnectionPlan:
-    """What one process connects: groups that it is a member of, and its channels.
+    """Groups and channels that one process connects.
 
     Attributes:
-        meetings: its groups, by number.
-        p2p_groups: of its directed edges of messages, the edge, a number that is the edge's
-            everywhere, and who has the messages.
-        link_ctas: on a GPU, multiprocessors that a message may occupy.
+        meetings: groups that the process belongs to, by number.
+        p2p_groups: (directed edge, number of the edge that is the same on all processes, senders
+            and receivers).
+        link_ctas: multiprocessors of a GPU that one message may occupy.
     """
 
     meetings: tuple[Meeting, ...] = ()
@@ -57,17 +58,16 @@ def connection_plans(
     groups: Sequence[tuple[int, ...]] = (),
     reductions: Sequence[ReductionGroup] = (),
 ) -> tuple[ConnectionPlan, ...]:
-    """Every process's, in one pass.
+    """Return the connection plan of every process.
 
-    Edges with messages from one process to the same other share a link. There are as many links
-    as ordered pairs of processes with messages, so that what a process sends, or receives from one
-    process, need not wait for what it receives from another.
+    Edges with messages from one process to the same other process share a link. Each ordered pair
+    of processes has its own link, so a send or a receive never waits for a receive from another
+    process.
 
     Args:
-        processes: how many there are.
-        p2p_groups: of every directed edge of messages between ranks, which processes have them.
-        groups: every group of several processes of a rank.
-        reductions: all groups of processes that hold parameters together.
+        p2p_groups: for every directed edge between ranks, the processes that send and receive.
+        groups: every group of several processes of one rank.
+        reductions: all groups of processes that hold the same parameters.
     """
     pairs = connected_pairs(p2p_groups)
     unnumbered = [
@@ -94,8 +94,11 @@ def connection_plans(
 
 
 def link_ctas(pairs: Sequence[tuple[int, int]] | dict[tuple[int, int], None]) -> int:
-    """Multiprocessors that a message may occupy on a GPU, alike for all links, such that messages
-    on all links of any process leave the rest to its other work."""
+    """Return the multiprocessors of a GPU that one message may occupy.
+
+    The value is the same for all links, and small enough that messages on all links of any process
+    leave the other multiprocessors to its computation.
+    """
     links: dict[int, int] = {}
     for pair in pairs:
         for process in pair:

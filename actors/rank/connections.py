@@ -1,5 +1,4 @@
-"""What connects a process with others: every communicator that it will ever use, made before its
-first step."""
+"""Communicators of a process. All of them are created before its first step."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ Within = TypeVar("Within", Exchange, TensorGroup)
 
 
 class Connecting(NamedTuple):
-    """What a process is in while it makes a group, for its whereabouts."""
+    """Pseudo-instruction that is reported while a process creates a group."""
 
     members: Sequence[int]
     op: str = "connecting"
@@ -37,23 +36,25 @@ class Connecting(NamedTuple):
 
 
 class Connections:
-    """The groups of a process and its channels. It makes those that it is a member of, in the order
-    of their numbers, and each has connected before the next is made
-    (:mod:`raymm.scheduler.plan.meeting_order` says why that ends).
+    """Process groups and channels of a process.
+
+    Groups are created in the order of their numbers. Each group is fully connected before the next
+    one is created; :mod:`raymm.scheduler.plan.meeting_order` explains why this order cannot
+    deadlock.
 
     Args:
-        spec: the process's.
-        place: where it meets the other members.
-        whereabouts: is told which group is being connected.
+        place: creates the groups.
+        whereabouts: records the group that is being connected, for failure diagnosis.
 
     Attributes:
-        data, samples, tokens, tensors: processes of its own rank, by what they share; None where it
-            is the only one.
-        senders, receivers: by directed edge.
+        data, samples, tokens, tensors: groups of processes of this rank that work on the same
+            microbatch, split its samples, split the samples' tokens, or split each token's
+            computation. None if this process is the only member.
+        senders, receivers: channels by directed edge.
         reductions: process groups that sum gradients.
 
     Raises:
-        ChannelError: the members of a group did not come within the timeout; names them.
+        ChannelError: the members of a group did not connect within the timeout; names them.
     """
 
     def __init__(self, spec: RankSpec, place: MeetingPlace, whereabouts: Whereabouts) -> None:
@@ -65,12 +66,10 @@ class Connections:
         self.renew(place, whereabouts)
 
     def renew(self, place: MeetingPlace, whereabouts: Whereabouts) -> None:
-        """Make all of them anew, where processes meet again; nothing of the old ones may be in use.
-        Channels are others; what stages keep (``data``, ``samples``, ``tokens``, ``tensors``) stays
-        the same objects.
+        """Create all groups and channels again. No operation of the old groups may be in flight.
 
-        Args:
-            place, whereabouts: as of the class.
+        Channels are new objects. The objects that stages hold (``data``, ``samples``, ``tokens``,
+        ``tensors``) are kept and switched to the new groups.
         """
         spec, self._place = self._spec, place
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -94,7 +93,7 @@ class Connections:
         self.tensors = self._within(groups.tensors, TensorGroup, self.tensors)
         self.senders: dict[Edge, SendChannel] = {}
         self.receivers: dict[Edge, RecvChannel] = {}
-        # Those of gradients last: they go by what is known of outputs.
+        # Gradient channels come last: they use the layouts that the output channels record.
         backward = Direction.BACKWARD
         for edge, number, p2p_group in sorted(
             plan.p2p_groups, key=lambda opened: opened[2].direction is backward
@@ -102,8 +101,8 @@ class Connections:
             self._open_p2p_group(edge, number, p2p_group)
 
     def largest_on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of every one of ``values``, on the host, among the processes of ``data``. In
-        place; collective."""
+        """All-reduce ``values`` in place to their elementwise maximum over the processes of
+        ``data``, on the host. Collective."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._hosts)
         return values
 
@@ -129,8 +128,8 @@ class Connections:
                 links[place] = Link(group, peer, number, host_group)
         gradient = p2p_group.direction is Direction.BACKWARD
         if me in p2p_group.senders:
-            # What goes back from another module is a gradient that every process which shares
-            # the microbatch has a part of.
+            # A gradient for another module is a partial sum on every process that works on the
+            # microbatch.
             between = edge[0].module != edge[1].module
             summed = self.data.group if gradient and between and self.data else None
             self.senders[edge] = SendChannel(

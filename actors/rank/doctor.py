@@ -1,4 +1,4 @@
-"""Processes that connect as ranks do and measure their connections, for ``raymm doctor``."""
+"""Processes that connect like ranks and measure their connections, for ``raymm doctor``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from raymm.kernels.collectives.waiting import receive_from, send_to, wait
 
 @dataclass(frozen=True)
 class DoctorSpec:
-    """One of the processes.
+    """Description of one measuring process.
 
     Attributes:
-        rank, world_size: its number, and how many processes there are.
+        rank, world_size: number of the process, and number of processes.
         device: ``"cpu"`` or ``"cuda"``.
-        timeout_s: seconds any wait on another process may take.
+        timeout_s: longest time to wait for another process, in seconds.
     """
 
     rank: int
@@ -37,37 +37,38 @@ class DoctorSpec:
 
     @property
     def modules(self) -> set[str]:
-        """Modules whose stages the process has: none."""
+        """Empty: the process has no stages."""
         return set()
 
     @property
     def ring(self) -> list[tuple[int, int]]:
-        """Sender and receiver of every link, which is a group with its index plus 1."""
+        """Return (sender, receiver) of every link. The group of a link has the link's index plus 1
+        as its number."""
         count = self.world_size if self.world_size > 1 else 0
         return [(rank, (rank + 1) % self.world_size) for rank in range(count)]
 
     @property
     def members(self) -> dict[int, Sequence[int]]:
-        """Members of the groups of this process, by number."""
+        """Return the members of the groups of this process, by group number."""
         links = {n: link for n, link in enumerate(self.ring, start=1) if self.rank in link}
         return {EVERYONE: range(self.world_size), **links}
 
     @property
     def peers(self) -> set[int]:
-        """Processes whose actors this one calls."""
+        """Return the processes whose actors this process calls."""
         return peers(self.rank, self.members.values())
 
     def unbuilt(self) -> DoctorSpec:
-        """Return the same; there is nothing to build."""
+        """Return the spec itself, because there is nothing to build."""
         return self
 
 
 class Transfers(NamedTuple):
-    """Bytes per second.
+    """Measured bandwidths in bytes per second.
 
     Attributes:
-        received: from the previous process of the ring, while all send at once.
-        reduced: of an all-reduce, as the bytes that every process sends (bus bandwidth).
+        received: from the previous process of the ring, while all processes send at once.
+        reduced: bus bandwidth of an all-reduce, the bytes that every process sends.
     """
 
     received: float
@@ -75,11 +76,7 @@ class Transfers(NamedTuple):
 
 
 class DoctorActor(MeetingActor):
-    """One process.
-
-    Args:
-        spec: what it is.
-    """
+    """Actor that runs one measuring process."""
 
     def __init__(self, spec: DoctorSpec) -> None:
         super().__init__(spec.rank, spec.device, Timeouts.of(spec.timeout_s, None))
@@ -88,10 +85,10 @@ class DoctorActor(MeetingActor):
 
     @task("meeting the other processes")
     def connect(self, actors: Mapping[int, Any]) -> None:
-        """Connect with all processes, and with the two neighbours of the ring.
+        """Connect to all processes, and to both neighbours in the ring.
 
         Args:
-            actors: of the spec's peers, by number.
+            actors: actor handles of the spec's peers, by process number.
         """
         if self._device.type == "cuda":
             check_gpu_node()
@@ -105,7 +102,7 @@ class DoctorActor(MeetingActor):
             }  # fmt: skip
 
     def build(self) -> int:
-        """Return the number of parameters: none."""
+        """Return 0, the number of parameters."""
         return 0
 
     def describe_node(self) -> NodeDescription:
@@ -116,14 +113,14 @@ class DoctorActor(MeetingActor):
 
     @task("measuring connections")
     def measure(self, size: int, repeats: int) -> Transfers:
-        """Send to the next process and receive from the previous one, then all-reduce.
+        """Measure sends around the ring, then all-reduces.
 
         Args:
             size: bytes of a message.
-            repeats: messages, after one that is not counted; the median counts.
+            repeats: measured messages, after one warm-up message; the median counts.
 
         Raises:
-            RuntimeError: what was received is not what was sent.
+            RuntimeError: received data differ from the data sent.
         """
         spec, number = self._spec, self._spec.rank
         values = size // 4
@@ -173,7 +170,7 @@ def _check(tensor: torch.Tensor, expected: float, operation: str) -> None:
 
 
 class DoctorGroup(RankGroup):
-    """The processes, as one group of actors."""
+    """Group of the measuring actors."""
 
     actor_class = DoctorActor
     renews = False

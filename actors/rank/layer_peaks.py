@@ -1,4 +1,4 @@
-"""How many bytes a module's layers have at most while they work."""
+"""Peak memory of each layer of a module while it computes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ def layer_peaks(
     run: Callable[[], torch.Tensor], layers: Sequence[nn.Module], live: LiveBytes | DeviceBytes,
     held: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """Per layer, the most bytes that it has for a time in a forward or a backward beyond what it
-    and the layers before it keep, and its output; and the most of a forward that keeps nothing.
+    """Measure peak bytes per layer.
 
     Args:
         run: runs the module's forward and returns its output.
-        layers: what it is made of, in order.
-        live: counts bytes.
-        held: what each layer keeps for its backward.
+        layers: the module's layers, in order.
+        live: byte counter.
+        held: bytes that each layer keeps for its backward.
+
+    Returns:
+        Two lists with one entry per layer. The first is the peak of the layer's forward and
+        backward beyond the activations of this and earlier layers and the layer's output. The
+        second is the peak of a forward without gradients.
     """
     before = live.now
     marks = _Marks(live, len(layers))
@@ -46,7 +50,7 @@ def layer_peaks(
             marks.forward, marks.after, marks.backward, accumulate(held), strict=True
         )
     ]
-    # The last one's output is there, too, until its backward is over.
+    # The output of the last layer stays allocated until its backward has finished.
     working[-1] = max(0, working[-1] - size)
     return working, [most - start for most in alone.forward]
 
@@ -66,11 +70,11 @@ def _marked(
 
 
 class _Marks:
-    """How many bytes were alive at most in every layer's forward and backward.
+    """Peak bytes of every layer's forward and backward.
 
     Attributes:
-        forward, backward: per layer, the most.
-        after: what its forward left behind, its output too.
+        forward, backward: peak bytes per layer.
+        after: bytes alive after the layer's forward, including its output.
     """
 
     def __init__(self, live: LiveBytes | DeviceBytes, layers: int) -> None:
@@ -79,7 +83,7 @@ class _Marks:
         live.restart()
 
     def enter(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """A layer's forward begins, and that of the one before it is over."""
+        """Record that a layer's forward begins, which ends the previous layer's forward."""
         self._over(index)
         hidden = hidden_state(layer, args, kwargs)
         if hidden.requires_grad:
@@ -94,9 +98,9 @@ class _Marks:
         self._live.restart()
 
     def end_forward(self) -> None:
-        """The last layer's forward is over."""
+        """Record the end of the last layer's forward."""
         self._over(len(self.forward))
 
     def end_backward(self) -> None:
-        """The first layer's backward is over."""
+        """Record the end of the first layer's backward."""
         self._left(0)

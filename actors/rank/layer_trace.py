@@ -1,4 +1,4 @@
-"""When each layer of a module begins and ends, and what it keeps for its backward."""
+"""Start and end times of each layer of a module, and the bytes that it keeps for its backward."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from torch import nn
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.modules.blocks import hidden_name, hidden_state
 
-# Whose a module's output is.
+# Owner number for storages of the module's output.
 _HANDED_ON = -1
 
 
 class LayerTrace:
-    """Time marks and bytes held of one forward and backward.
+    """Time marks and activation bytes of one forward and backward.
 
     Args:
-        device: where the module is.
-        layers: how many it has.
-        storages: what they keep; None if only time is measured.
+        layers: number of layers.
+        storages: tracks the bytes alive; None to measure time only.
 
     Attributes:
-        held: per layer, bytes that it keeps for its backward.
-        output_bytes: per layer, of the hidden state that it hands on.
-        output_shape: of what the module hands on.
+        held: bytes that each layer keeps for its backward.
+        output_bytes: bytes of the hidden state that each layer returns.
+        output_shape: shape of the module's output.
         entering: shape of the hidden state that enters the first block.
     """
 
@@ -49,12 +48,12 @@ class LayerTrace:
     def watching(
         self, layers: Sequence[nn.Module], has_blocks: bool, leaf: bool
     ) -> Iterator[None]:
-        """Mark where layers begin.
+        """Hook the layers to record when each begins, for the length of the block.
 
         Args:
-            layers: what each of them starts with.
-            has_blocks: whether the first is a block.
-            leaf: the first one's input starts the graph.
+            layers: the first submodule of each layer.
+            has_blocks: True if the first layer is a block.
+            leaf: True to make the first layer's input a leaf of the autograd graph.
         """
         handles = []
         for index, module in enumerate(layers):
@@ -89,7 +88,8 @@ class LayerTrace:
             value = args[0] if name is None else kwargs[name]
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 self.entering = self.entering or tuple(value.shape)
-                # Also with everything trained, so that B_d is in both and the difference is B_w.
+                # The input gets a gradient in both runs, so that B_d is in both and the difference
+                # is B_w.
                 start = leaf or not value.requires_grad
                 if self._storages is not None:
                     self._storages.give(value, 0)
@@ -99,16 +99,16 @@ class LayerTrace:
         return args, {**kwargs, **changed}
 
     def _leave(self, index: int) -> None:
-        """The gradient of a layer's input is complete: its backward is over."""
+        """Record the end of a layer's backward, when the gradient of its input is complete."""
         self._backward[index] = self._now()
 
     def start_forward(self) -> None:
-        """Now."""
+        """Record the start of the forward."""
         self._synchronize()
         self._forward[0] = self._now()
 
     def end_forward(self, output: torch.Tensor) -> None:
-        """Now, with what the module hands on."""
+        """Record the end of the forward and the module's output."""
         self._forward[self._count] = self._now()
         self.output_bytes[-1] = output.numel() * output.element_size()
         self.output_shape = tuple(output.shape)
@@ -119,27 +119,28 @@ class LayerTrace:
                     self.held[layer] += size
 
     def start_backward(self) -> None:
-        """Now."""
+        """Record the start of the backward."""
         self._synchronize()
         self._backward[self._count] = self._now()
 
     def end_backward(self) -> None:
-        """Now."""
+        """Record the end of the backward."""
         self._backward[0] = self._now()
         self._synchronize()
 
     def forward_times(self) -> list[float]:
-        """Seconds per layer: from where it begins to where the next one does."""
+        """Return seconds per layer, from the layer's start to the start of the next layer."""
         marks = [self._forward[i] for i in range(self._count + 1)]
         return [self._seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
 
     def both_times(self) -> list[float]:
-        """Seconds per layer, forward and backward."""
+        """Return seconds per layer of forward plus backward."""
         both = zip(self.forward_times(), self.backward_times(), strict=True)
         return [forward + backward for forward, backward in both]
 
     def backward_times(self) -> list[float]:
-        """Seconds per layer: from the gradient of its output to that of its input."""
+        """Return seconds per layer, from the gradient of its output to the gradient of its
+        input."""
         marks = [self._backward[0]]  # a layer that no gradient reaches takes no time
         for index in range(1, self._count + 1):
             marks.append(self._backward.get(index, marks[-1]))

@@ -1,4 +1,5 @@
-"""Where processes meet before they talk to one another, and the actors that do."""
+"""Rendezvous of processes: the default process group, further groups and links, and the base class
+of actors that create them."""
 
 from __future__ import annotations
 
@@ -22,17 +23,19 @@ from raymm.actors.rank.meeting_store import MeetingStore, News
 from raymm.errors import ChannelError
 from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to, wait
 
-# NCCL's watchdog waits so many times as long as processes wait for each other.
+# Factor of the watchdog's timeout over the timeout for other processes.
 WATCHDOG_TIMES = 2.0
 
 
 class Timeouts(NamedTuple):
-    """How long processes wait for each other.
+    """Timeouts for operations between processes.
 
     Attributes:
-        wait: for any operation, and for others to come; what is late is asked about, and named.
-        watchdog: until an operation on a GPU counts as failed, and its process ends. Longer, as
-            NCCL's watchdog cannot name the culprit: for processes that the driver cannot reach.
+        wait: for any operation, and for other processes to arrive. The driver then finds and names
+            the process that is late.
+        watchdog: time after which NCCL's watchdog treats a GPU operation as failed and ends the
+            process. It is longer than ``wait`` because the watchdog cannot name the process at
+            fault; it ends processes that the driver cannot reach.
     """
 
     wait: timedelta
@@ -40,49 +43,48 @@ class Timeouts(NamedTuple):
 
     @classmethod
     def of(cls, wait_s: float, watchdog_s: float | None) -> Timeouts:
-        """Of seconds; without a watchdog's, :data:`WATCHDOG_TIMES` as long."""
+        """Create from seconds; ``watchdog_s`` defaults to :data:`WATCHDOG_TIMES` times
+        ``wait_s``."""
         watchdog_s = WATCHDOG_TIMES * wait_s if watchdog_s is None else watchdog_s
         return cls(timedelta(seconds=wait_s), timedelta(seconds=watchdog_s))
 
 
 def prepare_nccl(device: torch.device) -> None:
-    """Settings that NCCL and CUDA read once, unless they are set; before anything is on a GPU."""
+    """Set environment variables that NCCL and CUDA read once, unless they are already set. Call
+    this before the first GPU allocation."""
     if device.type != "cuda":
         return
-    # What is freed can be mapped anew: memory of many sizes does not break into pieces.
+    # Freed memory can be remapped, so tensors of many sizes do not fragment it.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # As many hardware queues as there can be: streams that share one wait for each other.
+    # Use the most hardware queues possible: streams that share a queue wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Messages of a group follow one another: that is what the program's order is for.
+    # Messages of a group are serialized on purpose: the program defines their order.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     only_abort()
     record_flight()
 
 
 class MeetingPlace:
-    """Where a process meets others: in the group of all, which it joins here, and in groups that it
-    makes with some. Groups are connected: over NCCL on GPUs, over gloo else.
+    """Rendezvous of a process with others. The constructor joins the default group of all
+    processes; methods create further groups, which are connected over NCCL on GPUs and over gloo
+    otherwise.
 
-    Only its members make a group, and nothing waits for others (``torch.distributed.new_group`` is
-    for all processes to call, for every group: thousands of calls in a large run). They know it
-    by a number that all processes agree on: torch's own count is of the calls of a process, and so
-    is the name that ``use_local_synchronization`` makes, which then differs among members that
-    have made different numbers of groups.
+    A group is created by its members only. ``torch.distributed.new_group`` would have to be called
+    by all processes for every group, thousands of times in a large run. Members identify a group by
+    a number that all processes agree on. Torch's own counter cannot serve: it counts the calls of
+    one process, and so does the name from ``use_local_synchronization``. Both differ among members
+    that have created different numbers of groups.
 
     Args:
-        device: of this process's tensors.
-        store: where processes find one another.
-        rank: this process's number.
-        world_size: how many there are.
-        timeouts: of every operation, and for others to come.
+        device: device of this process's tensors.
+        store: key-value store for the rendezvous.
 
     Attributes:
-        device: with its number, which NCCL connects.
-        timeouts: as given.
+        device: as given, with an index, which NCCL needs.
 
     Raises:
-        ChannelError: not all came within the timeout.
+        ChannelError: not all processes arrived within the timeout.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class MeetingPlace:
             torch.cuda.set_device(device)
         self.device, self.timeouts, self._store = device, timeouts, store
         with _meeting(range(world_size), timeouts.wait):
-            # Not bound to the device: groups of some of the processes would then be split from
-            # this one, for which all of them have to come.
+            # The group is not bound to the device. Torch would then create subgroups by splitting
+            # it, which all processes would have to join.
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size,
                 timeout=timeouts.watchdog if on_gpu else timeouts.wait,
@@ -106,18 +108,18 @@ class MeetingPlace:
             _meet(everyone, device)
 
     def new_group(self, number: int, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of these processes, connected; to be called by all of them and no others. What
-        a process is a member of, it must make in the order of the numbers.
+        """Create and connect a group of processes.
 
-        Its communicator is made here, and its first operation is one that all of its members take
-        part in: what is left for a step to connect, a process would have to wait for in it.
+        Exactly the members must call this. A process must create its groups in the order of their
+        numbers. The communicator is created here with an all-reduce over all members, so that no
+        step has to wait for a connection.
 
         Args:
-            number: of the group among all groups of all processes, from 1.
-            ranks: processes, by their numbers in the default group.
+            number: number of the group among all groups of all processes, from 1.
+            ranks: process numbers in the default group.
 
         Raises:
-            ChannelError: not all came within the timeout.
+            ChannelError: not all members arrived within the timeout.
         """
         with _meeting(ranks, self.timeouts.wait), self._store.making(number):
             group = self._new_group(2 * number, ranks)
@@ -127,12 +129,12 @@ class MeetingPlace:
     def new_host_group(
         self, number: int, ranks: Sequence[int], group: dist.ProcessGroup
     ) -> dist.ProcessGroup:
-        """What carries what the hosts of a group's processes are to agree on. Else as
-        :meth:`new_group`.
+        """Create a group over which the hosts of a group's processes agree on values. Like
+        :meth:`new_group` otherwise.
 
         Args:
-            number, ranks: as the group was made with.
-            group: of the same processes; what is returned on CPUs.
+            number, ranks: those of ``group``.
+            group: group of the same processes; returned itself on CPUs.
         """
         if self.device.type != "cuda":
             return group
@@ -144,13 +146,16 @@ class MeetingPlace:
     def new_link(
         self, number: int, sender: int, receiver: int, ctas: int
     ) -> tuple[PointToPoint, PointToPoint]:
-        """What carries messages from one process to another, over which one has gone, and what
-        carries what hosts are to read. Else as :meth:`new_group`.
+        """Create the link for messages from one process to another, and test it with one message.
+        Like :meth:`new_group` otherwise.
 
         Args:
-            number: of the link among all groups of all processes, from 1.
-            sender, receiver: processes, by their numbers in the default group.
-            ctas: on a GPU, multiprocessors that a message may occupy at most.
+            number: number of the link among all groups of all processes, from 1.
+            sender, receiver: process numbers in the default group.
+            ctas: on a GPU, largest number of multiprocessors that a message may occupy.
+
+        Returns:
+            The group for device tensors, and the group for host memory (the same one on CPUs).
         """
         ends = sender, receiver
         with _meeting(ends, self.timeouts.wait), self._store.making(number):
@@ -170,9 +175,9 @@ class MeetingPlace:
         return group, host_group
 
     def _new_host_link(self, number: int, ends: tuple[int, int]) -> PointToPoint:
-        """Gloo itself, without the dispatcher that torch's groups pass every operation through.
-        All links of a process share the thread that moves their bytes; with one each, as torch's
-        groups have, processes mostly wake threads."""
+        """Create a gloo group directly, without the dispatcher of torch's process groups. All links
+        of a process share one I/O thread: with one thread per link, processes mostly switch between
+        threads."""
         gloo: Any = dist.ProcessGroupGloo  # of whose constructors torch declares another one
         options = gloo._Options()
         options._devices, options._threads = self._gloo_devices, 1
@@ -182,7 +187,7 @@ class MeetingPlace:
 
     @cached_property
     def _gloo_devices(self) -> list[Any]:
-        """The network interfaces that torch's groups use, too."""
+        """Return gloo devices for the network interfaces that torch's groups use."""
         names = os.environ.get("GLOO_SOCKET_IFNAME")
         gloo = dist.ProcessGroupGloo
         if names:
@@ -196,11 +201,11 @@ class MeetingPlace:
         timeout = self.timeouts.watchdog if on_gpu else self.timeouts.wait
         options: Any = None
         if on_gpu and ctas is not None:
-            # Streams of their own, which go before the device's other work.
+            # Separate streams with a higher priority than the device's other work.
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.config.max_ctas = ctas
             options._timeout = timeout
-        # What torch calls the next group, the same for all of its members.
+        # Torch names the next group by this counter; it must be the same for all members.
         distributed_c10d._world.group_count = name
         group = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, pg_options=options,
@@ -235,13 +240,11 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 class MeetingActor(ObservedActor):
-    """Base of such actors.
+    """Base class of actors that create process groups with each other.
 
     Args:
-        number: the process's.
-        device: its kind.
-        timeouts: of waits for others.
-        describe: an instruction of its programs in words.
+        number: number of the process.
+        describe: returns the text of an instruction of the actor's programs.
     """
 
     answers = (*ObservedActor.answers, "receive_news")
@@ -252,22 +255,21 @@ class MeetingActor(ObservedActor):
         super().__init__(device, describe)
         self._timeouts, self._number = timeouts, number
         self._store = MeetingStore(number, timeouts.wait)
-        # Those of meetings to come: others may be there before this process.
+        # Stores of later rendezvous: other processes may arrive before this one.
         self._stores = {self._store.generation: self._store}
         self._changing = threading.Lock()
 
     def receive_news(self, news: Sequence[News], generation: int = 0) -> None:
-        """Take keys that others have set, while this one waits for them.
+        """Store keys that other processes have set, while this process waits for them.
 
         Args:
-            news: the keys.
-            generation: of the meeting that they are of.
+            generation: rendezvous that the keys belong to.
         """
         if (store := self._store_of(generation)) is not None:
             store.receive_news(news)
 
     def _store_of(self, generation: int) -> MeetingStore | None:
-        """None of a meeting that is over."""
+        """Return the store of a rendezvous; None if the rendezvous is over."""
         with self._changing:
             if generation < self._store.generation:
                 return None
@@ -281,12 +283,12 @@ class MeetingActor(ObservedActor):
     def _meeting(
         self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any], generation: int = 0
     ) -> Iterator[None]:
-        """Within, groups can be made.
+        """Open the rendezvous store for the length of the block, so that groups can be created.
 
         Args:
-            members: of the groups, by number.
-            actors: of processes that are to be told keys.
-            generation: of the meeting: how often processes have met before.
+            members: members of each group, by group number.
+            actors: actors of the processes that receive keys from this one.
+            generation: number of earlier rendezvous.
         """
         store = self._store_of(generation)
         assert store is not None

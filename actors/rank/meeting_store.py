@@ -1,14 +1,14 @@
-"""The store in which processes find one another: its keys travel as calls of Ray's actors.
+"""Key-value store for the rendezvous of processes. Keys travel as calls of Ray actors.
 
-torch's TCPStore listens, and asks nobody who they are: whoever reaches its port can join a run, or
-write what its processes read. A secret in the names of keys does not help, as it would be sent in
-the clear, and the store can be told to wait, to count and to close without one. Calls of actors are
-Ray's, with its authentication and encryption, and there is no port beside Ray's own.
+Torch's TCPStore listens on a port without authentication: any client that reaches the port can join
+a run or overwrite values that its processes read. A secret in the key names would not help, because
+keys travel in the clear and the store accepts waits, counts and shutdowns without a key. Actor
+calls have Ray's authentication and encryption and need no additional port.
 
-Every process has its own copy of what concerns it. Who sets a key tells the first member of the
-group that is being made, who tells all others; so nobody asks, nobody polls, and a process that
-waits for a key needs no thread of another one. Processes know the actors that they tell only while
-they make groups: the handles would keep actors alive that nobody refers to any more.
+Every process holds its own copy of the keys that concern it. A process that sets a key sends it to
+the first member of the group that is being created, and the first member sends it to all others. So
+no process polls, and a process that waits for a key needs no thread of another process. Processes
+hold the actor handles only while they create groups, because a handle keeps an unused actor alive.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.distributed.distributed_c10d import Store
 from raymm.kernels.collectives.waiting import waits_for_others
 
 EVERYONE = 0
-"""The number of the group of all processes."""
+"""Number of the group of all processes."""
 
 
 class News(NamedTuple):
-    """A key that a process has set, while a group was made."""
+    """A key that a process has set while a group was created."""
 
     group: int
     setter: int
@@ -38,12 +38,11 @@ class News(NamedTuple):
 
 
 def peers(me: int, groups: Iterable[Sequence[int]]) -> set[int]:
-    """Processes that one tells keys of groups that it is a member of: all others where it is the
-    first member, else the first.
+    """Return the receivers of a process's keys: all other members of the groups in which the
+    process is the first member, and the first member of each other group.
 
     Args:
-        me: the process.
-        groups: members of each.
+        groups: members of each group of the process ``me``.
     """
     receivers: set[int] = set()
     for members in groups:
@@ -52,15 +51,15 @@ def peers(me: int, groups: Iterable[Sequence[int]]) -> set[int]:
 
 
 class MeetingStore(Store):
-    """One process's.
+    """Store of one process.
 
-    Keys are set once, each by one process; nothing else is done with a store while groups are
-    made (``TORCH_DIST_INIT_BARRIER``, which would have them counted, cannot be set).
+    Each key is set once, by one process. Torch uses no other operation of a store while groups are
+    created; ``TORCH_DIST_INIT_BARRIER``, which would need counters, cannot be set.
 
     Args:
-        me: the process's number.
-        timeout: that any wait may take for which nobody says one.
-        generation: how often processes have met before.
+        me: number of the process.
+        timeout: default timeout of a wait.
+        generation: number of earlier rendezvous.
     """
 
     def __init__(self, me: int, timeout: timedelta, generation: int = 0) -> None:
@@ -71,19 +70,22 @@ class MeetingStore(Store):
         self._group = EVERYONE
         self._members: dict[int, Sequence[int]] = {}
         self._actors: Mapping[int, Any] = {}
-        self._news: list[News] = []  # for other members of groups that this is the first one of
+        # for other members of groups in which this process is the first member
+        self._news: list[News] = []
         self._open = False
 
     @contextmanager
     def opened(
         self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any]
     ) -> Iterator[None]:
-        """Within, keys are told to others. What this process has, they have when it ends; and once
-        its groups have been used, all of their members have had what they waited for.
+        """Forward keys to other processes for the length of the block.
+
+        At the end of the block, all keys of this process have been sent. All members of a group
+        that has been used have received the keys that they waited for.
 
         Args:
-            members: of the groups that the process will make, by number.
-            actors: of its :func:`peers` in these, by number.
+            members: members of each group that the process will create, by group number.
+            actors: actors of its :func:`peers` in these groups, by process number.
         """
         with self._changed:
             self._members, self._actors, self._open = dict(members), actors, True
@@ -100,7 +102,7 @@ class MeetingStore(Store):
 
     @contextmanager
     def making(self, group: int) -> Iterator[None]:
-        """Within, keys that are set concern this group."""
+        """Associate the keys that are set in the block with a group."""
         self._group = group
         try:
             yield
@@ -108,10 +110,11 @@ class MeetingStore(Store):
             self._group = EVERYONE
 
     def receive_news(self, news: Sequence[News]) -> None:
-        """What other processes have set. In any thread, also before this process makes groups."""
+        """Store keys that other processes have set. Callable from any thread, also before this
+        process creates groups."""
         with self._changed:
             self._values.update({each.key: each.value for each in news})
-            # Those that are not its own to pass on have gone to all who need them.
+            # The other keys have already reached every process that needs them.
             self._news += [each for each in news if each.group not in self._members or (
                 self._passes_on(each)
             )]
@@ -122,7 +125,7 @@ class MeetingStore(Store):
         return members[0] == self._me and any(m not in (self._me, news.setter) for m in members)
 
     def _send_news(self) -> None:
-        """Pass on what there is, all of it in one call to each; while that goes on, more comes."""
+        """Forward all new keys in one call per process; further keys arrive during the calls."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._open or self._sendable())
@@ -143,10 +146,10 @@ class MeetingStore(Store):
             each for each in self._news if each.group in self._members and self._passes_on(each)
         ]
 
-    # What torch calls.
+    # Interface that torch calls.
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a key here, and have the group's other members told."""
+        """Set a key and send it to the other members of the group."""
         value = value.encode() if isinstance(value, str) else bytes(value)
         news = News(self._group, self._me, key, value)
         with self._changed:
@@ -159,16 +162,16 @@ class MeetingStore(Store):
             self._tell(first, [news])
 
     def get(self, key: str) -> bytes:
-        """A key's value, once it is there."""
+        """Wait for a key and return its value."""
         self.wait([key])
         return self._values[key]
 
     @waits_for_others
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there.
+        """Wait until all keys are set.
 
         Raises:
-            DistStoreError: naming those that are not.
+            DistStoreError: a timeout; names the missing keys.
         """
         patience = self._patience if timeout is None else timeout
         with self._changed:
@@ -178,27 +181,27 @@ class MeetingStore(Store):
                 raise DistStoreError(f"no process has set {', '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return True if all keys are set."""
         return all(key in self._values for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Values of keys, once all are there."""
+        """Wait for keys and return their values."""
         self.wait(keys)
         return [self._values[key] for key in keys]
 
     def multi_set(self, keys: list[str], values: list[bytes | str]) -> None:
-        """Set keys."""
+        """Set several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def num_keys(self) -> int:
-        """Keys that this process knows."""
+        """Return the number of keys that this process knows."""
         return len(self._values)
 
     def has_extended_api(self) -> bool:
-        """No: keys are not appended to."""
+        """Return False: append and queue operations are not supported."""
         return False
 
     def clone(self) -> MeetingStore:
-        """Itself, which any thread can use."""
+        """Return the store itself, which is thread-safe."""
         return self

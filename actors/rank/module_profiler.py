@@ -1,4 +1,4 @@
-"""The actor that measures one module: real layers, real device, no other rank beside it."""
+"""Actor that measures one module: real layers on the real device, with no other rank next to it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class ProfileRequest:
     """One microbatch to measure.
 
     Attributes:
-        inputs: what the module's first stage reads, tensors on the CPU.
-        received: shapes (items, tokens, width) of encoder outputs, by encoder (language model).
-        plain_text: the language model's ``inputs`` are all of its sequence already; what would
-            be merged into it is left out.
+        inputs: inputs of the module's first stage, with tensors on the CPU.
+        received: for a language model, shape (items, tokens, width) of each encoder's output.
+        plain_text: True if the language model's ``inputs`` already hold its whole sequence, so that
+            encoder outputs are not merged into it.
     """
 
     inputs: dict[str, Any]
@@ -51,16 +51,17 @@ class ProfileRequest:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Medians of one layer, in seconds, and bytes.
+    """Median times of one layer in seconds, and its memory in bytes.
 
     Attributes:
-        forward, backward_input, backward_weight: F, B_d, B_w.
-        activation_bytes: memory made in it, and its input, that is held for the backward.
-        output_bytes: the hidden state it hands on.
-        working_bytes, forward_bytes, data_bytes, halved: as of a
+        forward, backward_input, backward_weight: F, B_d and B_w.
+        activation_bytes: memory that is held for the backward: tensors created in the layer, and
+            its input.
+        output_bytes: size of the hidden state that the layer returns.
+        working_bytes, forward_bytes, data_bytes, halved: see
             :class:`~raymm.scheduler.costs.layer_costs.LayerCost`.
-        options: what else it may do with its activations, if it is a block: seconds added to its
-            forward and backward, bytes that it holds then, and bytes that it has for a time.
+        options: for a block, each way to recompute or offload its activations: seconds added to
+            forward plus backward, bytes held, and peak working bytes.
     """
 
     forward: float
@@ -77,13 +78,13 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """A module on one microbatch.
+    """Measurements of a module on one microbatch.
 
     Attributes:
-        layers: one per layer.
-        samples, tokens: of the hidden state that enters the blocks (samples, length, width), or
-            of what the module hands on, where that has another shape.
-        output_shape: of what the module hands on.
+        samples, tokens: counts of samples and tokens in the hidden state (samples, length, width)
+            that enters the blocks, or in the module's output if that hidden state has another
+            shape.
+        output_shape: shape of the module's output.
     """
 
     layers: tuple[LayerTimes, ...]
@@ -93,13 +94,15 @@ class ModuleTimes:
 
 
 class ModuleProfiler:
-    """One module, whole. Wrapped by ``ray.remote`` in :mod:`raymm.profiling.layers`.
+    """Profiler of one module that is not split into stages. :mod:`raymm.profiling.layers` wraps it
+    in ``ray.remote``.
 
     Args:
         builder: builds the module's one stage (:func:`raymm.layout.stage_builders.stage_builders`).
         device: ``"cpu"`` or ``"cuda"``.
         autocast: name of autocast's dtype, or None.
-        cast: keep frozen weights in that dtype, as a rank does where they can be reloaded.
+        cast: True to keep frozen weights in the autocast dtype, as a rank does if the weights can
+            be reloaded.
         threads: intra-op threads.
     """
 
@@ -114,8 +117,8 @@ class ModuleProfiler:
             check_gpu_node()
         self._autocast = getattr(torch, autocast) if autocast else None
         stage = builder()
-        # F as the run will have it: of frozen weights kept in the compute dtype, or of fp32
-        # ones that autocast casts in every forward.
+        # F depends on how frozen weights are kept: in the compute dtype, or in fp32, which autocast
+        # casts in every forward.
         self._trainable = any(p.requires_grad for p in stage.parameters())
         if self._autocast is not None and cast:
             cast_frozen(stage, self._autocast)
@@ -127,7 +130,7 @@ class ModuleProfiler:
         self._blocks = [layer for layer in self._layers if layer is not projector]
 
     def describe(self) -> dict[str, str]:
-        """What it measures on: device name, and versions that matter."""
+        """Return the device name and the versions that affect the measurements."""
         import transformers
 
         name = platform.processor() or platform.machine()
@@ -146,8 +149,8 @@ class ModuleProfiler:
         """Run a microbatch ``repeats`` times each way, after a warm-up.
 
         B_d is the backward with every parameter frozen and the first block's input requiring a
-        gradient; B_w is what the backward takes longer when every parameter is trainable, or, of a
-        module with adapters, theirs.
+        gradient. B_w is the additional time of the backward when every parameter is trainable, or
+        only the adapters if the module has any.
         """
         inputs, received = self._tensors_of(request)
         frozen: list[LayerTrace] = []
@@ -177,18 +180,18 @@ class ModuleProfiler:
         return ModuleTimes(layers, shape[0], shape[0] * shape[1], kept.output_shape)
 
     def halve(self, plans: Mapping[str, ShardPlan]) -> None:
-        """Keep what one of two processes with tensor parallelism has of the module.
+        """Shard the module as one of two processes with tensor parallelism holds it.
 
         Args:
-            plans: which half of its parameters, and of its projector's.
+            plans: shard plans of the module and of its projector.
         """
         self._stage.shard_tensors(cast(Any, plans), LoneMember(2))
 
     def layer_bytes(self, request: ProfileRequest) -> tuple[LayerBytes, ...]:
-        """What every layer has.
+        """Measure the memory of every layer.
 
         Args:
-            request: as of :meth:`measure`.
+            request: see :meth:`measure`.
         """
         inputs, received = self._tensors_of(request)
         held, working, forward = self._bytes(inputs, received)
@@ -214,7 +217,7 @@ class ModuleProfiler:
         }
 
     def _option_names(self) -> tuple[str, ...]:
-        # A frozen encoder has no backward. On a CPU the host's memory is the device's.
+        # A frozen encoder has no backward. On a CPU, offloading to host memory saves nothing.
         if not self._has_blocks or not (self._trainable or isinstance(self._stage, LanguageStage)):
             return ()
         return (*REMADE, OFFLOAD) if self._device.type == "cuda" else REMADE
@@ -223,7 +226,8 @@ class ModuleProfiler:
         self, inputs: dict[str, Any], received: dict[str, Message], repeats: int,
         kept: Sequence[LayerTrace],
     ) -> list[tuple[LayerOption, ...]]:
-        """Of every layer; ``kept`` are runs in which all activations are kept."""
+        """Return the recompute options of every layer; ``kept`` are runs that keep all
+        activations."""
         blocks = self._blocks
         options: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
         kinds = [(type(item), sum(p.numel() for p in item.parameters())) for item in blocks]
@@ -234,7 +238,8 @@ class ModuleProfiler:
                 held, working, _ = self._bytes(inputs, received)
             after = _medians([item.both_times() for item in runs[1:]])
             added = [after[index] - before[index] for index in range(len(blocks))]
-            # Small differences of noisy times: blocks of one kind have one in common.
+            # Small differences of noisy times are unreliable, so blocks of one kind share their
+            # median.
             for index, kind in enumerate(kinds):
                 alike = [item for item, other in zip(added, kinds, strict=True) if other == kind]
                 seconds = max(0.0, statistics.median(alike))
@@ -246,15 +251,15 @@ class ModuleProfiler:
     def _bytes(
         self, inputs: dict[str, Any], received: dict[str, Message]
     ) -> tuple[list[int], list[int], list[int]]:
-        """What every layer keeps, and its working and forward bytes."""
+        """Return the held, working and forward bytes of every layer."""
         kept = self._run(inputs, received, trainable=True, count=True)
         return kept.held, *self._layer_peaks(inputs, received, kept.held)
 
     def _layer_peaks(
         self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Working and forward bytes of every layer. Gradients of parameters must be there, as they
-        are in all microbatches of a step but the first."""
+        """Return the working and forward bytes of every layer. Parameters must have gradients
+        allocated, as in every microbatch of a step except the first."""
         def run() -> torch.Tensor:
             with self._casting():
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
@@ -271,7 +276,7 @@ class ModuleProfiler:
         for name, parameter in self._stage.named_parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(trainable and (not self._adapted or is_adapter(name)))
-        # As in a run, where a step's microbatches share copies that were made before them.
+        # A run also makes the copies once per step, before its microbatches.
         with ComputeCopies([self._stage], self._autocast).shown() as copies:
             storages = None
             if count:
@@ -305,10 +310,10 @@ class ModuleProfiler:
 
 
 def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module], bool]:
-    """What each layer starts with: its blocks (or the module, if it cannot be cut), then the
-    projector; and whether the first is a block."""
+    """Return the first submodule of each layer, and True if the first layer is a block. Layers are
+    the blocks (or the whole module, if it cannot be cut) and the projector."""
     module = stage.module
-    assert module is not None  # a whole one is profiled
+    assert module is not None  # the profiled stage holds the whole module
     path = find_blocks(module)
     blocks: list[nn.Module] = list(block_list(module, path)) if path is not None else []
     has_blocks = len(blocks) > 1

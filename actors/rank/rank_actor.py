@@ -1,4 +1,4 @@
-"""The actor that is one rank: its stages, channels, optimizer, and one call per step."""
+"""Actor of one rank: its stages, channels, optimizer, and one call per step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class RankActor(StoredRank):
-    """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.rank.rank_group`."""
+    """Actor of one rank. :mod:`raymm.actors.rank.rank_group` wraps it in ``ray.remote``."""
 
     def __init__(self, spec: RankSpec) -> None:
         super().__init__(spec)
@@ -56,23 +56,19 @@ class RankActor(StoredRank):
         self._colocation: Colocation | None = None
 
     def warm_up(self, *specs: RankSpec) -> None:
-        """For one that waits to be a rank: to be handed specs imports what their stages are made
-        of, and a tensor wakes the device.
+        """Prepare a spare process: unpickling the specs imports the code of their stages, and a
+        tensor initializes the device.
 
         Args:
-            *specs: of ranks with different modules.
+            *specs: specs of ranks with different modules.
         """
         torch.zeros(1, device=self._device)
 
     def become(self, spec: RankSpec) -> None:
-        """Be a rank from now on; of one that waits for that.
-
-        Args:
-            spec: what it is.
-        """
+        """Turn a spare process into a rank."""
         RankActor.__init__(self, spec)
 
-    # What :meth:`connect` and :meth:`build` make.
+    # Set by :meth:`connect` and :meth:`build`.
     _own_connections: OwnConnections
     _generation = -1  # of connections
     _executor: Executor
@@ -81,13 +77,13 @@ class RankActor(StoredRank):
 
     @task("meeting the other ranks")
     def connect(self, actors: Mapping[int, Any], generation: int = 0) -> None:
-        """Join the group of all processes, and make every other connection.
+        """Join the group of all processes, and create all groups and channels.
 
         Args:
-            actors: of the spec's peers, by number.
-            generation: how often they have met before.
+            actors: actor handles of the spec's peers, by process number.
+            generation: number of earlier rendezvous.
         """
-        # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
+        # OpenMP's thread count is per thread, and ``__init__`` ran in another thread.
         torch.set_num_threads(self._spec.threads)
         if self._device.type == "cuda":
             check_gpu_node()
@@ -112,11 +108,11 @@ class RankActor(StoredRank):
                 before.renew(place, self.whereabouts)
 
     def cut(self, generation: int) -> None:
-        """End all connections, so that a step under way fails; in a thread of its own.
+        """Shut down all connections from another thread, so that a step in flight fails.
 
         Args:
-            generation: that they are of. Those that are made since then stay: whoever asked knew
-                nothing of them.
+            generation: generation of the connections to shut down. Newer connections stay, because
+                the caller did not know of them.
         """
         with self._changing:
             if generation == self._generation:
@@ -125,8 +121,8 @@ class RankActor(StoredRank):
 
     @task("leaving a step")
     def leave(self) -> Progress:
-        """Nothing is under way any more; what a step that failed has left in memory is let go of.
-        Returns how far the parameters are."""
+        """Drop the state of a failed step, and return how far the parameters are. No operation is
+        in flight afterwards."""
         self._staging.wait()
         self._optimizer.reduction.renew({})
         self._optimizer.hide_averages()
@@ -139,11 +135,11 @@ class RankActor(StoredRank):
 
     @task("meeting the other ranks again")
     def renew(self, actors: Mapping[int, Any], generation: int) -> None:
-        """After :meth:`leave`, on all processes that stay: connect with them, and with those that
-        have come in others' places. Stages, parameters and optimizer's state stay; programs go.
+        """Reconnect a surviving process after :meth:`leave`, to the other survivors and to the
+        replacements. Stages, parameters and optimizer state are kept; loaded programs are dropped.
 
         Args:
-            actors, generation: as of :meth:`connect`.
+            actors, generation: see :meth:`connect`.
         """
         if dist.is_initialized():  # aborted groups of NCCL are gone already
             dist.destroy_process_group()
@@ -151,7 +147,7 @@ class RankActor(StoredRank):
         self._programs.clear()
         if any(isinstance(part, FSDPModule) for stage in self._stages.values()
                for part in stage.modules()):
-            # What is within FSDP when a step fails is for nobody to mend.
+            # FSDP state is undefined after a failed step, so the stages are rebuilt.
             kept = copy_of(self._stages, self._optimizer, self._staging)()
             self.build()
             restore(kept, self._stages, self._optimizer)
@@ -164,8 +160,14 @@ class RankActor(StoredRank):
     def build(
         self, builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]] | None = None
     ) -> dict[StageId, int]:
-        """Build the stages, from ``builders`` if they are to be others than the spec's, and the
-        streams of their modules' quotas. Returns the number of parameters held, per stage."""
+        """Build the stages and the optimizer, and the streams of modules with quotas.
+
+        Args:
+            builders: replaces the spec's builders if given.
+
+        Returns:
+            The number of parameters held, per stage.
+        """
         self._programs.clear()
         if self._spec.quotas and self._colocation is None:
             self._colocation = self._new_colocation()
@@ -173,7 +175,7 @@ class RankActor(StoredRank):
         autocast = self._autocast
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
-            stage: Any = builder()  # it knows of what kind the module's plans are
+            stage: Any = builder()  # its class determines the type of the shard plans
             shard_spec = self._spec.shard_specs.get(name.module, ShardSpec())
             if self._connections.tensors is not None:
                 stage.shard_tensors(shard_spec.plans, self._connections.tensors)
@@ -248,11 +250,11 @@ class RankActor(StoredRank):
         return Colocation(spec.quotas, backend, spec.timeout_s)
 
     def quotas(self) -> str:
-        """What quotas were asked and granted, a line per module."""
+        """Return the requested and granted quotas, one line per module; empty without quotas."""
         return "" if self._colocation is None else self._colocation.report()
 
     def sent_bytes(self) -> dict[Edge, int]:
-        """What it has sent so far, by edge, without what hosts read (side tensors)."""
+        """Return the bytes sent so far per edge, without side tensors."""
         senders = self._connections.senders.items()
         return {edge: sender.sent_bytes - sender.sent_side_bytes for edge, sender in senders}
 
@@ -272,7 +274,7 @@ class RankActor(StoredRank):
         self._optimizer.step()
 
     def _finished(self, result: StepResult) -> StepResult:
-        """The result of a step, once the device is done with it."""
+        """Return the result of a step after the device has finished it."""
         if self._optimizer.stepped:
             update = self._optimizer.finish(self._check_connections)
             result.grad_norm, result.learning_rate = update.grad_norm, update.learning_rate
@@ -282,8 +284,8 @@ class RankActor(StoredRank):
         return result
 
     def _check_connections(self) -> None:
-        """Check that no connection was aborted before the device finished. Operations that are
-        aborted return on the device, and raise nothing on the host.
+        """Check that no connection was aborted before the device finished. Aborted operations
+        return on the device and raise no error on the host.
 
         Raises:
             ChannelError: data that the step received may be incomplete.
@@ -296,13 +298,13 @@ class RankActor(StoredRank):
         self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue],
         bound: int | None = None,
     ) -> None:
-        """Keep a program for :meth:`run_step`.
+        """Compile a program for :meth:`run_step`.
 
         Args:
-            key: of the program.
-            instructions: of this rank.
-            issues: what it is to begin where.
-            bound: messages of an edge that may be under way; None for any number.
+            key: identifies the program in :meth:`run_step`.
+            instructions: instructions of this rank.
+            issues: receives and gradient sums, with the instruction before which each starts.
+            bound: largest number of messages per edge in flight; None for no limit.
         """
         remember(self._programs, key, self._executor.compile(instructions, issues, bound))
 
@@ -317,11 +319,9 @@ class RankActor(StoredRank):
         """Run one step of a loaded program.
 
         Args:
-            key: of the program.
-            meta: the step's metadata.
-            layout: (stage, microbatch) that each of ``inputs`` is for; several entries for
-                one place are merged. Inputs are separate arguments so that object
-                references among them are resolved before the call.
+            layout: (stage, microbatch) of each entry of ``inputs``; entries of the same stage and
+                microbatch are merged. Inputs are separate arguments so that Ray resolves the object
+                references among them before the call.
             *inputs: keyword arguments of a stage, by name.
         """
         with self._unless_failed():
@@ -329,7 +329,7 @@ class RankActor(StoredRank):
 
     @contextmanager
     def _unless_failed(self) -> Iterator[None]:
-        """Once a step has failed, those that follow must not talk to others, who are not there."""
+        """Reject steps after a failed one: peers may be gone, and collectives would hang."""
         if self._failed:
             raise ChannelError("connections are cut because an earlier step failed")
         try:
@@ -355,18 +355,17 @@ class RankActor(StoredRank):
         return result
 
     def run_packed_step(self, call: bytes, layout: bytes, *inputs: dict[str, Any]) -> bytes:
-        """:meth:`run_step` (:mod:`raymm.actors.rank.step_calls`).
+        """Run :meth:`run_step` with pickled arguments (:mod:`raymm.actors.rank.step_calls`).
 
         Args:
-            call: key and metadata.
-            layout: of the inputs.
-            *inputs: as of :meth:`run_step`.
+            call: pickled key and metadata.
+            layout: pickled layout of the inputs.
         """
         return pack_result(self.run_step(*unpack_call(call, layout), *inputs))
 
     @task("the optimizer's step")
     def run_optimizer_ops(self, ops: Sequence[Op]) -> StepResult:
-        """Run collective ops on their own, after steps that only accumulated gradients."""
+        """Run collective ops separately, after steps that only accumulated gradients."""
         result = StepResult()
         actions = {
             Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
@@ -378,28 +377,28 @@ class RankActor(StoredRank):
 
     @task("showing averages of parameters")
     def show_averages(self) -> None:
-        """Parameters become the averages of themselves, until :meth:`hide_averages`."""
+        """Replace parameters by their moving averages until :meth:`hide_averages`."""
         with self._unless_failed():
             self._staging.wait()
             self._optimizer.show_averages()
 
     def hide_averages(self) -> None:
-        """Parameters are themselves again."""
+        """Restore the parameters that :meth:`show_averages` replaced."""
         self._staging.wait()
         self._optimizer.hide_averages()
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Drop accumulated gradients."""
         self._optimizer.zero_grad()
 
     @task("reading gradients")
     def gradients(self) -> dict[tuple[StageId, str], torch.Tensor | None]:
-        """Gradients by (stage, name); None where a trainable parameter has none."""
+        """Return gradients by (stage, name); None for a trainable parameter without a gradient."""
         return self._optimizer.gradients()
 
     @task("reading parameters")
     def parameters(self, trainable_only: bool = False) -> dict[tuple[StageId, str], torch.Tensor]:
-        """Parameters by (stage, name)."""
+        """Return this process's part of each parameter on the CPU, by (stage, name)."""
         return {
             (stage, name): local_part(parameter.detach()).cpu()
             for stage, module in self._stages.items()
@@ -408,6 +407,6 @@ class RankActor(StoredRank):
         }
 
     def not_finite_tensors(self) -> list[str]:
-        """Names, as in checkpoints, of parameters and optimizer state with values that are not
-        finite, and how many."""
+        """Return the checkpoint names of parameters and optimizer state with non-finite values,
+        each with the number of these values."""
         return self._optimizer.not_finite_tensors(self._stages)

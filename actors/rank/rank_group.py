@@ -1,4 +1,4 @@
-"""The driver's handle on all ranks: placement, start, steps, failure, shutdown."""
+"""Driver's handle on all ranks: placement, start, steps, failures and shutdown."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Op, Program
 
-# Seconds ranks may take to start, meet and build their stages.
+# Timeout for ranks to start, connect and build their stages, in seconds.
 START_TIMEOUT_S = 600.0
 
 
 class RankGroup(ObservedRanks):
     """All ranks of a plan, one Ray actor each.
 
-    Actors have ``max_restarts=0``: a killed process surfaces within tens of milliseconds.
+    Actors have ``max_restarts=0``, so a killed process is reported within tens of milliseconds.
 
     Args:
         specs: one per rank, in order.
-        labels: per rank, what runs there, for error messages (``"vision.0, llm.0"``).
-        resources: what each rank reserves.
-        placement: what is reserved with them, and how long nodes may take.
+        labels: stages of each rank, for error messages (``"vision.0, llm.0"``).
+        resources: resources that each rank reserves.
+        placement: resources that are reserved in addition, and how long nodes may take to arrive.
 
     Attributes:
-        places: where the ranks run, in order.
-        placement: what they have reserved.
+        places: host and process id of each rank, in order.
+        placement: the reservation.
 
     Raises:
-        ClusterError: if the cluster cannot hold the ranks, or not in time.
-        RankFailedError: if a rank cannot start.
-        RunFailedError: if its node is lost meanwhile.
+        ClusterError: the cluster cannot hold the ranks, or not in time.
+        RankFailedError: a rank cannot start.
+        RunFailedError: a rank's node was lost during the start.
     """
 
     actor_class: type = RankActor
@@ -66,8 +66,8 @@ class RankGroup(ObservedRanks):
         self.places: tuple[RankPlace, ...] = ()
         self._spares = Spares()
         self._programs: OrderedDict[str, None] = OrderedDict()
-        # Calls of several threads reach all ranks in the same order: else ranks would work on
-        # different steps, whose messages are alike.
+        # Calls from several threads must reach all ranks in the same order. Otherwise ranks would
+        # work on different steps and could not distinguish their messages.
         self._order = CallOrder()
         self.placement = Placement([resources.bundle()] * len(specs), placement)
         try:
@@ -87,7 +87,7 @@ class RankGroup(ObservedRanks):
             raise
 
     def _describe(self) -> None:
-        """Note where the ranks are."""
+        """Record host, process id and address of every rank."""
         descriptions = self.wait([actor.describe.remote() for actor in self._actors],
                                  timeout=START_TIMEOUT_S)
         self.places = tuple(
@@ -99,7 +99,8 @@ class RankGroup(ObservedRanks):
 
     def _create(self, spec: ProcessSpec, place: Any) -> Any:
         resources = self._reserved
-        # Without runtime_env a rank takes one of Ray's prestarted workers; it sets its threads.
+        # Without runtime_env a rank takes one of Ray's prestarted workers; the rank sets its own
+        # threads.
         remote = remote_class(self.actor_class).options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
@@ -111,13 +112,14 @@ class RankGroup(ObservedRanks):
         return remote.remote(spec)
 
     def _start_spare(self, place: Any) -> tuple[Any, Any]:
-        """A process that waits to be a rank; and what it says once it is ready to be any."""
+        """Start a spare process. Return its actor and the reference that is ready when the process
+        is warm."""
         kinds = {tuple(spec.modules): spec for spec in self._specs}
         actor = self._create(self._specs[0].unbuilt(), place)
         return actor, actor.warm_up.remote(*kinds.values())
 
     def _replace(self, gone: Sequence[int]) -> None:
-        """Put spares, as many as there are, and then new processes in the places of ranks."""
+        """Replace lost ranks by spare processes, and by new processes when no spare is left."""
         spares = self._spares.take(len(gone))
         for rank, spare in zip(gone, spares, strict=False):
             self._spares.give(self._rank_places[rank])
@@ -125,7 +127,7 @@ class RankGroup(ObservedRanks):
         for rank in gone[len(spares):]:
             self._actors[rank] = self._create(self._specs[rank], self._rank_places[rank])
         taken = list(gone[:len(spares)])
-        # Before others tell it what they tell that rank.
+        # Before other processes send the keys that are meant for that rank.
         self.wait([self._actors[rank].become.remote(self._specs[rank]) for rank in taken], taken,
                   START_TIMEOUT_S)
 
@@ -136,21 +138,22 @@ class RankGroup(ObservedRanks):
             self._spares.restock(self._start_spare)
 
     def has_spare(self) -> bool:
-        """Whether a process waits that can take a place at once."""
+        """Return True if a warm spare process can replace a rank at once."""
         return self._spares.has_warm()
 
     @property
     def places_beside(self) -> tuple[Any, ...]:
-        """Where processes beside the ranks go, for Ray's ``scheduling_strategy``."""
+        """Return Ray scheduling strategies for the processes next to the ranks, such as data
+        workers."""
         return self.placement.worker_places
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Ray's ids of the nodes with ranks, or with processes beside them."""
+        """Return Ray ids of the nodes with ranks or with processes next to them."""
         return self.placement.nodes()
 
     def held(self) -> dict[str, dict[str, float]]:
-        """What all of them reserve, by Ray's id of the node."""
+        """Return all reserved resources, by Ray node id."""
         return self.placement.held()
 
     @property
@@ -158,30 +161,26 @@ class RankGroup(ObservedRanks):
         return len(self._labels)
 
     def pids(self) -> list[dict[str, Any]]:
-        """Host, process id and device of every rank."""
+        """Return host, process id, device and address of every rank."""
         return self.call("describe")
 
     def call(self, method: str, *args: Any, timeout: float = START_TIMEOUT_S) -> list[Any]:
-        """Call a method on every rank with the same arguments; results by rank.
+        """Call a method on every rank with the same arguments; return the results by rank.
 
         Args:
-            method: its name.
-            *args: the same for all.
-            timeout: seconds that all of them together may take.
+            timeout: seconds that all calls together may take.
 
         Raises:
-            RankFailedError: if a rank died, raised, or did not answer in time.
+            RankFailedError: a rank died, raised an error, or did not answer in time.
             RuntimeError: the processes have ended.
         """
         return self.wait(self.start(method, *args), timeout=timeout)
 
     def start(self, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """:meth:`call` without waiting; references to results, by rank.
+        """Call a method on every rank without waiting; return references to the results, by rank.
 
         Args:
-            method: its name.
-            *args: the same for all.
-            returns: parts of each result, with a reference each.
+            returns: number of parts of each result; each part gets its own reference.
         """
         self.check_running()
         with self._order:
@@ -191,11 +190,10 @@ class RankGroup(ObservedRanks):
             return [call.remote(*args) for call in calls]
 
     def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        """:meth:`call` with an argument for each rank.
+        """Call a method with a different argument on each rank; see :meth:`call`.
 
         Args:
-            method: its name.
-            args: by rank, or references to them.
+            args: arguments by rank, or references to them.
         """
         self.check_running()
         with self._order:
@@ -206,7 +204,8 @@ class RankGroup(ObservedRanks):
         return self.wait(refs, timeout=START_TIMEOUT_S)
 
     def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
-        """Replace every rank's stages (same names, other modules); programs are forgotten."""
+        """Replace every rank's stages by other modules with the same names, and drop all
+        programs."""
         self.check_running()
         self._programs.clear()
         self.wait(
@@ -216,13 +215,14 @@ class RankGroup(ObservedRanks):
     def load_program(
         self, program: Program, issues: Sequence[Sequence[Issue]], bound: int | None = None
     ) -> str:
-        """Hand every rank its instructions, once per distinct program; returns the key.
+        """Send every rank its instructions, once per distinct program; return the program's key.
+
+        Does not wait: each rank runs its calls in order. Driver and ranks evict the least recently
+        used program at the same point of that order.
 
         Args:
-            program, issues, bound: what has been proved, and what the proof says.
-
-        Does not wait: a rank runs its calls in order. Driver and ranks forget the least
-        recently used program at the same point of that order.
+            program: a program that ``check_program`` has verified.
+            issues, bound: results of the check.
         """
         self.check_running()
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
@@ -235,17 +235,16 @@ class RankGroup(ObservedRanks):
         return key
 
     def touch_program(self, key: str) -> None:
-        """Note that a loaded program is used again."""
+        """Mark a loaded program as most recently used."""
         remember(self._programs, key, None)
 
     def submit(
         self, key: str, meta: StepMeta, inputs: Sequence[Sequence[tuple[StageId, int, Any]]]
     ) -> StepHandle[StepResult]:
-        """Start a step on all ranks; returns at once. Steps run in submission order.
+        """Start a step on all ranks without waiting. Steps run in submission order.
 
         Args:
-            key: from :meth:`load_program`.
-            meta: the step's metadata.
+            key: key from :meth:`load_program`.
             inputs: per rank, (stage, microbatch, dict or ObjectRef of a dict).
 
         Raises:
@@ -265,21 +264,23 @@ class RankGroup(ObservedRanks):
         return self.call("run_optimizer_ops", list(ops))
 
     def renew(self) -> list[Progress | None]:
-        """After a failure that processes have survived: put others in the places of those that are
-        lost, and connect all anew. Survivors keep their stages, parameters and optimizer's state;
-        half a step's gradients are dropped, programs are forgotten.
+        """Replace lost ranks and reconnect all ranks after a failure that some processes survived.
+
+        Survivors keep their stages, parameters and optimizer state. Gradients of the interrupted
+        step and all programs are dropped.
 
         Returns:
-            By rank, how far it is; None of new ones, which are as at the beginning of the run.
+            Progress of each rank; None for new processes, which are in the run's initial state.
 
         Raises:
-            RankFailedError: another rank was lost meanwhile; it may be tried again.
+            RankFailedError: another rank was lost meanwhile; the call may be repeated.
         """
         self._leave_nodes()
         failure, ranks = self._interrupted, dict(enumerate(self._actors))
         lost = frozenset() if failure is None or failure.lost is None else failure.lost
         staying = {rank: actor for rank, actor in ranks.items() if rank not in lost}
-        # First: who waits for one of them leaves once its end of the connection is gone.
+        # Kill lost ranks first: a survivor that waits for one of them fails once the connection is
+        # closed.
         end({rank: ranks[rank] for rank in lost}, self._addresses)
         left = leave(staying, self._generation)
         gone = [rank for rank in ranks if rank not in left]
@@ -288,7 +289,7 @@ class RankGroup(ObservedRanks):
             self._addresses.pop(rank, None)
             self._heartbeats.replaced(rank)
         self._replace(gone)
-        self._describe()  # so that who is stopped while it starts is noticed as ever
+        self._describe()  # so that a process that hangs during its start is detected
         self._generation += 1
         refs = []
         for rank, (actor, spec) in enumerate(zip(self._actors, self._specs, strict=True)):
@@ -298,23 +299,23 @@ class RankGroup(ObservedRanks):
         self.wait(refs, timeout=START_TIMEOUT_S)
         self.wait([self._actors[rank].build.remote() for rank in gone], gone, START_TIMEOUT_S)
         if self._observer is not None and self.nodes != self._observer.nodes:
-            self._observe(self.nodes)  # where what is lost now is of no account any more
+            self._observe(self.nodes)  # the nodes lost now no longer matter
         self._programs.clear()
         self._interrupted = None
         self._spares.restock(self._start_spare)
         return [left.get(rank) for rank in ranks]
 
     def _leave_nodes(self) -> None:
-        """Where nodes are lost: have Ray find other places for what was there.
+        """Move the places on lost nodes to other nodes.
 
         Raises:
-            RunFailedError: there are none; the processes have ended.
+            RunFailedError: no other nodes are available; the processes have ended.
         """
         lost = frozenset() if self._observer is None else self._observer.lost_nodes
         if not lost:
             return
         for rank in [rank for rank, at in self._addresses.items() if at.node in lost]:
-            del self._addresses[rank]  # nobody is there to be asked
+            del self._addresses[rank]  # its processes cannot be reached
         try:
             self.placement.leave(lost)
         except ClusterError as error:
@@ -331,16 +332,16 @@ class RankGroup(ObservedRanks):
         self._observer = ClusterObserver(nodes)
 
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
-        """Have a rank on another node keep each rank's part of a snapshot; those on one node have
-        none to keep it. Does not wait.
+        """Store each rank's part of a snapshot on a rank of another node, without waiting. With a
+        single node nothing is stored.
 
         Args:
-            step: of the snapshot.
-            parts: references to them, by rank.
-            newest: older ones are not kept any more.
+            step: step of the snapshot.
+            parts: references to the parts, by rank.
+            newest: older snapshots are dropped.
 
         Returns:
-            References to the step, once they have it.
+            References to the step, which are ready once the parts are stored.
         """
         nodes = {rank: address.node for rank, address in self._addresses.items()}
         refs = []
@@ -350,11 +351,11 @@ class RankGroup(ObservedRanks):
         return refs
 
     def shutdown(self) -> None:
-        """End all ranks and give their resources back."""
+        """End all ranks and release their resources."""
         self._ended = self._ended or "they were shut down"
         if self._observer is not None:
             self._observer.stop()
-            if not self._observer.gcs_answers():  # Ray's calls would not return, nor end ranks
+            if not self._observer.gcs_answers():  # Ray's calls would hang and not end the ranks
                 kill_from_outside(self._addresses, everywhere=False)
                 return
         for actor in (*self._actors, *self._spares.actors):

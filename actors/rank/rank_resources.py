@@ -1,4 +1,5 @@
-"""What a rank reserves in Ray, and whether the cluster can hold all ranks of a plan."""
+"""Resources that a rank reserves in Ray, and a check that the cluster can hold all ranks of a
+plan."""
 
 from __future__ import annotations
 
@@ -18,14 +19,13 @@ from raymm.errors import ClusterError
 
 @dataclass(frozen=True)
 class RankResources:
-    """What one rank reserves in Ray: logical CPUs, GPUs, custom resources.
+    """Ray resources of one rank: logical CPUs, GPUs and custom resources.
 
     Attributes:
-        cpus, gpus, custom: what it reserves.
-        env: environment variables of its process, from its start on.
+        env: environment variables that the process starts with.
 
     Raises:
-        ClusterError: an amount that is none, or nothing at all; a variable that cannot be.
+        ClusterError: an amount is invalid, all amounts are 0, or a variable is invalid.
     """
 
     cpus: float = 1.0
@@ -58,9 +58,10 @@ class RankResources:
                 )
 
     def check_device(self, device: str) -> None:
-        """
+        """Check that every rank has exactly one GPU if the device is CUDA, as NCCL requires.
+
         Raises:
-            ClusterError: the ranks would not have one GPU each, which NCCL needs.
+            ClusterError: another number of GPUs.
         """
         if device == "cuda" and self.gpus != 1:
             raise ClusterError(
@@ -76,21 +77,20 @@ class RankResources:
 def check_capacity(
     num_ranks: int, resources: RankResources, options: PlacementOptions = ONLY_RANKS
 ) -> None:
-    """Compare a plan's needs with the connected cluster: with what it has, or, where an autoscaler
-    brings nodes, with what it can have.
+    """Compare the resources that a plan needs with those of the connected cluster, including the
+    nodes that an autoscaler can add.
 
     Args:
-        num_ranks: of the plan.
-        resources: what each rank reserves.
-        options: what data workers reserve beside the ranks, and how long nodes may take.
+        num_ranks: number of ranks of the plan.
+        options: resources of data workers and spares, and how long nodes may take to arrive.
 
     Raises:
-        ClusterError: if the cluster, even when idle and with all its nodes, cannot hold the ranks
-            and data workers.
+        ClusterError: the cluster cannot hold the ranks and data workers, even when idle and with
+            all its nodes.
     """
     scales = bool(autoscaled_types())
     if not scales and options.waits():
-        return  # nodes come of which nobody says what they have
+        return  # the resources of the nodes to come are unknown
     has = reachable_resources()
     for name, amount in resources.bundle().items():
         needed = amount * (num_ranks + options.spares)

@@ -1,4 +1,4 @@
-"""Everything that the process of a rank must know to build itself, as data."""
+"""Specification of a rank's process, sent to its actor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 
 class ProcessGroups(NamedTuple):
-    """Processes of one rank: all of them; those that share a microbatch with one, its samples,
-    its samples' tokens; and those that share every token's work. None where it is the only one."""
+    """Processes of one rank, by what they share with a given process.
+
+    ``rank`` has all of them. ``data`` has those that work on the same microbatch, ``samples`` those
+    that split its samples, ``tokens`` those that split its samples' tokens, and ``tensors`` those
+    that split the computation of each token. A group is empty if the process is its only member.
+    """
 
     rank: tuple[int, ...] = ()
     data: tuple[int, ...] = ()
@@ -34,35 +38,35 @@ class ProcessGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything a process must know to build itself.
+    """Specification of one process.
 
     Attributes:
-        rank, world_size: its number, and how many processes there are.
-        builders: per stage name, a picklable function that builds the stage module.
-        edges: data edges from and to its stages (stage names).
-        connections: what it connects with other processes.
-        process_groups: the processes of its own rank, by what they share.
-        shard_specs: per module, which shard of each parameter a process holds.
-        parameter_ownership: what it is to do with parameters that others have too.
-        optimizer: the optimizer's configuration.
+        rank, world_size: number of the process, and number of processes.
+        builders: per stage, a picklable function that builds the stage module.
+        edges: data edges from and to the rank's stages.
+        connections: groups and channels to create.
+        process_groups: processes of this rank.
+        shard_specs: per module, the shard of each parameter that a process holds.
+        parameter_ownership: duties for parameters that other processes hold, too.
         autocast: name of the torch dtype for automatic mixed precision, or None.
-        exact_autocast: leave fully sharded parameters to autocast, instead of gathering them in
-            its dtype.
-        reloadable: modules whose frozen weights can be had again from where they came from;
-            under autocast they are kept in its dtype only.
-        kernels: that compute attention, see :mod:`raymm.kernels.choice.choice`.
+        exact_autocast: True to leave fully sharded parameters to autocast, instead of gathering
+            them in its dtype.
+        reloadable: modules whose frozen weights can be loaded again from their source; under
+            autocast they are kept in its dtype only.
+        kernels: attention kernels, see :mod:`raymm.kernels.choice.choice`.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: intra-op threads of this process.
-        quotas: by module, shares of the device's multiprocessors, of every set of modules that
-            run concurrently.
+        threads: intra-op threads.
+        quotas: for each set of modules that run concurrently, shares of the device's
+            multiprocessors by module.
         quota_backend: makes the quotas' streams; by default
             :func:`raymm.actors.executor.colocation.default_backend`.
-        timeout_s: seconds any wait on another rank may take.
-        nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None: twice as many.
-        every: (producer, consumer) modules of which the second reads all samples.
-        ports: what messages have of them, of edges that carry or withhold any.
-        features: by stage whose features the process writes, where to.
-        seed: of the run, for rounding at random.
+        timeout_s: longest wait for another rank, in seconds.
+        nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None for twice
+            ``timeout_s``.
+        every: pairs (producer, consumer) of modules where the consumer reads all samples.
+        ports: ports that messages carry, for edges that carry or withhold any.
+        features: folder for encoder features, for each stage whose features the process stores.
+        seed: seed of the run, for stochastic rounding.
     """
 
     rank: int
@@ -91,27 +95,28 @@ class RankSpec:
 
     @property
     def members(self) -> dict[int, Sequence[int]]:
-        """Of all groups that it makes, by number; of the group of all processes, too."""
+        """Return the members of all groups that the process creates, and of the group of all
+        processes, by group number."""
         own = {meeting.number: meeting.members for meeting in self.connections.meetings}
         return {EVERYONE: range(self.world_size), **own}
 
     @property
     def modules(self) -> set[str]:
-        """Whose stages it has."""
+        """Return the modules whose stages the process holds."""
         return {stage.module for stage in self.builders}
 
     def unbuilt(self) -> RankSpec:
-        """The same without its stages."""
+        """Return a copy without stages."""
         return replace(self, builders={})
 
     @property
     def peers(self) -> set[int]:
-        """Processes whose actors it must know to make them."""
+        """Return the processes whose actors this process calls to create its groups."""
         return peers(self.rank, self.members.values())
 
 
 class ProcessSpec(Protocol):
-    """What the group itself reads of its processes' specs."""
+    """Part of a spec that the group of actors reads."""
 
     @property
     def timeout_s(self) -> float: ...
@@ -120,17 +125,16 @@ class ProcessSpec(Protocol):
     @property
     def modules(self) -> set[str]: ...
     def unbuilt(self) -> ProcessSpec:
-        """The same without its stages."""
+        """Return a copy without stages."""
         ...
 
 
 class RankPlace(NamedTuple):
-    """Where a rank runs.
+    """Location of a rank.
 
     Attributes:
-        label: what runs there.
-        host: name of its node.
-        pid: of its process.
+        label: stages of the rank.
+        host: host name of its node.
     """
 
     label: str

@@ -1,8 +1,8 @@
-"""Calls of steps, as driver and ranks know them: which programs both keep, what is sent with a
-call, and what comes back.
+"""Calls that run steps: the programs that driver and ranks keep, packed arguments and packed
+results.
 
-What is sent is bytes: anything else Ray pickles by its own means, for every rank anew, which takes
-several times as long.
+Arguments and results are pickled to bytes here. Ray's serialization of other objects takes several
+times as long, once per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.scheduler.plan.stage import StageId
 
-# Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
+# Programs that a rank keeps: one per combination of modalities in a step's microbatches.
 MAX_PROGRAMS = 256
 
 
@@ -26,12 +26,12 @@ Value = TypeVar("Value")
 
 
 def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
-    """Put ``key`` last and drop the least recently used entry beyond :data:`MAX_PROGRAMS`.
+    """Mark ``key`` as most recently used and evict the least recently used entry beyond
+    :data:`MAX_PROGRAMS`.
 
     Args:
         programs: from the least to the most recently used; changed in place.
-        key: of the program that is used now.
-        value: the program, or None where only its place is kept.
+        value: the program, or None to keep only the key.
     """
     programs[key] = value
     programs.move_to_end(key)
@@ -39,28 +39,24 @@ def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
         programs.popitem(last=False)
 
 
-Result = TypeVar("Result")  # what a rank reports of a step
+Result = TypeVar("Result")  # result of a step on one rank
 
 
 class Waiting(Protocol):
-    """Who can wait for ranks."""
+    """Object that can wait for ranks."""
 
     def wait(self, refs: Sequence[Any], /) -> list[Any]:
-        """What their calls returned, by rank.
-
-        Args:
-            refs: of the calls.
-        """
+        """Wait for calls, and return their results by rank."""
         ...
 
 
 class StepHandle(Generic[Result]):
-    """A submitted step. ``result()`` waits for it.
+    """Submitted step.
 
     Args:
-        group: that runs it.
-        refs: of the ranks' calls.
-        unpack: makes a rank's result of what it sent; None where it sent the result.
+        group: runs the step.
+        refs: references to the ranks' results.
+        unpack: converts what a rank returned to its result; None if no conversion is needed.
     """
 
     def __init__(
@@ -71,18 +67,18 @@ class StepHandle(Generic[Result]):
         self._unpack = unpack
 
     def result(self) -> list[Result]:
-        """Every rank's result, by rank.
+        """Wait for the step, and return every rank's result by rank.
 
         Raises:
-            RankFailedError: if a rank died or raised.
+            RankFailedError: a rank died or raised an error.
         """
         sent = self._group.wait(self._refs)
         return sent if self._unpack is None else list(map(self._unpack, sent))
 
     def forget(self) -> None:
-        """Nobody asks for it any more, as it has failed, or one before it: read what there is of
-        it, or Ray would print errors that nobody has read."""
-        import ray  # ranks that are driven by other means have none
+        """Consume the results of a step that will not be waited for, because it or an earlier step
+        failed. Ray would otherwise print unread errors."""
+        import ray  # ranks that run without Ray do not need it
         from ray.exceptions import RayError
 
         for ref in self._refs:
@@ -93,9 +89,11 @@ class StepHandle(Generic[Result]):
 
 
 class CallOrder:
-    """While this is entered, ranks are called: calls of several threads come in one order on all of
-    them, and an interruption (Ctrl-C) waits until all have theirs. A rank with a step that another
-    has not would wait for it in vain."""
+    """Context manager for calling all ranks.
+
+    Calls of several threads reach all ranks in the same order, and an interrupt (Ctrl-C) is delayed
+    until every rank has received its call. A rank with a step that another rank lacks would hang.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +101,7 @@ class CallOrder:
         self._noted: tuple[Any, ...] | None = None
 
     def __enter__(self) -> None:
-        # Only the main thread is interrupted, and only it may say by whom.
+        # Only the main thread receives signals and may set handlers.
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.getsignal(signal.SIGINT)
             if callable(self._handler):
@@ -125,11 +123,10 @@ class CallOrder:
 def pack_calls(
     key: str, meta: StepMeta, inputs: Sequence[Sequence[tuple[StageId, int, Any]]]
 ) -> list[tuple[Any, ...]]:
-    """Arguments of each rank's call. Those that are the same for all are pickled once.
+    """Return the arguments of each rank's call. Arguments that are the same for all ranks are
+    pickled once.
 
     Args:
-        key: of a loaded program.
-        meta: the step's metadata.
         inputs: per rank, (stage, microbatch, dict or ObjectRef of a dict).
     """
     common = pickle.dumps((key, meta), pickle.HIGHEST_PROTOCOL)
@@ -146,19 +143,19 @@ def _pack_layout(layout: Sequence[tuple[StageId, int]]) -> bytes:
 def unpack_call(
     common: bytes, layout: bytes
 ) -> tuple[str, StepMeta, Sequence[tuple[StageId, int]]]:
-    """Key, metadata, and (stage, microbatch) of every input.
+    """Return the key, the metadata, and (stage, microbatch) of every input.
 
     Args:
-        common, layout: as of :func:`pack_calls`.
+        common, layout: first two arguments from :func:`pack_calls`.
     """
     return *pickle.loads(common), pickle.loads(layout) if layout else ()
 
 
 def pack_result(result: StepResult) -> bytes:
-    """A rank's."""
+    """Pickle the result of a rank."""
     return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_result(packed: bytes) -> StepResult:
-    """The inverse of :func:`pack_result`."""
+    """Invert :func:`pack_result`."""
     return pickle.loads(packed)

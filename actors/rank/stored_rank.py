@@ -1,4 +1,4 @@
-"""What a rank has in memory that outlives it: in checkpoints, and in snapshots."""
+"""Checkpoints and snapshots of a rank's state."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoredRank(SnapshotActor, SavingActor, MeetingActor):
-    """Part of the actor that is one rank.
-
-    Args:
-        spec: what it is.
-    """
+    """Base class of the rank actor that saves and restores its state."""
 
     _connections: Connections
     _optimizer: RankOptimizer
@@ -59,7 +55,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
 
     def _shard(self, stage: StageId, name: str) -> ParameterShard | None:
-        """Which shard of a parameter this process holds; None if all of it."""
+        """Return the shard of a parameter that this process holds; None for the whole parameter."""
         shard_spec = self._spec.shard_specs.get(stage.module)
         return None if shard_spec is None else shard_spec.shard(name, self._place(shard_spec))
 
@@ -72,7 +68,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     def _parts(
         self, parameters: Mapping[tuple[StageId, str], torch.Tensor]
     ) -> dict[tuple[StageId, str], ParameterPart]:
-        """Return the part that this process holds of each parameter that is sharded."""
+        """Return the part that this process holds of each sharded parameter."""
         parts = {}
         for (stage, name), parameter in parameters.items():
             shard_spec = self._spec.shard_specs.get(stage.module)
@@ -82,7 +78,8 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         return parts
 
     def _make_largest(self, key: tuple[StageId, str], tensor: torch.Tensor) -> None:
-        """Make a tensor the elementwise maximum over the processes that share a parameter."""
+        """All-reduce a tensor in place to its elementwise maximum over the processes that share a
+        parameter."""
         data, tensors = self._connections.data, self._connections.tensors
         if self._spec.shard_specs[key[0].module].shards > 1:
             assert data is not None
@@ -92,8 +89,8 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
             tensors.all_reduce_max(tensor)
 
     def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Parameters and persistent buffers of a stage: the name, the name of the parameter that
-        it is (of a tied one, the first of its names), and the tensor."""
+        """Yield (name, parameter name, tensor) of a stage's parameters and persistent buffers. The
+        parameter name is empty for a buffer, and the first of the names for a tied parameter."""
         module = self._stages[stage]
         first = {parameter: name for name, parameter in module.named_parameters()}
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -106,18 +103,14 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     copy_state = task("copying what is saved")(SavingActor.copy_state)
 
     def write_copy(self, folder: str) -> WrittenCopy:
-        """See :meth:`SavingActor.write_copy`.
-
-        Args:
-            folder: as there.
-        """
+        """See :meth:`SavingActor.write_copy`."""
         with self.whereabouts.in_thread("writing a checkpoint"):
             return super().write_copy(folder)
 
     def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:
         rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
         tensors: dict[str, torch.Tensor] = {}
-        widened: set[str] = set()  # checkpoints have the model's dtypes
+        widened: set[str] = set()  # bf16 weights that the checkpoint stores in the model's fp32
         for stage in self._stages:
             owner = stage.module
             first = min(self._spec.process_groups.rank or (rank,))
@@ -130,12 +123,12 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
                     if parameter
                     else name in buffers
                 )
-                # Running statistics of what is trained change, though nothing has their gradient.
+                # Running statistics of trained modules change without having gradients.
                 changes = tensor.requires_grad or (not parameter and trained)
                 if writes and (changes or owner not in skip_frozen):
                     shard = self._shard(stage, parameter) if parameter else None
                     local = local_part(tensor.detach())
-                    # A forward changes buffers, so the device copies them at once.
+                    # A forward may change buffers, so they are copied on the device at once.
                     own = dict(
                         stored_shards(
                             f"{owner}/{name}", local if parameter else local.clone(), shard
@@ -155,7 +148,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         return Saved(files, frozenset(widened), self._optimizer.state_is_temporary)
 
     def host_memory(self) -> HostMemory:
-        """Return the node of this process, and the memory that it has left."""
+        """Return the node of this process and the host memory that is available to it."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -165,16 +158,16 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> Loaded:
-        """Read parameters, buffers and optimizer state from files that are what ``files`` says.
+        """Read parameters, buffers and optimizer state from files that match the manifest.
 
         Args:
             folder: location of the checkpoint.
-            index: the file that has each tensor, by the tensor's name.
-            files: size and checksum of each, as the manifest has them.
-            step: of the checkpoint, for the learning rate.
+            index: file name of each tensor, by tensor name.
+            files: size and checksum of each file, as in the manifest.
+            step: step of the checkpoint, for the learning rate.
 
         Returns:
-            What of its trainable parameters was in no file, and the names of all that was read.
+            Names of trainable parameters that no file has, and names of all tensors that were read.
         """
         self._staging.wait()
         stored = StoredTensors(folder, index, files)

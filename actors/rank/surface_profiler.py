@@ -1,7 +1,7 @@
-"""What an actor runs to measure scaling surfaces: whole modules, on quotas, concurrently.
+"""Actor that measures scaling surfaces: whole modules on quotas, alone and concurrently.
 
-Quotas and colocations need a GPU with green contexts (:mod:`raymm.actors.quota`); that part has
-not run on one yet. On a CPU a module has the whole device, unless a backend pretends otherwise.
+Quotas and colocation need a GPU with green contexts (:mod:`raymm.actors.quota`); this part has not
+run on such a GPU yet. On a CPU a module has the whole device, unless a backend simulates quotas.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WHOLE = 1.0
 
 @dataclass(frozen=True)
 class SurfaceRequest:
-    """What to measure of a module.
+    """Request to measure a module.
 
     Attributes:
-        request: one GPU's samples.
-        input_gradients: what it receives of encoders needs a gradient.
+        request: samples of one GPU.
+        input_gradients: True if encoder outputs that the module receives need gradients.
         quotas: shares of the device's multiprocessors; on a CPU only 1.
     """
 
@@ -42,13 +42,13 @@ class SurfaceRequest:
 
 @dataclass(frozen=True)
 class SurfaceTimes:
-    """What was measured.
+    """Measurements of a module.
 
     Attributes:
-        seconds: of a forward and backward, by quota; quotas below what the device can set apart
-            are missing.
-        activation_bytes: of each layer, as if everything in it were trained.
-        output_shape: of what the module hands on.
+        seconds: time of a forward and backward, by quota; without quotas that the device cannot
+            grant.
+        activation_bytes: activations of each layer, as if all of its parameters were trained.
+        output_shape: shape of the module's output.
     """
 
     seconds: dict[float, float]
@@ -57,7 +57,8 @@ class SurfaceTimes:
 
 
 class SurfaceProfiler(ModuleProfiler):
-    """One module, whole, as the run will train it. Arguments as of :class:`ModuleProfiler`."""
+    """Profiler of one whole module as the run will train it. Arguments: see
+    :class:`ModuleProfiler`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -66,12 +67,11 @@ class SurfaceProfiler(ModuleProfiler):
     def surface(
         self, request: SurfaceRequest, repeats: int, backend: Backend | None = None
     ) -> SurfaceTimes:
-        """Medians of ``repeats`` iterations on every quota, after a warm-up.
+        """Measure the median time of ``repeats`` iterations on every quota, after a warm-up.
 
         Args:
-            request: what to measure.
-            repeats: iterations.
-            backend: of the quotas; by default :class:`CudaBackend` on a GPU, and none elsewhere.
+            backend: makes the quotas' streams; by default :class:`CudaBackend` on a GPU, and none
+                on a CPU.
         """
         inputs, received = self._arguments(request)
         counted = self._run(inputs, self._arguments(request)[1], trainable=True, count=True)
@@ -96,15 +96,15 @@ class SurfaceProfiler(ModuleProfiler):
         return SurfaceTimes(seconds, activations, shape)
 
     def prepare(self, request: SurfaceRequest) -> None:
-        """Inputs for :meth:`iterations`, and a first one, for kernels that are chosen at first
-        use. From now on without dropout, which draws random numbers."""
+        """Create the inputs of :meth:`iterations` and run a first iteration, for kernels that are
+        selected at their first use. Disables dropout, which draws random numbers."""
         self._stage.eval()
         self._prepared: tuple[dict[str, Any], dict[str, Message]] | None = self._arguments(request)
         self._iterate(*self._prepared)
 
     def iterations(self, count: int) -> tuple[StepClock, Any, Any]:
-        """A clock, and its marks on the current stream before and after so many forwards and
-        backwards."""
+        """Run ``count`` forwards and backwards. Return a clock and its marks on the current stream
+        before and after them."""
         assert self._prepared is not None  # see prepare
         inputs, received = self._prepared
         clock = step_clock(self._device)
@@ -123,13 +123,14 @@ class SurfaceProfiler(ModuleProfiler):
         return to_device(request.request.inputs, self._device), received
 
     def _restore(self) -> None:
-        """Flags as the run has them, after :meth:`_run` set all of them."""
+        """Restore the run's ``requires_grad`` flags, which :meth:`_run` changes."""
         for parameter, flag in zip(self._stage.parameters(), self._flags, strict=True):
             parameter.requires_grad_(flag)
         self._clear()
 
     def forget(self) -> None:
-        """Let go of gradients and inputs; streams that they were made on can end then."""
+        """Drop gradients and inputs, so that the streams on which they were created can be
+        destroyed."""
         self._prepared = None
         self._clear()
 
@@ -155,7 +156,7 @@ class SurfaceProfiler(ModuleProfiler):
             torch.cuda.synchronize(self._device)
 
     def _iterate(self, inputs: dict[str, Any], received: dict[str, Message]) -> None:
-        """A forward, and what there is of a backward."""
+        """Run a forward, and a backward if anything needs a gradient."""
         gradients = any(self._flags) or any(m.tensors[0].requires_grad for m in received.values())
         with contextlib.nullcontext() if gradients else torch.no_grad():
             with self._casting():
@@ -170,18 +171,17 @@ class SurfaceProfiler(ModuleProfiler):
 
 @dataclass(frozen=True)
 class ColocatedTimes:
-    """Seconds of an iteration of a module, alone and beside others, on the same
-    multiprocessors."""
+    """Seconds per iteration of a module, alone and next to others on the same multiprocessors."""
 
     alone: float
     colocated: float
 
 
 class ColocationProfiler:
-    """Several modules of one GPU, concurrently on quotas. Not yet run on a GPU.
+    """Profiler of several modules that share one GPU with quotas. Not yet run on a GPU.
 
     Args:
-        arguments: of :class:`SurfaceProfiler`, by module.
+        arguments: arguments of :class:`SurfaceProfiler`, by module.
     """
 
     def __init__(self, arguments: Mapping[str, tuple]) -> None:
@@ -194,20 +194,21 @@ class ColocationProfiler:
         expected: Sequence[Mapping[str, float]],
         backend: Backend | None = None,
     ) -> list[dict[str, ColocatedTimes]]:
-        """Seconds of an iteration of every module of every group, alone and beside the others.
+        """Measure seconds per iteration of every module of every group, alone and next to the
+        others.
 
-        Both on the same multiprocessors: quotas are granted in whole groups of these, and how
-        they are rounded depends on who else has some. What a module loses beside the others is
-        then interference alone.
+        Both measurements use the same multiprocessors. Quotas are granted in whole groups of
+        multiprocessors, and the rounding depends on the other modules, so the difference is
+        interference alone.
 
-        Modules of a group run as many iterations as make them about as long as the slowest, so
-        that all of them have all others beside them nearly all the time.
+        Each module of a group runs enough iterations to take about as long as the slowest. So all
+        modules run concurrently nearly all the time.
 
         Args:
             requests: by module.
             groups: quotas by module.
-            expected: about the seconds by module at these quotas, of each group.
-            backend: of the device, if not :class:`CudaBackend`.
+            expected: for each group, approximate seconds by module at these quotas.
+            backend: of the device; :class:`CudaBackend` by default.
         """
         backend = backend or CudaBackend()
         for name, request in requests.items():
@@ -232,7 +233,7 @@ class ColocationProfiler:
     def _timed(
         self, threads: ConcurrentModules, streams: StreamSet, counts: Mapping[str, int]
     ) -> dict[str, float]:
-        """Seconds of an iteration of modules that run so many at the same time."""
+        """Return seconds per iteration of modules that run ``counts`` iterations concurrently."""
         outputs = threads.run(streams, {
             name: Work(partial(self._modules[name].iterations, count), draws=False)
             for name, count in counts.items()
