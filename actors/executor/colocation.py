@@ -1,10 +1,10 @@
 """Modules colocated on one rank: their streams and threads, each with its quota.
 
-A module without a partner has the whole device, because a fraction of a GPU beside an idle rest
-helps nobody. Works begin after what the rank's stream was given, and what comes after waits for
-their events: messages, sums of gradients (which hooks do not start meanwhile), the optimizer.
-Tensors that cross streams are recorded on the one that reads them. Works that draw random numbers
-are issued one after another, as a process has one generator per device.
+A module without a partner has the whole device, because limiting it would leave the rest idle.
+Works start after all work issued to the rank's stream before. Everything issued to that stream
+afterwards waits for their events: messages, gradient sums (which hooks do not start meanwhile), and
+the optimizer. A tensor that crosses streams is recorded on the stream that reads it. Works that
+draw random numbers are issued one after another, because a process has one generator per device.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from raymm.actors.quota import (
 
 
 class Colocation:
-    """Runs works of a rank's modules concurrently. All streams are made here, before the first
+    """Runs works of a rank's modules concurrently. All streams are created here, before the first
     step.
 
     Args:
-        sets: shares of the multiprocessors, by module, of every set of modules that run
-            concurrently. What needs the whole device runs on the rank's own stream.
+        sets: for each set of modules that run concurrently, shares of the multiprocessors by
+            module. Work that needs the whole device runs on the rank's own stream.
         backend: makes the streams.
         timeout: seconds that the works of one group may take.
 
     Raises:
-        PlanError: quotas that the device cannot grant.
-        InputError: a device without quotas.
+        PlanError: the device cannot grant the quotas.
+        InputError: the device does not support quotas.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Colocation:
         self._concurrent = ConcurrentModules(timeout)
 
     def check(self, stages: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Modules with quotas must have no parameter or buffer in common.
+        """Check that modules with quotas share no parameters or buffers.
 
         Args:
             stages: by module.
 
         Raises:
-            ValueError: two have one in common, by name.
+            ValueError: two modules share a tensor; names it.
         """
         for quotas in self._sets.values():
             check_no_shared_parameters(
@@ -64,23 +64,22 @@ class Colocation:
             )
 
     def run(self, works: Mapping[str, Work], quotas: Mapping[str, float]) -> dict[str, Output]:
-        """Run works concurrently; as :meth:`raymm.actors.quota.ConcurrentModules.run`.
+        """Run works concurrently; see :meth:`raymm.actors.quota.ConcurrentModules.run`.
 
         Args:
             works: by module.
-            quotas: of these modules, as one of the sets has them.
+            quotas: quotas of these modules, as in one of the sets.
         """
         name = next(n for n, own in self._sets.items() if quotas.items() <= own.items())
         return self._concurrent.run(self._pool.select(name), works)
 
     @contextmanager
     def on_stream(self, module: str) -> Iterator[None]:
-        """Within, the calling thread issues to the stream of a module, of the first set that has
-        one; else to the rank's stream. Ordered after what the rank's stream was given before, and
-        before what that stream is given afterwards.
+        """Issue the calling thread's work to a module's stream for the length of the block.
 
-        Args:
-            module: name of any module of the rank.
+        The stream is that of the first set with the module, or the rank's stream if no set has it.
+        The block's work runs after work issued to the rank's stream before, and before work issued
+        to it later.
         """
         name = next((name for name, quotas in self._sets.items() if module in quotas), None)
         if name is None:
@@ -94,15 +93,16 @@ class Colocation:
         current.wait(stream.record())
 
     def report(self) -> str:
-        """What was asked and granted, a line per module."""
+        """Return the requested and granted quotas, one line per module."""
         return self._pool.report()
 
     def close(self) -> None:
-        """End threads and streams."""
+        """End the threads and destroy the streams."""
         self._concurrent.close()
         self._pool.close()
 
 
 def default_backend(device: torch.device) -> Backend:
-    """Green contexts on CUDA; on a CPU books of who ran when, as if it were an H100."""
+    """Return green contexts on CUDA; on a CPU a backend that records usage as if it were an
+    H100."""
     return CudaBackend(device) if device.type == "cuda" else RecordingBackend()

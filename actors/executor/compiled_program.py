@@ -1,4 +1,4 @@
-"""A rank's instructions with everything resolved that does not change from step to step."""
+"""Instructions of a rank with everything resolved that does not change from step to step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
 class Producer(NamedTuple):
-    """A stage that a task's stage gets something of.
+    """Stage whose output a task's stage reads.
 
     Attributes:
-        stage: which.
-        name: by which the task's stage knows it.
-        needs_gradient: whether it gets one back.
-        output, gradient: where its output lies, and where the gradient of it goes.
-        samples: that the output lies there of; without any, of all.
-        reads: those of them that the task's stage reads, and makes the gradient of.
+        name: key of the output in the inputs of the task's stage.
+        needs_gradient: True if the producer receives a gradient.
+        output, gradient: message slots of the output and of its gradient.
+        samples: samples of the microbatch in the output's slot; empty for all.
+        reads: the samples among them that the task's stage reads and computes gradients of.
     """
 
     stage: StageId
@@ -38,8 +37,13 @@ class Producer(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A stage that gets what a task's stage produces: where its copy lies, and the gradient, of
-    which samples (without any, of all), and what of ports (None: what there is)."""
+    """Stage that reads the output of a task's stage.
+
+    Attributes:
+        output, gradient: message slots of the output and of its gradient.
+        samples: samples that the consumer gets; empty for all.
+        ports: ports that the message carries; None for all.
+    """
 
     stage: StageId
     output: int
@@ -49,19 +53,19 @@ class Consumer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An instruction, and whom it has to do with.
+    """Instruction with its message slots and neighbours.
 
     Attributes:
-        op, stage, microbatch, peer, group, quota: as of
+        op, stage, microbatch, peer, group, quota: see
             :class:`~raymm.scheduler.program.program.Instruction`.
-        message: where what is sent or received lies.
-        further: where the same lies for other stages of the rank that read it too; or their
-            gradients of it, which are sent as one sum.
-        samples: of the microbatch that it is of; without any, of all.
-        parts: the samples that each gradient of such a sum is of.
-        activations: where lies what a forward keeps for its backward.
-        producers, consumers: of a computing task.
-        last: the stage's parameters get no more gradients in this step.
+        message: slot of the message that is sent or received.
+        further: slots of the same message for other stages of the rank that read it, or of their
+            gradients, which are sent as one sum.
+        samples: samples of the microbatch that the task covers; empty for all.
+        parts: for a sum of gradients, the samples that each gradient covers.
+        activations: slot of what a forward keeps for its backward.
+        producers, consumers: neighbours of a computing task.
+        last: True if the stage's parameters get no more gradients in this step.
     """
 
     op: Op
@@ -89,21 +93,21 @@ class Task(NamedTuple):
 
     @property
     def messages(self) -> list[int]:
-        """Where what it hands on and gets lies, on all its edges."""
+        """Return the slots of outputs and gradients on all edges of the task."""
         ends = (*self.producers, *self.consumers)
         return [place for end in ends for place in (end.output, end.gradient)]
 
 
 class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved.
+    """Resolved instructions of a rank.
 
     Attributes:
-        groups: tasks; most groups are of one task, which has the device to itself.
-        issues: per group, what begins before it.
-        incoming, outgoing: per edge, the microbatches it carries.
-        reduced: if gradients are reduced at its end, the stages that have any.
-        bound: how many messages of an edge may be under way.
-        messages, activations: how many places there are for either.
+        groups: tasks that run concurrently; most groups have one task, which has the whole device.
+        issues: per group, receives and gradient sums that start before it.
+        incoming, outgoing: per edge, the microbatches that it carries.
+        reduced: stages with gradients, if the program reduces gradients at its end; None otherwise.
+        bound: largest number of messages per edge in flight; None for no limit.
+        messages, activations: numbers of message slots and activation slots.
     """
 
     groups: tuple[tuple[Task, ...], ...]
@@ -124,13 +128,11 @@ def compile_program(
     """Resolve a rank's program.
 
     Args:
-        instructions: of the rank.
-        edges: all data edges of the plan, as (producer, consumer) stage names.
-        issues: what begins where, as
-            :func:`~raymm.scheduler.program.check_program.check_program` says.
-        bound: messages of an edge that may be under way, as it says, too.
-        every: (producer, consumer) modules of which the second reads all samples.
-        ports: what messages have of them, of edges that carry or withhold any.
+        instructions: instructions of the rank.
+        edges: all data edges of the plan, as (producer, consumer) stages.
+        issues, bound: results of :func:`~raymm.scheduler.program.check_program.check_program`.
+        every: pairs (producer, consumer) of modules where the consumer reads all samples.
+        ports: ports that messages carry, for edges that carry or withhold any.
     """
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
     resolver = _Resolver(instructions, edges, every, ports or {})
@@ -158,15 +160,15 @@ def compile_program(
 
 
 class _Resolver:
-    """Makes tasks of a rank's instructions."""
+    """Converts a rank's instructions to tasks."""
 
     def __init__(
         self, instructions: Sequence[Instruction], edges: Sequence[Edge],
         every: Collection[tuple[str, str]], ports: Mapping[Edge, EdgePorts],
     ) -> None:
         self.edges, self.every, self.ports = edges, every, ports
-        # What other ranks make arrives once, and its gradient goes back once, however many stages
-        # read it.
+        # An output of another rank arrives once and its gradient is returned once, even if several
+        # stages read it.
         self.arrivals = {
             (i.peer, i.microbatch): i.samples for i in instructions
             if i.op is Op.RECV and i.direction is Direction.FORWARD
@@ -226,8 +228,8 @@ class _Resolver:
     def _reads(
         self, producer: StageId, consumer: StageId, microbatch: int
     ) -> tuple[Range, ...] | None:
-        """The samples of what is on the rank that a stage of the rank reads; None if it reads
-        nothing."""
+        """Return the samples of an output on this rank that a stage of this rank reads; None if it
+        reads nothing."""
         place = producer, microbatch
         has = self.arrivals.get(place, self.forwards.get(place))
         if has is None or (consumer, microbatch) not in self.forwards:
@@ -240,7 +242,7 @@ class _Resolver:
     def _gets(
         self, producer: StageId, consumer: StageId, microbatch: int
     ) -> tuple[Range, ...] | None:
-        """The samples that a stage of the rank hands to another, or to another rank; None if
+        """Return the samples that a stage sends to another stage of this or another rank; None for
         nothing."""
         sent = self.messages_to.get((producer, consumer, microbatch))
         return self._reads(producer, consumer, microbatch) if sent is None else sent
@@ -248,8 +250,11 @@ class _Resolver:
     def _shared(
         self, i: Instruction
     ) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]]:
-        """Where what a message has lies: of outputs that arrive, for each stage that reads them;
-        of a gradient that goes back, what each of them has made, and of which samples."""
+        """Return the slots of a message and the samples of each part.
+
+        A received output has a slot for each stage that reads it. A returned gradient is the sum of
+        the gradients of these stages, each with its samples.
+        """
         m = i.microbatch
         if (i.op is Op.RECV) is not (i.direction is Direction.FORWARD):
             return (self._message(*i.edge, m),), ()
@@ -262,15 +267,15 @@ class _Resolver:
         return tuple(self._message(reader, i.peer, m) for reader in read), tuple(read.values())
 
     def _message(self, source: StageId, target: StageId, microbatch: int) -> int:
-        """Where a message lies, from when it is there until it is used or sent."""
+        """Return the slot that holds a message until it is used or sent."""
         return self.messages.setdefault((source, target, microbatch), len(self.messages))
 
 
 def between_modules(producer: StageId, consumer: StageId) -> bool:
-    """Whether two stages are of different modules."""
+    """Return True if two stages belong to different modules."""
     return producer.module != consumer.module
 
 
 def _received_name(producer: StageId, consumer: StageId) -> str:
-    """Messages from another module are known by the module's name."""
+    """Return the key of a message: the module's name for another module, else the stage's name."""
     return producer.module if between_modules(producer, consumer) else str(producer)

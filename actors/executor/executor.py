@@ -1,4 +1,4 @@
-"""The executor: runs one rank's instructions and measures them."""
+"""Executor that runs the instructions of one rank and measures them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from raymm.scheduler.program.program import COMPUTE, Instruction, Op
 
 
 class _Timed(NamedTuple):
-    """Marks of the step's clock, between which tasks have run."""
+    """Marks of the step's clock at the start and end of tasks."""
 
     starts: list[Any]
     ends: list[Any]
 
 
 class _Part(NamedTuple):
-    """What a rank does between two marks of the clock.
+    """One task or one group of concurrent tasks, with its callables.
 
     Attributes:
-        task: what it says that it does; the first of a group.
-        begins: receives and sums of gradients that begin before.
-        action: the task; of a group, None.
-        group: its tasks with their actions, by module.
+        task: reported as the current instruction; the first task of a group.
+        begins: starts receives and gradient sums before the task.
+        action: runs the task; None for a group.
+        group: tasks of a group with their actions, by module.
     """
 
     task: Task
@@ -56,17 +56,17 @@ class _Part(NamedTuple):
 
     @property
     def tasks(self) -> list[Task]:
-        """All, in the order in which their times are noted."""
+        """Return all tasks in the order in which their times are recorded."""
         if self.action is not None:
             return [self.task]
         return [task for tasks in self.group.values() for task, _ in tasks]
 
 
 class Prepared(NamedTuple):
-    """A program that a rank can run: what every task does, decided once.
+    """Program that a rank can run, with the action of every task.
 
     Attributes:
-        labels: of the tasks, as results have them.
+        labels: packed labels of the tasks, for :class:`StepResult`.
     """
 
     program: CompiledProgram
@@ -78,22 +78,20 @@ class Executor:
     """Runs programs on the stages of one rank.
 
     Args:
-        stages: the rank's stages by name.
-        edges: all data edges of the plan, as (producer, consumer) stage names.
+        edges: all data edges of the plan, as (producer, consumer) stages.
         senders, receivers: channels of the rank's remote edges, by directed edge.
-        collectives: what to do for each optimizer op; gets the result to fill in.
-        autocast: dtype of automatic mixed precision, None for none.
-        device: where stages live.
-        timeout: how long a wait on another rank may take.
-        reduction: sums gradients of shared parameters, from their stage's last backward on.
-        sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
-            it likes; for gradients that stages of other modules on the same rank are handed.
-        agree: makes bytes on the host the largest among them.
+        collectives: function of each optimizer op; fills in the result that it is called with.
+        autocast: dtype of automatic mixed precision; None for none.
+        timeout: longest wait for another rank.
+        reduction: sums gradients of shared parameters, beginning at their stage's last backward.
+        sum_gradient: sums partial gradients over the processes of the rank; may work in place.
+            Applied to gradients for stages of other modules on the same rank.
+        agree: all-reduces bytes in host memory to their maximum over the same processes.
         colocation: runs the tasks of one group concurrently; None if no module has a quota.
-        whereabouts: is told every instruction.
-        observer: is shown what stages hand on and back, and the losses.
-        every: (producer, consumer) modules of which the second reads all samples of a microbatch.
-        ports: what messages have of them, of edges that carry or withhold any.
+        whereabouts: records the current instruction, for failure diagnosis.
+        observer: checks outputs, gradients and losses for non-finite values.
+        every: pairs (producer, consumer) of modules where the consumer reads all samples.
+        ports: ports that messages carry, for edges that carry or withhold any.
     """
 
     def __init__(
@@ -144,13 +142,14 @@ class Executor:
         self, instructions: Sequence[Instruction], issues: Sequence[Issue] = (),
         bound: int | None = None,
     ) -> Prepared:
-        """Resolve a program once; it can then run any number of steps.
+        """Resolve a program once; the result can run any number of steps.
 
         Args:
-            instructions: of the rank.
-            issues: what begins where; a receive without one begins where it is waited for, a sum
-                of gradients with all others.
-            bound: messages of an edge that may be under way; None for any number.
+            instructions: instructions of the rank.
+            issues: receives and gradient sums, with the instruction before which each starts. A
+                receive without an issue starts when its message is needed, a gradient sum with all
+                others.
+            bound: largest number of messages per edge in flight; None for no limit.
         """
         program = compile_program(
             instructions, self._edges, issues, bound, self._every, self._ports
@@ -216,9 +215,7 @@ class Executor:
         """Run one step.
 
         Args:
-            prepared: the program.
-            inputs: per stage that reads data, its inputs per microbatch.
-            meta: the step's metadata.
+            inputs: for each stage that reads data, its inputs per microbatch.
         """
         colocation = self._colocation
         try:
@@ -279,13 +276,13 @@ class Executor:
         self, group: Mapping[str, Sequence[tuple[Task, Action]]], step: StepState,
         clock: StepClock, timed: _Timed,
     ) -> None:  # fmt: skip
-        """A group: every module's tasks in its thread, on its quota. What this thread issues
-        afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
+        """Run every module's tasks of a group in its thread, on its quota. Work that this thread
+        issues afterwards (messages, gradient sums, the optimizer's step) runs after the group.
 
-        Sums of gradients start here only: their hooks know one backward at a time.
+        Gradient sums start after the group, because their hooks support one backward at a time.
         """
         works = {module: self._work(tasks, step, clock) for module, tasks in group.items()}
-        assert self._colocation is not None  # which makes groups
+        assert self._colocation is not None  # only colocation creates groups
         quotas = {module: tasks[0][0].quota for module, tasks in group.items()}
         outputs = self._colocation.run(works, quotas)
         for module in group:
@@ -310,7 +307,8 @@ class Executor:
                 timed.ends.append(clock.mark())
             return timed, [message for task, _ in tasks for message in messages(task)]
 
-        # Named, so that they are kept for the module's stream: what other streams have made.
+        # Tensors from other streams are listed, so that their memory is kept for the module's
+        # stream.
         consumes = [
             (messages(task), step.stage_inputs(task.stage, task.microbatch),
              step.received[task.activations])
@@ -325,14 +323,14 @@ def _receive(place: int, recv: Callable[[], Message], step: StepState) -> None:
 
 
 def _receive_for(places: Sequence[int], recv: Callable[[], Message], step: StepState) -> None:
-    """For several stages, which leave it as it is."""
+    """Receive one message for several stages, which must not change it."""
     message = recv()
     for place in places:
         step.messages[place] = message
 
 
 def _send_sum(task: Task, send: Callable[[Message], None], step: StepState) -> None:
-    """The gradients that several stages have made of one output."""
+    """Send the sum of the gradients that several stages have computed for one output."""
     parts = [step.take(place) for place in (task.message, *task.further)]
     offsets = step.meta.offsets_of(task.microbatch, task.peer.module)
     send(summed_gradients(parts, task.parts, task.samples, offsets))
@@ -345,7 +343,7 @@ def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:
 def _last_backward(
     task: Task, reduction: GradientReduction, action: Action, step: StepState
 ) -> None:
-    """A stage's last backward of a step: its gradients may be summed from here on."""
+    """Run a stage's last backward of a step; the sums of its gradients may start from here on."""
     if task.op is Op.BACKWARD:
         reduction.last_backward(task.stage)
     action(step)

@@ -1,11 +1,11 @@
-"""How a message's layout follows from the sizes of a microbatch's data, learnt from messages.
+"""Rules that predict a message's layout from the sizes of a microbatch's data. They are learned
+from earlier messages.
 
-With text of varying length nearly every microbatch is of another shape, and its layouts are of
-others that have been seen: the same but for some sizes, each of which is linear in one of the
-data's sizes, rounded down by a stride or by the number of processes that share it. Both ends of an
-edge learn from the same messages in the same order, so both expect the same. An expectation that is
-wrong costs the message another journey, and is never taken for the message
-(:mod:`raymm.actors.executor.send_channel`).
+With text of varying length, nearly every microbatch has a new shape. Its layouts equal earlier ones
+except for some dimensions. Each of these is linear in one of the data's sizes, divided by a stride
+or by the number of processes that share the data, and rounded down. Both ends of an edge learn from
+the same messages in the same order, so both predict the same layout. A wrong prediction costs an
+additional transfer and is always detected (:mod:`raymm.actors.executor.send_channel`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from raymm.actors.executor.message_layout import Layout
 from raymm.actors.executor.step_meta import LayoutKey
 
 MOST_RULES = 64
-"""Structures of microbatches that are remembered; the one that was not used for longest goes."""
+"""Number of microbatch structures with a rule; the least recently used rule is evicted."""
 MOST_LESSONS = 32
-"""Layouts that a rule is held against."""
+"""Number of layouts that a rule is checked against."""
 LARGEST_DIVISOR = 8
 
 Lesson = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes of a microbatch's data, and all dimensions of the layout."""
+"""Sizes of a microbatch's data, and all dimensions of the message's layout."""
 
 
 class _Linear(NamedTuple):
@@ -41,22 +41,23 @@ class _Linear(NamedTuple):
 
 
 class _Rule:
-    """Layouts of one structure of microbatches: which are alike but for their dimensions.
+    """Layouts of one microbatch structure. They differ in their dimensions only.
 
     Attributes:
-        broken: nothing was found that fits all layouts.
+        broken: True if no linear rule fits all layouts.
     """
 
     def __init__(self, sizes: tuple[int, ...], layout: Layout) -> None:
         self._form = _form(layout)
         self._like = layout
         self._lessons: list[Lesson] = []
-        self._dimensions: list[list[_Linear]] = []  # what still fits; nothing: it is constant
+        # candidate rules; empty for a constant dimension
+        self._dimensions: list[list[_Linear]] = []
         self.broken = False
         self.learn(sizes, layout)
 
     def learn(self, sizes: tuple[int, ...], layout: Layout) -> None:
-        """Give up what this contradicts."""
+        """Add a layout and drop the candidates that it contradicts."""
         dimensions = _dimensions(layout)
         if _form(layout) != self._form or len(self._lessons) == MOST_LESSONS:
             self.broken = True
@@ -97,17 +98,17 @@ class _Rule:
 
 
 class LayoutRules:
-    """What is expected of layouts that were never seen."""
+    """Predictions of layouts for message keys without a known layout."""
 
     def __init__(self) -> None:
         self._rules: OrderedDict[int, _Rule] = OrderedDict()
 
     def learn(self, key: object, layout: Layout) -> None:
-        """A layout that was not expected.
+        """Learn from a layout that was not predicted.
 
         Args:
-            key: of the message; anything but a :class:`LayoutKey` teaches nothing.
-            layout: that it had.
+            key: key of the message; ignored unless it is a :class:`LayoutKey`.
+            layout: the message's actual layout.
         """
         if not isinstance(key, LayoutKey):
             return
@@ -121,17 +122,13 @@ class LayoutRules:
             self._rules.popitem(last=False)
 
     def expect(self, key: object) -> Layout | None:
-        """The layout that a message with this key probably has; None if nothing is known.
-
-        Args:
-            key: of the message.
-        """
+        """Predict the layout of a message; None if no rule applies."""
         rule = self._rules.get(key.structure) if isinstance(key, LayoutKey) else None
         return None if rule is None else rule.expect(key.sizes)  # type: ignore[union-attr]
 
 
 def _form(layout: Layout) -> tuple[object, ...]:
-    """A layout without its dimensions."""
+    """Return a layout without its dimensions."""
     tensors = tuple((len(shape), dtype) for shape, dtype in layout.tensors)
     side = tuple((name, len(shape), dtype) for name, shape, dtype in layout.side)
     return tensors, side, layout.names
@@ -145,7 +142,7 @@ def _dimensions(layout: Layout) -> tuple[int, ...]:
 def _lines(
     sizes: Sequence[int], value: int, other: Sequence[int], other_value: int
 ) -> list[_Linear]:
-    """Those through two lessons, the simplest first. They differ in their values."""
+    """Return the linear rules through two lessons with different values, the simplest first."""
     lines = []
     for divisor in range(1, LARGEST_DIVISOR + 1):
         for shift in range(divisor):

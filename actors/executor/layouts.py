@@ -1,4 +1,4 @@
-"""The layouts that the two ends of an edge know of, and agree on without a word."""
+"""Layouts that both ends of an edge know, kept in agreement without messages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from raymm.actors.executor.layout_rules import LayoutRules
 from raymm.actors.executor.message_layout import Layout
 
 MOST_LAYOUTS = 1024
-"""Layouts that each end of an edge remembers from step to step."""
+"""Number of layouts that each end of an edge remembers from step to step."""
 
 Route = TypeVar("Route")
 
 
 class Due(NamedTuple, Generic[Route]):
-    """What is known of a message that is to come, or to be sent.
+    """Message that is to be received or sent.
 
     Attributes:
-        key: of the message.
-        route: how it travels; None if it is to be described first.
-        expected: the layout is no more than expected: a byte on the host says whether it is so.
+        route: transfer plan of the message; None if a description has to be sent first.
+        expected: True if the layout is a prediction; a byte in host memory then confirms or rejects
+            it.
     """
 
     key: object
@@ -30,22 +30,23 @@ class Due(NamedTuple, Generic[Route]):
 
 
 class Layouts(Generic[Route]):
-    """How messages of an edge travel, by key; at most :data:`MOST_LAYOUTS` are remembered, and the
-    one that was not used for longest is forgotten.
+    """Transfer plans for the messages of an edge, by key. At most :data:`MOST_LAYOUTS` are
+    remembered; the least recently used one is evicted.
 
-    What happens between two calls of :meth:`due` counts from the next one on, in the order of the
-    messages: so both ends, one of which is ahead of the other, decide alike. What was described in
-    a step holds for its later messages, too, which both ends come to after it.
+    Changes between two calls of :meth:`due` take effect at the next call, in the order of the
+    messages. So both ends decide identically although one is ahead of the other. A layout that was
+    described in a step is also valid for later messages of that step, which both ends reach after
+    the description.
 
     Args:
-        route: makes what travels of a layout.
+        route: converts a layout to a transfer plan.
     """
 
     def __init__(self, route: Callable[[Layout], Route]) -> None:
         self._route = route
         self._of: OrderedDict[object, tuple[Layout, Route]] = OrderedDict()
         self._rules = LayoutRules()
-        self._keys: list[object] = []  # of the step's messages
+        self._keys: list[object] = []  # keys of the step's messages
         self._described: dict[object, tuple[Layout, Route]] = {}
         self._expected: dict[object, tuple[Layout, Route]] = {}
         self._confirmed: set[object] = set()
@@ -54,10 +55,10 @@ class Layouts(Generic[Route]):
         return len(self._of)
 
     def due(self, keys: Sequence[object]) -> deque[Due[Route]]:
-        """The messages of the next step.
+        """Return the messages of the next step.
 
         Args:
-            keys: in order.
+            keys: keys of the messages, in order.
         """
         self._remember()
         self._keys = list(keys)
@@ -86,40 +87,25 @@ class Layouts(Generic[Route]):
             noted.clear()
 
     def described(self, key: object) -> Route | None:
-        """How a message travels that is like an earlier one of this step; None if there was none.
-
-        Args:
-            key: of the message.
-        """
+        """Return the transfer plan of a message whose key was described earlier in this step; None
+        if there was no description."""
         described = self._described.get(key)
         return None if described is None else described[1]
 
     def describe(self, key: object, layout: Layout) -> Route:
-        """What a message is like whose layout was not known, or is not as expected.
-
-        Args:
-            key: of the message.
-            layout: that it has.
-        """
+        """Record the layout of a message that was unknown or differs from the prediction; return
+        its transfer plan."""
         described = self._described.get(key)
         if described is None or described[0] != layout:
             described = self._described[key] = layout, self._route(layout)
         return described[1]
 
     def confirm(self, key: object) -> None:
-        """A message is as expected.
-
-        Args:
-            key: of the message.
-        """
+        """Record that a message had the predicted layout."""
         self._confirmed.add(key)
 
     def certain(self, key: object) -> Layout | None:
-        """The layout of messages that have been there; None if there were none.
-
-        Args:
-            key: of the messages.
-        """
+        """Return the layout of earlier messages with a key; None if there were none."""
         entry = self._described.get(key) or self._of.get(key)
         if entry is None and key in self._confirmed:
             entry = self._expected[key]

@@ -1,4 +1,4 @@
-"""The connection of an edge to one process of its other end."""
+"""Connection of an edge to one process at its other end."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_t
 
 
 class Link:
-    """The connection to one process of the other end.
+    """Connection to one process at the other end of an edge.
 
     Args:
-        group: of the two processes; all edges that have messages from the one to the other
-            share it.
-        peer: the other process.
-        tag: of the edge. With NCCL, which knows no tags, messages of all edges that share a group
-            are received in the order in which they were sent.
-        host_group: of the same processes, for descriptions and side tensors, which hosts read:
-            ``group`` itself if that moves the hosts' memory.
+        group: group of the two processes, shared by all edges with messages in the same direction.
+        peer: process number of the other end.
+        tag: number of the edge. NCCL has no tags: messages of all edges that share a group are
+            received in the order in which they were sent.
+        host_group: group of the same processes for host memory, used for descriptions and side
+            tensors. Defaults to ``group``, which must then transfer host memory.
 
     Attributes:
         isend, irecv: start sending a contiguous tensor, or receiving into one.
-        isend_to_host, irecv_on_host: of hosts' memory.
-        isend_aside, irecv_aside: the same, past what was sent or posted otherwise.
+        isend_to_host, irecv_on_host: the same for tensors in host memory.
+        isend_aside, irecv_aside: the same for host memory, independent of the order of other
+            messages.
     """
 
     def __init__(
@@ -49,6 +49,6 @@ def _operations(group: PointToPoint, tag: int) -> tuple[Operation, Operation]:
 
 
 def name_ranks(links: Mapping[int, Link]) -> str:
-    """The processes at the other end, for errors."""
+    """Return the names of the processes at the other end, for errors."""
     peers = sorted(link.peer for link in links.values())
     return f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"

@@ -1,4 +1,4 @@
-"""What a message looks like: shapes and dtypes, by which both ends know what travels."""
+"""Layout of a message: the shapes and dtypes that both ends need to transfer it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raymm.kernels.host_copies import on_host
 
 
 class Layout(NamedTuple):
-    """Shapes and dtypes of a message: ``tensors``, perhaps with ``names``, and named ``side``
+    """Shapes and dtypes of a message: ``tensors``, optionally with ``names``, and named ``side``
     entries."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -31,7 +31,8 @@ class Layout(NamedTuple):
         return cls(tensors, side, message.names)
 
     def is_of(self, message: Message) -> bool:
-        """Whether a message has it; in less time than it takes to make the message's own."""
+        """Return True if a message has this layout. Faster than creating the message's own
+        layout."""
         if len(message.tensors) != len(self.tensors) or message.names != self.names:
             return False
         for tensor, (shape, dtype) in zip(message.tensors, self.tensors, strict=True):
@@ -40,14 +41,14 @@ class Layout(NamedTuple):
         return not (message.side or self.side) or self == Layout.of(message)
 
     def of_gradients(self) -> Layout:
-        """That of its tensors' gradients: of those with names, with a byte each
-        (:func:`raymm.actors.modules.message_samples.used_tensors`)."""
+        """Return the layout of the gradients of the message's tensors. Named tensors have an
+        additional byte each (:func:`raymm.actors.modules.message_samples.used_tensors`)."""
         count = len(self.names)
         return Layout(self.tensors, ((USED, (count,), torch.uint8),) if count else ())
 
     @property
     def side_bytes(self) -> int:
-        """Of all side entries, one after another."""
+        """Return the total bytes of all side entries."""
         return sum(_nbytes(shape, dtype) for _, shape, dtype in self.side)
 
     def encode(self) -> bytes:
@@ -57,9 +58,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        """
+        """Invert :meth:`encode`.
+
         Raises:
-            ChannelError: it names something that is no dtype.
+            ChannelError: the data name an unknown dtype.
         """
         tensors, side, names = json.loads(data)
         return cls(
@@ -81,16 +83,16 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def pack(side: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All side entries as bytes, on the host."""
+    """Return all side entries as one byte tensor in host memory."""
     entries = (on_host(entry.detach()) for entry in side.values())
     return torch.cat([entry.contiguous().view(-1).view(torch.uint8) for entry in entries])
 
 
 def unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`pack`.
+    """Invert :func:`pack`.
 
     Args:
-        layout: of the message.
+        layout: layout of the message.
         buffer: all side entries as bytes.
     """
     side, offset = {}, 0

@@ -1,5 +1,5 @@
-"""The receiving end of a directed edge between two ranks
-(:mod:`raymm.actors.executor.send_channel` is the other)."""
+"""Receiving end of a directed edge between two ranks. :mod:`raymm.actors.executor.send_channel` is
+the sending end."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from raymm.scheduler.plan.resharding import Resharding
 
 
 class _Buffer(NamedTuple):
-    """What a process receives of a tensor.
+    """Receive buffer for a process's part of a tensor.
 
     Attributes:
-        shape: of the tensor.
-        size: of the buffer; a share of the tensor, where others have the rest.
-        parts: which elements come from whom; None for all of them from the only other process.
+        shape: shape of the whole tensor.
+        size: shape of the buffer, which is a flat share if several processes receive the tensor.
+        parts: (link, start, stop) of the elements from each sender; None if all come from one
+            sender.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +43,7 @@ class _Buffer(NamedTuple):
 
 
 class _Incoming(NamedTuple):
-    """How a process receives messages of one layout, in buffers and bytes on the host."""
+    """Receive plan for messages of one layout."""
 
     layout: Layout
     buffers: tuple[_Buffer, ...]
@@ -50,11 +51,11 @@ class _Incoming(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """A message's buffers while they are being received.
+    """Message that is being received.
 
     Attributes:
-        shares: of every tensor; ``works`` fill them.
-        side: bytes on the host, if there are any; ``host_work`` fills them.
+        shares: buffer of every tensor, filled by ``works``.
+        side: buffer of side entries in host memory, filled by ``host_work``; None without any.
     """
 
     due: Due[_Incoming]
@@ -69,15 +70,16 @@ class RecvChannel:
     """One process's part of the receiving end of an edge.
 
     Args:
-        links: by the sender's number among the senders; those with which it has messages.
-        device: where tensors are to be.
-        timeout: how long a wait may take.
-        resharding: how many processes are at either end.
-        index: this process's number among the receivers.
-        gathered: the group of all receivers; None if there is one only.
-        outputs: if messages are gradients, the channel that sent what they are gradients of.
-        in_order: receives are to be posted just when :meth:`post` is called, also if that takes
-            waiting for a description: a process's operations may hold up one another (NCCL).
+        links: links to the senders of its messages, by index among the senders.
+        device: device on which tensors are received.
+        timeout: longest time to wait for a message.
+        resharding: numbers of processes at both ends.
+        index: index of this process among the receivers.
+        gathered: group of all receivers; None for a single receiver.
+        outputs: if messages are gradients, the channel that sent the corresponding outputs.
+        in_order: True to post receives exactly when :meth:`post` is called, even if that has to
+            wait for a description. Needed for NCCL, where a process's operations may block each
+            other.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class RecvChannel:
         self._most_posted = posted_receives(in_order)
         self._only = next(iter(self._links.values())) if resharding == Resharding(1, 1) else None
         self._metadata_link = self._links.get(resharding.metadata_sender(index))
-        # On a GPU it is the device that waits, for as long as NCCL has a timeout.
+        # On a GPU the device waits, limited by NCCL's timeout.
         self._tensor_timeout = None if device.type == "cuda" else timeout
         self._outputs = outputs
         self._gradient_route = lru_cache(MOST_LAYOUTS)(self._incoming)
@@ -110,8 +112,8 @@ class RecvChannel:
         self._posted: deque[_Posted] = deque()
 
     def expect(self, keys: Sequence[object]) -> None:
-        """Announce the keys of the step's messages, in order. Where nothing depends on the order,
-        as many receives are posted as messages may be under way."""
+        """Announce the keys of the step's messages, in order. Unless order matters, post as many
+        receives as messages may be in flight."""
         self._due = self._layouts.due(keys) if self._outputs is None else deque(
             Due(key, None) for key in keys
         )
@@ -122,7 +124,7 @@ class RecvChannel:
         """Post the receive of the next message now.
 
         Raises:
-            ChannelError: if its description does not come in time or the peer is gone.
+            ChannelError: its description did not arrive in time, or the peer is gone.
         """
         try:
             self._learn_layout()
@@ -131,8 +133,8 @@ class RecvChannel:
         self._post_next()
 
     def _post_next(self) -> bool:
-        """Whether the layout of the next message is known, or expected, so that it can be
-        received."""
+        """Post the receive of the next message. Return False if its layout is neither known nor
+        predicted."""
         due = self._due[0]
         route = due.route or self._described(due.key)
         if route is None:
@@ -173,7 +175,7 @@ class RecvChannel:
             return tuple(shape), None if length else ()
         start, _ = self._resharding.received(self._index, length)
         share = length
-        if self._gathered is not None:  # filled up, so that all receivers' are alike
+        if self._gathered is not None:  # padded, so that all receivers' shares have the same size
             units = self._resharding.units // self._resharding.receivers
             share = units * self._resharding.unit(length)
         return (share,), tuple(
@@ -206,11 +208,11 @@ class RecvChannel:
         return _Posted(due, route, tuple(shares), tuple(works), side, host_work)
 
     def recv(self) -> Message:
-        """The next expected message, its side tensors on the host. Waits for it; on a GPU, what the
-        device is given next does.
+        """Return the next message, with its side tensors in host memory. On a CPU this waits for
+        the message; on a GPU work that is issued next to the device waits for the tensors.
 
         Raises:
-            ChannelError: if it does not come in time or the peer is gone.
+            ChannelError: the message did not arrive in time, or the peer is gone.
         """
         try:
             if not self._posted:
@@ -240,7 +242,8 @@ class RecvChannel:
     def _recv_unexpected(
         self, due: Due[_Incoming]
     ) -> tuple[_Incoming, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """A message that is not as expected comes anew, from host to host."""
+        """Receive a message again over host memory, because its layout differs from the
+        prediction."""
         route = self._layouts.describe(due.key, self._recv_layout(aside=True))
         posted = self._irecv(due._replace(expected=False), route, aside=True)
         for work in (*posted.works, *([] if posted.host_work is None else [posted.host_work])):
@@ -248,7 +251,7 @@ class RecvChannel:
         return route, tuple(to_device(t, self._device) for t in posted.shares), posted.side
 
     def _whole(self, share: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
-        """A tensor, of this process's share of it."""
+        """Return the whole tensor, gathering the shares of all receivers if there are several."""
         if self._gathered is not None:
             share = gather_shares(share, self._gathered)[: prod(buffer.shape)]
         return share.view(buffer.shape)

@@ -1,25 +1,25 @@
-"""Channels: the transport of one directed edge between two ranks; here the sending end
-(:mod:`raymm.actors.executor.recv_channel` is the other).
+"""Sending end of a directed edge between two ranks. :mod:`raymm.actors.executor.recv_channel` is
+the receiving end.
 
-A message is its tensors plus one byte buffer with all side tensors. Nothing but data travels once a
-layout is known: the step's metadata says to both ends which layout a microbatch has (its ``key``).
-A message with a new key is preceded by a description, unless both ends expect the same layout of it
-(:mod:`raymm.actors.executor.layout_rules`): then a byte says whether that is right. If not, what
-was sent in its place is void, and the message follows with its description, from host to host.
-Gradients have the layouts of the outputs that they are gradients of, and need no words.
+A message is its tensors plus one byte buffer with all side tensors. Once a layout is known, nothing
+but data is transferred: the step's metadata gives each microbatch a key that determines its layout.
+A message with a new key is preceded by a description, unless both ends predict the same layout
+(:mod:`raymm.actors.executor.layout_rules`); then a byte confirms or rejects the prediction. After a
+rejection the data already sent are discarded, and the message follows with its description over
+host memory. Gradients have the layouts of the corresponding outputs and need no description.
 
-Receives are posted ahead of need: on a GPU when the step's program says, on a CPU some messages
-ahead, so that what is sent finds its place and travels at once. A sent tensor lives until its send
-has completed.
+Receives are posted ahead of time: on a GPU where the step's program says so, on a CPU a few
+messages ahead, so that a message is transferred as soon as it is sent. A sent tensor is kept until
+its send has completed.
 
-Side tensors are what hosts read (lengths, labels, whose items are whose), so they go from host to
-host, and the receiving one need not wait for its device to read them. Nor does it wait for the
-tensors: on a GPU what it issues next comes after them in the device's order.
+Side tensors are read by the host (lengths, labels, assignment of items), so they are transferred
+between hosts, and the receiving host need not wait for its device to read them. The host does not
+wait for the tensors either: on a GPU, work issued next runs after them in the device's order.
 
-Where an end is several processes, each sends or is sent its share of every tensor
-(:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares; side tensors a
-receiver gets whole from one sender. Gradients that the senders have each a part of are summed on
-the way, every process ending up with the sum's share that it sends.
+If an end has several processes, each sends or receives its share of every tensor
+(:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares. A receiver gets the
+side tensors whole from one sender. Gradients that are partial sums on the senders are
+reduce-scattered first, so that each sender has the part of the sum that it sends.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from raymm.kernels.host_copies import on_host
 from raymm.scheduler.plan.resharding import Resharding
 
 Sent = list[tuple[dist.Work, torch.Tensor]]
-"""A message's operations, with what each keeps alive."""
+"""Operations of a message, each with the tensor that it keeps alive."""
 _AS_EXPECTED = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class _Outgoing(NamedTuple):
-    """How a process sends messages of one layout.
+    """Send plan for messages of one layout.
 
     Attributes:
-        parts: per tensor what it sends to whom, ``[start, stop)`` of the tensor's elements, or of
-            its share of the sum; None for all of it to the only other process.
-        nbytes: of all that it sends.
-        side_bytes: of that, what hosts read.
+        parts: per tensor (link, start, stop), the range of elements of the tensor, or of this
+            process's share of the sum, for each receiver; None to send all of it to the only
+            receiver.
+        nbytes: all bytes sent.
+        side_bytes: the bytes of side tensors among them.
     """
 
     layout: Layout
@@ -69,13 +70,13 @@ class SendChannel:
     """One process's part of the sending end of an edge.
 
     Args:
-        links: by the receiver's number among the receivers; those with which it has messages.
-        device: where tensors are.
-        resharding: how many processes are at either end.
-        index: this process's number among the senders.
-        summed: the group of the senders that have each a part of the message, which is their
-            sum. None if every sender has all of it.
-        gradients: messages are gradients of what this process received on the edge's other way.
+        links: links to the receivers of its messages, by index among the receivers.
+        device: device of the tensors.
+        resharding: numbers of processes at both ends.
+        index: index of this process among the senders.
+        summed: group of the senders if each has a partial sum of the message; None if every sender
+            has the whole message.
+        gradients: True if messages are gradients of what this process received on the reverse edge.
     """
 
     def __init__(
@@ -100,45 +101,37 @@ class SendChannel:
         self._layouts: Layouts[_Outgoing] = Layouts(self._outgoing)
         self._due: deque[Due[_Outgoing]] = deque()
         self._gradient_route = lru_cache(MOST_LAYOUTS)(self._outgoing) if gradients else None
-        self._last: _Outgoing | None = None  # of those
-        # Messages whose tensors are kept, oldest first, of which the first so many were sent
-        # before the step that ended last.
+        self._last: _Outgoing | None = None  # of gradients
+        # Messages whose tensors are kept alive, oldest first. The first ``_before`` of them were
+        # sent before the step that ended last.
         self._under_way: deque[Sent] = deque()
         self._before = 0
         self.bound: int | None = None
-        """Messages that may be under way; None for any number. Whoever sends another waits for the
-        oldest: on a GPU, what the device is given next does."""
+        """Largest number of messages in flight; None for no limit. A further send waits for the
+        oldest message; on a GPU the device waits."""
         self.sent_bytes = 0
-        """Payload sent so far, without descriptions."""
+        """Bytes sent so far, without descriptions."""
         self.sent_side_bytes = 0
-        """Of that, what hosts read."""
+        """Bytes of side tensors among them."""
 
     def expect(self, keys: Sequence[object]) -> None:
-        """Announce the step's messages.
-
-        Args:
-            keys: that decide their layouts, in order.
-        """
+        """Announce the keys of the step's messages, in order. Keys determine the layouts."""
         if self._gradient_route is None:
             self._due = self._layouts.due(keys)
 
     def layout(self, key: object) -> Layout | None:
-        """The layout of messages that were sent; None if there were none.
-
-        Args:
-            key: of the messages.
-        """
+        """Return the layout of earlier messages with a key; None if there were none."""
         return self._layouts.certain(key)
 
     def send(self, message: Message) -> None:
-        """Start sending the next message; returns at once, unless parts are summed or too many
-        messages are under way.
+        """Start sending the next message. Returns at once, unless partial sums have to be reduced
+        or too many messages are in flight.
 
         Args:
-            message: without gradients; its tensors live on until the receiver has them.
+            message: detached from autograd; its tensors are kept until the receiver has them.
 
         Raises:
-            ChannelError: if a message with this key looked different before, or the peer is gone.
+            ChannelError: an earlier message with this key had another layout, or the peer is gone.
         """
         if self.bound is not None:
             while len(self._under_way) >= self.bound:
@@ -172,7 +165,7 @@ class SendChannel:
     def _send_expected(
         self, key: object, route: _Outgoing, message: Message, sent: Sent
     ) -> None:
-        """A message that both ends expect to have a layout."""
+        """Send a message whose layout both ends have predicted."""
         if route.layout.is_of(message):
             self._layouts.confirm(key)
             self._send_tensors(route, message.tensors, sent)
@@ -231,7 +224,7 @@ class SendChannel:
         )
 
     def _share(self, length: int) -> int:
-        """Elements of a sum that each of those who have parts of it gets."""
+        """Return the number of elements of a sum that each sender gets."""
         assert self._summed is not None
         return self._resharding.units * self._resharding.unit(length) // self._summed.size()
 
@@ -253,11 +246,11 @@ class SendChannel:
 
     @property
     def held(self) -> int:
-        """How many sent messages are kept alive."""
+        """Return the number of sent messages that are kept alive."""
         return len(self._under_way)
 
     def _let_go(self, timeout: timedelta | None) -> None:
-        """Of the oldest message, once it was received."""
+        """Wait until the oldest message was received, and release it."""
         try:
             for work, tensor in self._under_way[0]:
                 wait(work, None if tensor.device.type == "cuda" else timeout)
@@ -268,14 +261,14 @@ class SendChannel:
         self._before = max(0, self._before - 1)
 
     def end_step(self, timeout: timedelta) -> None:
-        """Let go of what was sent before the step that ends now; on a GPU, of all.
+        """Release messages sent before the step that ends now; on a GPU, all messages.
 
-        A gloo send counts as completed only once it was waited for, and its tensor must live
-        until then. Waiting one step later costs nothing: the peer has long received it. On a GPU
-        it is the device that waits, and what is let go of is used again after that.
+        A gloo send completes only when it is waited for, and its tensor must live until then.
+        Waiting one step later is free, because the peer has received the message by then. On a GPU
+        the device waits, and released memory is reused after that.
 
         Raises:
-            ChannelError: if the peer is gone.
+            ChannelError: the peer is gone.
         """
         on_gpu = self._device.type == "cuda"
         while self._under_way if on_gpu else self._before:

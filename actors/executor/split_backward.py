@@ -1,19 +1,20 @@
-"""A stage's backward in two passes: gradients of its inputs now, of its parameters later.
+"""Backward of a stage in two passes: gradients of its inputs now, gradients of its parameters
+later.
 
-Zero-bubble schedules send the gradient of a stage's input on before the stage's own weight
-gradients are computed (B_d, then B_w). Both passes together do exactly the work of one
+Zero-bubble schedules send the gradient of a stage's input before they compute the stage's weight
+gradients (B_d, then B_w). Both passes together do exactly the work of one
 ``torch.autograd.backward``, for any module: the autograd graph is split, not the module.
 
-Nodes of the graph that lead to an input form the *gradient chain*. Pass one runs the chain;
-the engine skips edges out of it, which lead to parameters only (the weight's edge of a matrix
-product), and what flows into their nodes is kept. Pass two runs those nodes again, each for
-the skipped edges only, and whatever lies between them and the parameters.
+Graph nodes that lead to an input form the *gradient chain*. Pass one runs the chain. The engine
+skips edges out of the chain, which lead to parameters only (the weight's edge of a matrix product),
+and the gradients that flow into their nodes are kept. Pass two runs those nodes again, each for the
+skipped edges only, and all nodes between them and the parameters.
 
-A node that lies above another one on the way to the same parameter would, in pass two, count
-that other one's part again. Where this may be so (a norm's weight used twice, a bias shared by
-several layers), and for custom autograd functions, which may not tell their edges apart, the
-parameter's gradient is computed whole, in pass one. A weight that is shared by matrix products
-(a tied head, recurrent layers) is not such a case: each use has a transpose of its own.
+If one node lies above another on the way to the same parameter, pass two would count the lower
+node's part twice. Where this is possible (a norm's weight used twice, a bias shared by several
+layers), and for custom autograd functions, which may not distinguish their edges, pass one computes
+the parameter's whole gradient. A weight that matrix products share (a tied head, recurrent layers)
+is not affected: each use has its own transpose node.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Boundary(NamedTuple):
-    """A node of the gradient chain with edges to parameters.
+    """Node of the gradient chain with edges to parameters.
 
     Attributes:
-        node: the node.
-        height: length of its longest path to an input.
-        cuts: its edges out of the chain.
-        parameters: all that these lead to, if nothing else does; else empty.
+        height: length of the node's longest path to an input.
+        cuts: edges of the node out of the chain.
+        parameters: all parameters that these edges lead to, if no other boundary leads to them;
+            else empty.
     """
 
     node: Node
@@ -49,17 +50,17 @@ def backward_input(
     gradients: Sequence[torch.Tensor | None],
     inputs: Sequence[torch.Tensor],
 ) -> tuple[Gradients, DeferredWeights]:
-    """Pass one: gradients of ``inputs``, which are leaves that require grad.
+    """Run pass one: compute gradients of ``inputs``, which are leaves that require grad.
 
     Args:
-        outputs: what the stage returned; those that do not require grad are left out.
-        gradients: per output its gradient; None for a scalar means one.
+        outputs: outputs of the stage; outputs that do not require grad are ignored.
+        gradients: gradient of each output; None for a scalar means one.
         inputs: leaves. All other leaves of the graph that require grad are parameters.
 
     Returns:
-        Per input its gradient (None if no output depends on it), and what is left to do. The
-        graph lives until :meth:`DeferredWeights.run`. Gradients that could not be deferred are
-        in ``parameter.grad`` already.
+        The gradient of each input (None if no output depends on it), and the deferred pass two. The
+        graph lives until :meth:`DeferredWeights.run`. Gradients that cannot be deferred have been
+        accumulated into ``parameter.grad``.
     """
     pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
     roots = [get_gradient_edge(t) for t, _ in pairs]
@@ -85,12 +86,12 @@ def backward_input(
 
 
 def _variable(node: Node) -> torch.Tensor:
-    """The parameter that a leaf's node accumulates into."""
+    """Return the parameter that a leaf node accumulates into."""
     return cast(Any, node).variable
 
 
 class DeferredWeights:
-    """Pass two, still to be run: the parameters' gradients."""
+    """Pass two, which computes the parameters' gradients."""
 
     def __init__(self, split: _Split) -> None:
         self._boundaries = split.boundaries
@@ -103,13 +104,13 @@ class DeferredWeights:
         ]
 
     def add(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        """A gradient that waits at an edge outside the gradient chain."""
+        """Store a gradient for an edge outside the gradient chain."""
         self._roots.append((edge, gradient))
 
     def run(self) -> None:
-        """Accumulate gradients into ``parameter.grad``; frees the graph. Can run once.
+        """Accumulate gradients into ``parameter.grad`` and free the graph. Can run once.
 
-        Nodes go from the outputs to the inputs, so that activations are freed on the way.
+        Nodes run from the outputs to the inputs, so that activations are freed along the way.
         """
         levels = _levels(self._boundaries)
         self._boundaries = ()
@@ -125,7 +126,7 @@ class DeferredWeights:
             torch.autograd.backward(edges, gradients, inputs=self._due)
 
     def _run_level(self, level: list[tuple[int, _Boundary]]) -> None:
-        """Nodes of which none is above another: one engine run for all of them."""
+        """Run nodes that are not above each other, in one engine run for all of them."""
         for alone in (True, False):
             roots: list[GradientEdge] = []
             gradients: list[torch.Tensor] = []
@@ -150,8 +151,8 @@ class DeferredWeights:
 
 
 def _capture(captured: dict[int, Gradients], index: int):
-    """A hook that keeps what flows into a node in pass one and repeats it in pass two (a
-    tensor's own hooks would otherwise change it twice)."""
+    """Return a hook that keeps what flows into a node in pass one and repeats it in pass two. A
+    tensor's own hooks would otherwise be applied twice."""
 
     def hook(gradients: Gradients) -> Gradients:
         return captured.setdefault(index, gradients)
@@ -160,14 +161,14 @@ def _capture(captured: dict[int, Gradients], index: int):
 
 
 class _Split:
-    """What to do when, found by walking the graph once.
+    """Assignment of graph nodes to the passes, found in one walk over the graph.
 
     Attributes:
-        early: AccumulateGrad nodes of parameters that pass one must do.
+        early: AccumulateGrad nodes of parameters that pass one must compute.
         due: nodes outside the gradient chain that lead to other parameters.
         boundaries: nodes of the chain with edges to ``due``, in any order.
-        shared_parameters: those that several boundaries or outputs lead to.
-        height: of every node of the chain, its longest path to an input.
+        shared_parameters: parameters that several boundaries or outputs lead to.
+        height: length of the longest path to an input, for every node of the chain.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
@@ -193,7 +194,7 @@ class _Split:
         self._assign(outside, parents, free)
 
     def _leading(self, outside: Iterable[Node], excluded: set[Node]) -> set[Node]:
-        """Which nodes (given children first) lead to a parameter that is not excluded."""
+        """Return the nodes (given children first) that lead to a parameter that is not excluded."""
         leads: set[Node] = set()
         for node in outside:
             if _is_leaf(node) and node not in excluded:
@@ -203,9 +204,9 @@ class _Split:
         return leads
 
     def _early(self, parents: dict[Node, set[Node]], free: list[Node]) -> set[Node]:
-        """Nodes whose parameters pass one must do: those that the chain enters in several
-        places, or in one place directly and through another node too, or from a custom
-        function; and all below them."""
+        """Return the nodes whose parameters pass one must compute, and all nodes below them. These
+        are nodes that the chain enters in several places, in one place both directly and through
+        another node, or from a custom function."""
         several = {
             node for node, above in parents.items()
             if len(above) > 1 or any(isinstance(upper, BackwardCFunction) for upper in above)
@@ -228,7 +229,7 @@ class _Split:
     def _assign(
         self, outside: list[Node], parents: dict[Node, set[Node]], free: list[Node]
     ) -> None:
-        """Find the boundaries, and which of them have their parameters to themselves."""
+        """Find the boundaries, and the boundaries that share no parameters."""
         owner: dict[Node, Node | None] = dict.fromkeys(free)
         for node, above in parents.items():
             if node in self.due:
@@ -268,7 +269,7 @@ class _Split:
 
 
 def _levels(boundaries: Sequence[_Boundary]) -> list[list[tuple[int, _Boundary]]]:
-    """Boundaries by height, lowest first: of two at the same height none is above the other."""
+    """Group boundaries by height, lowest first. At the same height no boundary is above another."""
     levels: dict[int, list[tuple[int, _Boundary]]] = {}
     for index, boundary in enumerate(boundaries):
         levels.setdefault(boundary.height, []).append((index, boundary))
@@ -276,7 +277,7 @@ def _levels(boundaries: Sequence[_Boundary]) -> list[list[tuple[int, _Boundary]]
 
 
 def _walk(roots: Iterable[Node]) -> tuple[list[Node], dict[Node, tuple[GradientEdge, ...]]]:
-    """All nodes below the roots, children before parents, and their edges."""
+    """Return all nodes below the roots, children before parents, and their edges."""
     edges: dict[Node, tuple[GradientEdge, ...]] = {}
     order: list[Node] = []
     waiting = [(node, False) for node in roots]

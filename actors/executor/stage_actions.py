@@ -1,5 +1,5 @@
-"""What a stage does at each of its tasks, decided when a program is compiled: a task that draws no
-random numbers, sums nothing and needs no casts passes nothing that would."""
+"""Actions of a stage's tasks, chosen when a program is compiled. A task that draws no random
+numbers, sums nothing and needs no casts runs none of the code for it."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 
 Action = Callable[[StepState], None]
-"""A task, carried out."""
+"""Function that runs a task."""
 Forward = Callable[[StepState, Received], tuple[Leaves, Message]]
 HandBack = Callable[[StepState, list[torch.Tensor], Gradients, Leaves], None]
-"""Given the gradients of all that was received, in full, and as far as there are any."""
+"""Function that returns gradients to the producers, given the gradients of all received tensors
+once with zeros and once with None where a tensor has none."""
 
 
-_ALL = (None, 0)  # what :func:`_rows` says of all samples
+_ALL = (None, 0)  # result of :func:`_rows` for all samples
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all stages of a rank share.
+    """Objects and functions that all stages of a rank share.
 
     Attributes:
         local: the rank's stages.
-        observer: is shown what stages hand on and back, and the losses.
+        observer: checks outputs, gradients and losses for non-finite values.
         precision: makes the context of a forward in mixed precision; None for none.
-        sum_gradient: makes a gradient that each of several processes has a part of the whole one,
-            in place if it likes; for gradients that stages of other modules on the same rank are
-            handed.
-        agree: of bytes on the host, the largest among those processes.
+        sum_gradient: sums partial gradients over the processes of the rank; may work in place.
+            Applied to gradients for stages of other modules on the same rank.
+        agree: all-reduces bytes in host memory to their maximum over the same processes.
     """
 
     local: frozenset[StageId]
@@ -74,23 +74,21 @@ class StageActions:
     """Makes the actions of one stage's tasks.
 
     Args:
-        name: of the stage.
-        stage: the stage.
-        around: what it shares with others.
+        around: shared with the rank's other stages.
 
     Attributes:
-        draws: whether it draws random numbers; None: its first forward will tell.
+        draws: True if the stage draws random numbers; None until its first forward has shown it.
     """
 
     def __init__(self, name: StageId, stage: StageModule, around: Surroundings) -> None:
         self._name, self._stage, self._around = name, stage, around
         self._buffers = ForwardBuffers(stage)
-        # By the number of what is kept of a forward, until it runs again.
+        # By activation slot, from a checkpointed forward until its recomputation.
         self._before: dict[int, list[tuple[torch.nn.Module, str, torch.Tensor]]] = {}
         self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
 
     def action(self, task: Task) -> Action:
-        """What a computing task of the stage does."""
+        """Return the action of a computing task of the stage."""
         match task.op:
             case Op.FORWARD:
                 return self._forward(task)
@@ -152,8 +150,8 @@ class StageActions:
         return recompute
 
     def _run(self, task: Task, with_grad: bool) -> Forward:
-        """A stage's forward: the leaves that its backward computes gradients of, and its output.
-        """
+        """Return the stage's forward, which returns the leaves that need gradients and the
+        output."""
         stage, microbatch, run = task.stage, task.microbatch, self._stage.run
         samples = task.samples
         names = [(p.name, with_grad and p.needs_gradient) for p in task.producers]
@@ -167,7 +165,7 @@ class StageActions:
             else:
                 for (name, needs_gradient), message in zip(names, received, strict=True):
                     if needs_gradient:
-                        # A detached alias: local messages must not join two stages' graphs.
+                        # Detached alias: local messages must not join two stages' graphs.
                         own = tuple([t.detach().requires_grad_() for t in message.tensors])
                         message = Message(own, message.side, message.names)
                         leaves.append(message)
@@ -200,8 +198,9 @@ class StageActions:
         self, step: StepState, inputs: dict[str, Any] | None, named: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """What a stage draws follows from the step, its module and the microbatch. One that draws
-        nothing leaves the generators alone: others may be using them."""
+        """Run the stage with random numbers that depend on the step, the module and the microbatch.
+        A stage that draws nothing leaves the generators alone, because other threads may be using
+        them."""
         drawn, meta = self.draws, step.meta
         if drawn is False:
             return self._stage.run(inputs, named, context)
@@ -283,7 +282,7 @@ class StageActions:
                 else:
                     offsets = step.meta.offsets_of(task.microbatch, task.stage.module)
                     gradients = summed(taken, parts, task.samples, offsets)
-                if output.names:  # some of which nobody after it has used, or reads
+                if output.names:  # some may be unused by later stages
                     pairs = zip(tensors, gradients, strict=True)
                     pairs = [(t, g) for t, g in pairs if g is not None]
                     tensors, gradients = tuple(t for t, _ in pairs), tuple(g for _, g in pairs)
@@ -297,7 +296,7 @@ class StageActions:
                 received = tuple([leaf.grad for leaf in flat])
             hand_back(step, [
                 torch.zeros_like(leaf) if gradient is None
-                # A part of a larger one (of what was merged) would keep all of it until it arrives.
+                # A view of a larger gradient (of merged inputs) would keep all of it alive.
                 else gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes
                 else gradient
                 for leaf, gradient in zip(flat, received, strict=True)
@@ -324,7 +323,8 @@ class StageActions:
                 side = used_tensors(received[start:end], sent, agree) if own.names else {}
                 start = end
                 if sum_up is not None:
-                    # Copies: a gradient may be what pass two of a split backward starts from.
+                    # Summed in copies, because pass two of a split backward may start from the
+                    # original.
                     handed = tuple(
                         sum_up(gradient.clone(memory_format=torch.contiguous_format))
                         for gradient in handed
@@ -342,8 +342,8 @@ class StageActions:
 def _rows(
     meta: StepMeta, task: Task, module: str, samples: tuple[Range, ...]
 ) -> tuple[tuple[int, int], int]:
-    """Where the rows of some samples are among all that a module has of a microbatch, and how many
-    those are."""
+    """Return the range of rows of some samples among all rows of a module's microbatch, and the
+    number of all rows."""
     offsets = meta.offsets_of(task.microbatch, module)
     rows = rows_of(Range(samples[0].lo, samples[-1].hi), offsets)
     if offsets is not None:
@@ -352,8 +352,8 @@ def _rows(
 
 
 def _in_parts(task: Task) -> bool:
-    """Whether replicas of a module made each a share of the samples that a stage reads, or more
-    than it reads."""
+    """Return True if replicas of a producer each made a share of the samples that the stage reads,
+    or if a producer made more samples than the stage reads."""
     names = [p.name for p in task.producers]
     return len(set(names)) < len(names) or any(p.reads != p.samples for p in task.producers)
 
@@ -361,7 +361,7 @@ def _in_parts(task: Task) -> bool:
 def _received_parts(
     task: Task, with_grad: bool, step: StepState, messages: Received
 ) -> tuple[Leaves, dict[str, Message]]:
-    """What a stage computes gradients of, and its messages by producer, put together."""
+    """Return the leaves that need gradients, and the joined message of each producer module."""
     leaves: Leaves = []
     parts: dict[str, list[tuple[tuple[Range, ...], Message]]] = {}
     for producer, message in zip(task.producers, messages, strict=True):
@@ -385,7 +385,7 @@ def _first(part: tuple[tuple[Range, ...], Message]) -> Range:
 def _accumulate(
     tensors: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """Gradients of leaves and parameters, of the outputs that have any."""
+    """Accumulate gradients of leaves and parameters, from the outputs that require grad."""
     if tensors and all([t.requires_grad for t in tensors]):
         torch.autograd.backward(tensors, gradients)
         return

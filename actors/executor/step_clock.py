@@ -1,4 +1,4 @@
-"""When a rank's tasks ran: what a step's timeline is made of."""
+"""Clocks that measure when a rank's tasks run, for the timeline of a step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from raymm.kernels.collectives.waiting import waits_for_others
 
 
 class StepClock(Protocol):
-    """Marks moments of a step; what they were in seconds is known once it is over."""
+    """Clock that marks moments of a step. The times in seconds are available after the step."""
 
     def mark(self) -> Any:
-        """This moment, in the order of the current stream's work."""
+        """Mark this moment, in the order of the current stream's work."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """The marked moments on this host's wall clock. Waits until the last one has passed."""
+        """Return the marked moments on this host's wall clock. Waits until the last one has
+        passed."""
         ...
 
 
 class HostClock:
-    """Work is done when the call returns: on a CPU."""
+    """Clock for a CPU, where work is done when the call returns."""
 
     mark = staticmethod(time.perf_counter)
-    """This moment."""
+    """Mark this moment."""
 
     def __init__(self) -> None:
         self._wall = time.time() - time.perf_counter()
@@ -37,10 +38,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Work is handed over, and done later: marks are events on the current stream.
+    """Clock for a GPU, where work runs asynchronously: marks are events on the current stream.
 
-    The stream is idle when the clock starts, because the step before ended by waiting for its
-    last event: the first event passes at once, at a known time.
+    The stream is idle when the clock starts, because the previous step waited for its last event.
+    The first event therefore passes at once, at a known time.
     """
 
     def __init__(self) -> None:
@@ -48,12 +49,12 @@ class DeviceClock:
         self._wall = time.time()
 
     def mark(self) -> torch.cuda.Event:
-        """This moment."""
+        """Mark this moment."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    @waits_for_others  # whose messages the device waits for
+    @waits_for_others  # the device waits for messages of other processes
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """See :class:`StepClock`."""
         if marks:
@@ -62,5 +63,5 @@ class DeviceClock:
 
 
 def step_clock(device: torch.device) -> StepClock:
-    """A clock for one step on a device, which starts now."""
+    """Start a clock for one step on a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()

@@ -1,4 +1,4 @@
-"""What ranks get of a step, and what they give back."""
+"""Metadata that ranks receive for a step, and the results that they return."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from raymm.scheduler.program.timeline import Span, Timeline
 
 
 class LayoutKey(NamedTuple):
-    """What decides the layouts of a microbatch's messages.
+    """Key that determines the layouts of a microbatch's messages.
 
     Attributes:
-        identity: the same for microbatches with the same layouts.
-        structure: the same for microbatches whose layouts differ in sizes at most.
-        sizes: that layouts may follow from; as many for all of one structure.
+        identity: equal for microbatches with the same layouts.
+        structure: equal for microbatches whose layouts differ in dimensions only.
+        sizes: sizes that dimensions may depend on; the same number of them for all microbatches of
+            one structure.
     """
 
     identity: int
@@ -30,37 +31,38 @@ class LayoutKey(NamedTuple):
     sizes: tuple[int, ...]
 
     def decoding(self, decode: Decode | None) -> LayoutKey:
-        """In a step that writes text: a token that a text goes on with has nothing beside it."""
+        """Return the key for a step that generates text. After the first token, messages hold one
+        token per text and no modality inputs."""
         if decode is None or decode.first:
             return self
         return self._replace(identity=hash((self.identity, "token")), structure=hash("token"))
 
 
 class StepMeta(NamedTuple):
-    """What every rank is told about a step.
+    """Metadata of a step that every rank receives.
 
     Attributes:
         step: number of the step, for seeds.
-        label_tokens: what the loss is divided by: label tokens, or pairs of answers, in the whole
-            step.
+        label_tokens: divisor of the loss: number of label tokens, or of pairs of answers, in the
+            whole step.
         keys: per microbatch, a value that determines every message's layout.
-        seed: the run's seed.
-        sample_ids: per microbatch, its samples' ids.
-        sample_counts: per microbatch, the number of its samples, where they have no ids.
-        training: False for evaluation: no dropout anywhere.
-        batch: how many batches' gradients the step has accumulated before, for seeds.
-        scales: by module, what the sum of its samples' losses is multiplied with: its weight
-            divided by the count of its own over the whole step.
-        offsets: per microbatch, by module whose outputs have not one row of each sample, each
-            sample's first row, and behind the last one the number of rows.
-        decode: of a step that writes texts, which; its scores are then their next tokens.
-        first_samples: where samples have noise, each microbatch's first one's number in the batch.
-        reference: adapters are left out, and what there is of every row is the log-probability of
-            its labels.
-        counting: of a mixture of experts, it is the pass before a training step that counts where
-            routers send its tokens.
-        router_counts: what came of that: how often each expert is chosen in the whole step, by all
-            layers; None: each microbatch of each stage is a step by itself.
+        sample_ids: per microbatch, the ids of its samples.
+        sample_counts: per microbatch, the number of its samples, if they have no ids.
+        training: False for evaluation, which disables dropout everywhere.
+        batch: number of batches whose gradients the step has accumulated before, for seeds.
+        scales: by module, factor for the sum of its samples' losses: the module's weight divided by
+            its count over the whole step.
+        offsets: per microbatch, for each module whose outputs do not have one row per sample, the
+            first row of each sample, followed by the number of rows.
+        decode: texts that the step generates; its scores are then their next tokens. None if it
+            generates none.
+        first_samples: if samples have noise, per microbatch the number of its first sample in the
+            batch.
+        reference: True to skip adapters and return the log-probability of each row's labels.
+        counting: for mixtures of experts, True for the pass before a training step that counts
+            where routers send the step's tokens.
+        router_counts: result of the counting pass: how often each expert is chosen in the whole
+            step, over all layers. None to treat each microbatch of each stage separately.
     """
 
     step: int
@@ -86,11 +88,11 @@ class StepMeta(NamedTuple):
         return len(self.sample_ids[microbatch]) if self.sample_ids else 0
 
     def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
-        """Of a module's outputs; None if they have one row of each sample."""
+        """Return the row offsets of a module's outputs; None if they have one row per sample."""
         return self.offsets[microbatch].get(module) if self.offsets else None
 
     def sample_seeds(self, microbatch: int) -> SampleSeeds | None:
-        """Of a microbatch's noise; None if there is none."""
+        """Return the seeds of a microbatch's noise; None without noise."""
         if not self.first_samples:
             return None
         step, batch = (self.step, self.batch) if self.training else (0, 0)
@@ -103,23 +105,24 @@ SpanLabel = tuple[str, StageId, int, StageId, float]
 
 @dataclass
 class StepResult:
-    """One rank's outcome of a step.
+    """Result of a step on one rank.
 
     Attributes:
-        losses: by stage that computes one, and microbatch, its share of the loss.
-        by_source: the same by number of a source: its sum of cross entropies, and over how many
-            labels; of microbatches whose samples say which source they are of.
-        scores: of pairs of answers, the same of their rows' log-probabilities; of texts, of
-            their next tokens.
-        labels: of the tasks that ran (:func:`pack_labels`), the same in every step of a program.
-        times: when they began, all of them, and when they ended: seconds on this host's wall
-            clock, float64.
-        peak_bytes: the most memory that the process held meanwhile
+        losses: share of the loss, by (stage, microbatch), of stages that compute a loss.
+        by_source: (sum of cross entropies, number of labels) by source number, by (stage,
+            microbatch), for microbatches whose samples name their source.
+        scores: by (stage, microbatch), the rows' log-probabilities for pairs of answers, or the
+            next tokens for generated texts.
+        labels: packed labels of the tasks (:func:`pack_labels`), the same in every step of a
+            program.
+        times: start times of all tasks, then end times: seconds on this host's wall clock, packed
+            float64.
+        peak_bytes: peak memory of the process during the step
             (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
-        grad_norm, learning_rate: of the update, if the step ends in one that is applied.
-        not_finite: of an update that was not applied, what was not finite here.
-        loads: by name of a layer's experts, how many of the step's tokens each of them got.
-        router_counts: of what was counted here, as of :class:`StepMeta`; None if nothing was.
+        grad_norm, learning_rate: of the update, if the step ends with one that is applied.
+        not_finite: for an update that was not applied, the non-finite values of this process.
+        loads: number of the step's tokens for each expert, by name of the layer's experts.
+        router_counts: counts of this process, see :class:`StepMeta`; None if it counted none.
     """
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class StepResult:
 
     @property
     def spans(self) -> list[tuple[str, StageId, int, float, float, StageId, float]]:
-        """Op, stage, microbatch, start, end, peer and quota of every task."""
+        """Return op, stage, microbatch, start, end, peer and quota of every task."""
         labels, seconds = _labels(self.labels), array("d", self.times)
         return [
             (op, stage, microbatch, start, end, peer, quota)
@@ -149,10 +152,10 @@ class StepResult:
 
 
 def pack_labels(labels: Sequence[SpanLabel]) -> bytes:
-    """What of a result's spans does not change from step to step; pickled once.
+    """Pickle the labels of a program's tasks, which do not change from step to step.
 
     Args:
-        labels: of the tasks, in the order in which their times are given.
+        labels: in the order in which the tasks' times are recorded.
     """
     return pickle.dumps(list(labels), pickle.HIGHEST_PROTOCOL)
 
@@ -163,7 +166,7 @@ def _labels(packed: bytes) -> list[SpanLabel]:
 
 
 def measured_timeline(results: Sequence[StepResult]) -> Timeline:
-    """All ranks' spans as one timeline that starts at 0."""
+    """Return all ranks' spans as one timeline that starts at 0."""
     starts = [span[3] for result in results for span in result.spans]
     origin = min(starts, default=0.0)
     return Timeline(

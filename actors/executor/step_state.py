@@ -1,4 +1,4 @@
-"""What a step under way has in memory between its instructions."""
+"""In-memory state of a step between its instructions."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from raymm.actors.modules.message import Message, Routed, SourceSums
 from raymm.scheduler.plan.stage import StageId
 
 Received = list[Message]
-"""What a stage gets of a microbatch, a message per producer."""
+"""Messages that a stage receives for a microbatch, one per producer."""
 Leaves = list[Message]
-"""What a stage received and computes gradients of, per producer that gets one."""
+"""Received messages that need gradients, one per producer that receives a gradient."""
 
 
 class StepState:
-    """A step under way. Places of messages and activations are numbered by the compiled program.
+    """State of a step in progress. The compiled program numbers the slots of messages and
+    activations.
 
     Args:
-        messages, activations: how many places there are.
-        inputs, meta: as given to :meth:`raymm.actors.executor.executor.Executor.run`.
+        messages, activations: numbers of slots.
+        inputs, meta: see :meth:`raymm.actors.executor.executor.Executor.run`.
 
     Attributes:
-        learns: whether gradients follow from it.
-        messages: from when they are there until they are used or sent.
+        learns: True if the step computes gradients.
+        messages: messages until they are used or sent.
         saved: leaves and output of forwards that wait for their backward.
-        received: what came in of forwards that wait to be recomputed.
+        received: inputs of forwards that wait for their recomputation.
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
-        losses: by stage and microbatch.
-        routed: by stage and microbatch, of mixtures of experts.
-        by_source: as ``losses``, of microbatches whose samples say which source they are of.
-        scores: of pairs of answers, the same of their rows' log-probabilities; of texts, of
-            their next tokens.
-        result: of the step, as far as it is known.
+        losses: by (stage, microbatch).
+        routed: routing results of mixtures of experts, by (stage, microbatch).
+        by_source, scores: see :class:`StepResult`.
+        result: filled in as far as it is known.
     """
 
     __slots__ = (
@@ -61,7 +60,7 @@ class StepState:
         self.result = StepResult()
 
     def finish(self) -> StepResult:
-        """The result, with what was computed on the device."""
+        """Return the result, with values read from the device."""
         result = self.result
         result.scores = {place: scores.tolist() for place, scores in self.scores.items()}
         result.losses = {place: float(loss) for place, loss in self.losses.items()}
@@ -79,13 +78,13 @@ class StepState:
         return result
 
     def take(self, place: int) -> Message:
-        """A message, which nothing keeps any longer but who takes it."""
+        """Remove and return a message."""
         message = self.messages[place]
-        assert message is not None  # as check_program has proved
+        assert message is not None  # verified by check_program
         self.messages[place] = None
         return message
 
     def stage_inputs(self, stage: StageId, microbatch: int) -> dict[str, Any] | None:
-        """What a stage reads of a microbatch."""
+        """Return the inputs that a stage reads for a microbatch."""
         rows = self.inputs.get(stage)
         return rows[microbatch] if rows else None
