@@ -8,7 +8,7 @@ A message with a new key is preceded by a description, unless both ends predict 
 rejection the data already sent are discarded, and the message follows with its description over
 host memory. Gradients have the layouts of the corresponding outputs and need no description.
 
-Receives are posted ahead of time: on a GPU where the step's program says so, on a CPU a few
+Receives are posted ahead of time: on a GPU where the program schedules them, on a CPU a few
 messages ahead, so that a message is transferred as soon as it is sent. A sent tensor is kept until
 its send has completed.
 
