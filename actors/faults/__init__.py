@@ -1,1 +1,1 @@
-"""Who is to blame: where processes stand, their stacks, what they said at their end."""
+"""Failure diagnosis: progress reports of processes, their stacks, and the kinds of their errors."""

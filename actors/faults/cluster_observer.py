@@ -1,9 +1,9 @@
-"""Whether the cluster under a run is still there.
+"""Observer that detects the loss of the cluster under a run.
 
-Ray tells late, or not at all: that a node's server (the raylet) is gone after some 15 s, in which
-its processes go on; that the server which knows the cluster (the GCS) is gone not before a minute,
-when it ends the process. A run needs neither for its steps, so it would not notice, and fail at its
-end. Both listen at TCP ports: where a host refuses the connection, the server is gone.
+Ray reports losses late. It reports a lost node server (raylet) after about 15 s, during which the
+node's processes continue. Without the cluster's control server (GCS), Ray ends this process after a
+minute. A run needs neither for its steps, so it would not notice, and would fail at its end. Both
+servers listen on TCP ports: if the host refuses the connection, the server is gone.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import NamedTuple
 import ray
 from ray.exceptions import RayError
 
-# Seconds between two looks.
+# Seconds between two checks.
 INTERVAL_S = 1.0
-# Seconds between the two looks at a node that refuses, or whose process has died: one that is
-# killed as a whole loses it first, or last.
+# Seconds between the two checks of a node that refuses connections or whose process has died. When
+# a whole node is killed, the node server may die before or after its processes.
 BOTH_LOOKS_S = 0.2
-# Seconds that a connection, or the GCS's answer, may take.
+# Timeout for a connection and for the GCS's answer, in seconds.
 ANSWER_TIMEOUT_S = 5.0
-# Looks in a row at which a server refuses, until it counts as gone: one may be starting anew.
+# Consecutive refused connections after which a server counts as gone: it may be restarting.
 REFUSALS = 2
-# Seconds without the GCS after which a run ends. Where it is gone from its port, too: clusters
-# can be set up to start it anew. After 60 s Ray would end this process without a word.
+# Seconds without the GCS after which a run ends, also if its port refuses connections: clusters can
+# be configured to restart it. After 60 s Ray would end this process without a message.
 GCS_TIMEOUT_S = 20.0
 
 
 class Server(NamedTuple):
-    """Where a server listens, and what it is called."""
+    """Address and name of a server."""
 
     host: str
     port: int
@@ -41,17 +41,15 @@ class Server(NamedTuple):
 
 
 class ClusterObserver:
-    """Looks at the servers that some processes need, in a thread that does not keep this process
-    from ending.
+    """Observes the Ray servers that a run needs, in a daemon thread.
 
     Args:
-        nodes: Ray's ids of the nodes; without any, the GCS alone is observed.
+        nodes: Ray ids of the nodes; empty to observe the GCS only.
 
     Attributes:
-        nodes: as given.
-        lost: what is gone, in a sentence; None as long as nothing is.
-        lost_nodes: ids of nodes that are.
-        gcs_is_lost: whether calls that change the cluster would never return.
+        lost: message that says what was lost; None if nothing was.
+        lost_nodes: ids of lost nodes.
+        gcs_is_lost: True if calls that change the cluster would hang.
     """
 
     def __init__(self, nodes: Collection[str]) -> None:
@@ -67,18 +65,20 @@ class ClusterObserver:
         }
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._gcs = Server(host.strip("[]"), int(port), "the Ray cluster's server (GCS)")
-        self._refused: dict[str, int] = {}  # looks in a row, of nodes that have been reached
+        # consecutive refusals of nodes that were reachable before
+        self._refused: dict[str, int] = {}
         self._gcs_seen: float | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._observer, name="cluster-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop observing."""
         self._ended.set()
 
     def gcs_answers(self) -> bool:
-        """Look at the GCS now. Return False if it is gone or stopped, so that calls which change
-        the cluster would not return; a GCS that never answered may be behind a firewall."""
+        """Check the GCS now. Return False if it is gone or stopped, so that calls which change the
+        cluster would hang. A GCS that never answered may be behind a firewall and counts as
+        present."""
         if self.gcs_is_lost:
             return False
         return self._gcs_seen is None or answers(self._gcs)
@@ -93,7 +93,7 @@ class ClusterObserver:
         for node, server in self._servers.items():
             if not refuses(server):
                 self._refused[node] = 0
-            elif node in self._refused:  # a firewall may refuse from the beginning
+            elif node in self._refused:  # a node that was never reachable may be behind a firewall
                 self._refused[node] += 1
         gone = [node for node, count in self._refused.items() if count >= REFUSALS]
         if gone and not self._ended.is_set():
@@ -108,8 +108,8 @@ class ClusterObserver:
         self.lost = f"node {names} is gone: {sign}; it was killed, or the machine was shut down"
 
     def look_at_nodes(self) -> None:
-        """Look at all nodes that have been reached: something has gone, and one of them may be why;
-        :attr:`lost` says so. Waits :data:`BOTH_LOOKS_S` for one that is just going."""
+        """Check all reachable nodes after something was lost, in case one of them is the cause;
+        sets :attr:`lost`. Waits :data:`BOTH_LOOKS_S` for a node that is just going down."""
         for pause in (0.0, BOTH_LOOKS_S):
             if self.lost is not None:
                 return
@@ -119,11 +119,11 @@ class ClusterObserver:
                 self._lose(gone, "its Ray server (raylet) does not listen any more")
 
     def look_at_node(self, node: str, pauses: Sequence[float] = (0.0, BOTH_LOOKS_S)) -> None:
-        """Look whether the node of a process that has died is gone, too; :attr:`lost` says so.
+        """Check if the node of a process that has died is gone, too; sets :attr:`lost`.
 
         Args:
-            node: its id.
-            pauses: before each look, in seconds.
+            node: Ray id of the node.
+            pauses: seconds before each check.
         """
         server = self._servers.get(node)
         for pause in pauses:
@@ -152,12 +152,13 @@ class ClusterObserver:
 
 
 def dead_nodes() -> frozenset[str]:
-    """Ray's ids of the nodes that it has found dead."""
+    """Return Ray ids of the nodes that Ray has found dead."""
     return frozenset(node["NodeID"] for node in ray.nodes() if not node["Alive"])
 
 
 def refuses(server: Server) -> bool:
-    """Whether the host says that nobody listens there. A host that says nothing may be busy."""
+    """Return True if the host refuses connections to the server. A host that does not answer may be
+    busy."""
     try:
         socket.create_connection(server[:2], ANSWER_TIMEOUT_S).close()
     except OSError as error:
@@ -166,12 +167,12 @@ def refuses(server: Server) -> bool:
 
 
 def answers(server: Server) -> bool:
-    """Whether a GCS listens and answers: one that is stopped still accepts connections."""
+    """Return True if a GCS listens and answers. A stopped GCS still accepts connections."""
     try:
         socket.create_connection(server[:2], ANSWER_TIMEOUT_S).close()
         from ray._private.worker import global_worker
 
-        client = getattr(global_worker, "gcs_client")  # noqa: B009  Ray sets it without saying so
+        client = getattr(global_worker, "gcs_client")  # noqa: B009  Ray does not declare it
         client.internal_kv_exists(b"raymm", None, timeout=ANSWER_TIMEOUT_S)
     except (OSError, RayError, RuntimeError, AttributeError):
         return False

@@ -1,9 +1,10 @@
-"""Ends the connections of this process with others from outside of whoever waits for them.
+"""Shuts down the connections of this process while other threads wait on them.
 
-gloo knows no way to give up an operation (``ProcessGroupGloo.abort`` does nothing), so whoever
-waits for a process that waits for another one, which is gone, would wait for the whole timeout. Of
-the two ends of each connection one has accepted it, at a port that its process listens at: where
-every process shuts down what it has accepted, none is left, and all operations fail at once.
+gloo cannot abort an operation (``ProcessGroupGloo.abort`` does nothing). A process that waits for a
+process which itself waits for a lost one would therefore wait for the whole timeout. Each
+connection was accepted by one of its ends, at a port on which that process listens. If every
+process shuts down the connections that it has accepted, none is left, and all operations fail at
+once.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class OwnConnections:
-    """Those that are made from now on, until :meth:`cut`.
+    """Connections that are created after this object, until :meth:`cut`.
 
-    Whatever else listens in this process (Ray) must do so already.
+    Everything else that listens in this process (Ray) must already be listening.
     """
 
     def __init__(self) -> None:
         self._of_others = _listening()
 
     def cut(self) -> int:
-        """End them; in any thread, while others use them. Operations under way fail, those to come
-        too. Returns how many there were, of those that this process has accepted."""
+        """Shut down the connections, from any thread. Operations in flight and later ones fail.
+        Return the number of accepted connections that were shut down."""
         _abort_nccl()
         ports = _listening() - self._of_others
         count = 0
@@ -48,7 +49,7 @@ _aborted: list[dist.ProcessGroup] = []
 
 def _abort_nccl() -> None:
     """Abort all process groups if the default group is NCCL's, whose operations wait on the device
-    without a limit. Torch forgets the groups: none is left to destroy."""
+    without a limit. Torch then forgets the groups, so they need not be destroyed."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         _aborted.extend(dist.distributed_c10d._world.pg_map)
         dist.distributed_c10d._abort_process_group()
@@ -68,8 +69,8 @@ def _listens(connection: socket.socket) -> bool:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Of this process; with descriptors of their own, so that none is another's by the time that it
-    is looked at."""
+    """Yield TCP sockets of this process, with duplicated descriptors, so that a descriptor that is
+    closed and reused meanwhile is not mistaken for a socket."""
     names = os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else []
     for name in names:
         try:
@@ -78,7 +79,7 @@ def _tcp_sockets() -> Iterator[socket.socket]:
             continue
         try:
             opened = socket.socket(fileno=descriptor)
-        except OSError:  # no socket
+        except OSError:  # not a socket
             os.close(descriptor)
             continue
         if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM:

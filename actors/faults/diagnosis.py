@@ -1,4 +1,4 @@
-"""What has happened to ranks that do not go on, told from how their calls ended."""
+"""Diagnosis of rank failures from how the ranks' calls ended."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from raymm.errors import FailureKind, RankFailedError, RunFailedError
 
 @dataclass(frozen=True)
 class Failure:
-    """Why ranks do not go on.
+    """Failure of ranks.
 
     Attributes:
-        message: names who is to blame.
-        kind: class of the error, unless a rank's code raised.
-        lost: ranks whose processes are gone, or of no use any more; None: processes in their places
-            would not help.
+        message: names the rank at fault.
+        kind: makes the error, unless a rank's code raised one.
+        lost: ranks whose processes are gone or unusable; None if replacing processes would not
+            help.
         texts: tracebacks and stacks, by file name.
-        raised: kind of what a rank's code raised; None if no rank's code raised.
+        raised: kind of the error that a rank's code raised; None if none raised an error.
     """
 
     message: str
@@ -41,20 +41,19 @@ class Failure:
         return self.raised is not None and self.lost == frozenset()
 
     def error(self, message: str) -> RunFailedError:
-        """Return the error to raise, with a text that may be longer than :attr:`message`."""
+        """Return the error to raise, with ``message`` as its text, which may be longer than
+        :attr:`message`."""
         return self.kind(message) if self.raised is None else RankFailedError(message, self.raised)
 
 
 def death(
     rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
 ) -> Failure:
-    """A rank's process has died.
+    """Diagnose the death of a rank's process.
 
     Args:
-        rank: which.
-        error: what Ray says.
-        names: of all ranks.
-        addresses: of ranks that have started.
+        names: names of all ranks.
+        addresses: addresses of the ranks that have started.
     """
     looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
     said = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
@@ -62,19 +61,17 @@ def death(
     texts = {**stacks, f"rank-{rank}.txt": str(error)}
     if error.actor_init_failed:
         kind = constructor_kind(str(error))
-        # Another process in its place would raise the same error, unless the cause passes.
+        # A replacement would raise the same error, unless the cause is temporary.
         lost = frozenset({rank}) if kind.passes else None
         return Failure(said, lost=lost, texts=texts, raised=kind)
     return Failure(said, RankFailedError, frozenset({rank}), texts)
 
 
 def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:
-    """A rank has raised what is its own, not that a connection was lost.
+    """Diagnose an error that a rank's own code raised, as opposed to a lost connection.
 
     Args:
-        rank: which.
-        error: what it has raised.
-        names: of all ranks.
+        names: names of all ranks.
     """
     cause = cause_of(error)
     kind = failure_kind(cause)
@@ -82,15 +79,15 @@ def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:
     if not isinstance(cause, ValueError):
         if kind is FailureKind.DEFECT:
             reason += "\nraymm's own code raised this error; please report it with its traceback"
-        reason += f"\n{error}"  # nobody expected it: show where it came from
+        reason += f"\n{error}"  # unexpected: show where it was raised
     message, texts = f"{names[rank]} failed: {reason}", {f"rank-{rank}.txt": str(error)}
-    if isinstance(cause, torch.AcceleratorError):  # a device that fails, another one may not
+    if isinstance(cause, torch.AcceleratorError):  # a failed device; another device may work
         return Failure(message, RankFailedError, frozenset({rank}), texts)
     return Failure(message, lost=frozenset(), texts=texts, raised=kind)
 
 
 def cause_of(error: RayTaskError) -> BaseException:
-    """What was raised."""
+    """Return the error that the task raised."""
     return error if error.cause is None else error.cause
 
 
@@ -98,15 +95,16 @@ def blamed(
     inquiry: Inquiry, reason: str, names: Sequence[str], addresses: Mapping[int, Address],
     culprits: Sequence[int],
 ) -> Failure:
-    """The rank that the others wait for, and what each was doing. Ends culprits: nobody leaves an
-    operation with one that hangs before its end of the connection is gone.
+    """Diagnose the rank that the others wait for, and report what each rank was doing. Kills the
+    culprits: the other ranks leave their operations only after the connections to a hung rank are
+    closed.
 
     Args:
-        inquiry: what ranks said.
-        reason: why they were asked.
-        names: of all ranks.
-        addresses: of ranks that have started.
-        culprits: that rank, and others that are to go; empty: nobody knows.
+        inquiry: the ranks' reports.
+        reason: trigger of the inquiry.
+        names: names of all ranks.
+        addresses: addresses of the ranks that have started.
+        culprits: the rank at fault, followed by further ranks to end; empty if unknown.
     """
     looks = look_from_outside(addresses, end=[rank for rank in culprits if rank in addresses])
     message, texts = accusation(names, inquiry, looks, reason, next(iter(culprits), None))

@@ -1,4 +1,4 @@
-"""How what goes wrong is said."""
+"""Error messages of rank failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Look
 
-# An error says of so many ranks what they were doing; the files that it names, of all.
+# Number of ranks whose activity an error message lists; files list all ranks.
 SHOWN_RANKS = 16
 
 
@@ -22,17 +22,18 @@ def accusation(
     reason: str,
     culprit: int | None,
 ) -> tuple[str, dict[str, str]]:
-    """Who is to blame, and what every rank was doing.
+    """Describe the rank at fault, and what every rank was doing.
 
     Args:
-        names: of the ranks.
-        inquiry: what they said.
-        looks: what they look like from outside.
-        reason: why they were asked.
-        culprit: who is to blame; None: nobody knows.
+        names: names of the ranks.
+        inquiry: the ranks' reports.
+        looks: the ranks as seen from outside.
+        reason: trigger of the inquiry.
+        culprit: rank at fault; None if unknown.
 
     Returns:
-        The message, with the culprit in the first line if there is one; and a file per rank.
+        The message, with the rank at fault in its first line if known; and the text of a file per
+        rank.
     """
     doing = [f"{name} {_doing(rank, inquiry, looks)}" for rank, name in enumerate(names)]
     lines = [reason] if culprit is None else [doing[culprit], reason]
@@ -53,7 +54,7 @@ def _doing(rank: int, inquiry: Inquiry, looks: Mapping[int, Look]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a Ray error says, without its many lines of context."""
+    """Return the essential line of a Ray error, without its context."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OutOfMemoryError):  # Ray's memory monitor chose this process
         return " ".join(lines[:2]).partition(" Ray killed")[0]
@@ -72,13 +73,13 @@ def first_line(error: BaseException) -> str:
 
 
 def raised_at(traceback: str) -> str:
-    """What was raised, and where, of a traceback in words: ``"KeyError: 'a', raised in build
-    (model.py, line 3)"``."""
+    """Return the error and its location from a formatted traceback: ``"KeyError: 'a', raised in
+    build (model.py, line 3)"``."""
     lines = [line for line in traceback.splitlines() if line.strip()]
     places = [n for n, line in enumerate(lines) if _PLACE.match(line)]
     if not places:
         return lines[-1].strip() if lines else "the reason is unknown"
-    # After the last place come its source line, perhaps marks below it, and the error.
+    # The last location is followed by its source line, markers below it, and the error.
     error = [line for line in lines[places[-1] + 1 :] if not line.startswith(" ")]
     place = _PLACE.match(lines[places[-1]])
     assert place is not None

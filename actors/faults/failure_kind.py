@@ -1,8 +1,8 @@
-"""Kinds of failures, judged where an error is raised: by its type, never by a search in its text.
+"""Kinds of failures, determined by an error's type where it is raised, never by searching its text.
 
-Code of another library may hide the type. Three of these cases are told by what is fixed in them:
-``threading`` raises a bare RuntimeError where no thread can be started, torch's CPU allocator and
-C++'s standard library raise one with a fixed text.
+Code of other libraries may hide the type. Three such cases are recognised by fixed properties:
+``threading`` raises a bare RuntimeError when no thread can be started, and torch's CPU allocator
+and C++'s standard library raise RuntimeErrors with fixed texts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _CONNECTION_NUMBERS = frozenset({
     errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOBUFS, errno.EADDRNOTAVAIL,
     errno.EREMOTEIO, errno.ENOLINK, errno.ECOMM,
 })
-# torch/c10 raises a bare RuntimeError that begins like this, whatever follows.
+# Prefix of the bare RuntimeError that torch/c10 raises.
 _CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:"
-# Whole texts of C++'s std::bad_alloc and std::system_error (of threads), as bindings pass them on.
+# Full texts of C++'s std::bad_alloc and std::system_error (of threads), as bindings pass them.
 _NATIVE = frozenset({"std::bad_alloc", os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)})
 _PROGRAMMING = (
     ArithmeticError, AssertionError, AttributeError, InternalError, LookupError, NameError,
@@ -50,9 +50,9 @@ _LINE = "(failure kind: {})"
 def failure_kind(error: BaseException) -> FailureKind:
     """Return the kind of an error.
 
-    An error is of the first kind found among itself and the errors that it was raised from
-    (``__cause__``); a library's OSError that wraps another one without saying so has that as its
-    context. A kind that was judged before, perhaps in another process, stays.
+    The kind is the first one found among the error and the errors that it was raised from
+    (``__cause__``). For a library's OSError without a number, the context counts as its cause. A
+    kind that was determined before, possibly in another process, is kept.
     """
     carried = getattr(error, _ATTRIBUTE, None)
     if isinstance(carried, FailureKind):
@@ -66,17 +66,16 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 
 def carry_kind(error: BaseException) -> None:
-    """Judge an error where it was raised, and have it carry its kind: pickling keeps attributes,
-    and drops tracebacks and causes. An error whose class pickles without attributes is judged
-    again, by its type, where it arrives."""
+    """Determine an error's kind where it is raised and attach it to the error. Pickling keeps
+    attributes but drops tracebacks and causes. An error whose class pickles without attributes is
+    classified again by its type on arrival."""
     with suppress(AttributeError, TypeError):
         setattr(error, _ATTRIBUTE, failure_kind(error))
 
 
 def judging_errors(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Have errors that an actor's constructor raises carry their kind. Of such an error, Ray sends
-    the traceback as text and nothing else, so the kind is a line of that text, after all that the
-    error itself says."""
+    """Decorate an actor's constructor so that its errors carry their kind. Ray sends only the
+    traceback of such an error, as text, so the kind is added as the last line of that text."""
 
     @functools.wraps(constructor)
     def construct(*args: Any, **kwargs: Any) -> None:
@@ -92,7 +91,8 @@ def judging_errors(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def constructor_kind(traceback: str) -> FailureKind:
-    """Return the kind of an error that an actor's constructor raised, as its last line says."""
+    """Return the kind of an error that an actor's constructor raised, from the traceback's last
+    line."""
     last = traceback.rstrip().rpartition("\n")[2].strip()
     kinds = {_LINE.format(kind.value): kind for kind in FailureKind}
     return kinds.get(last, FailureKind.USER)
@@ -114,7 +114,7 @@ def _is_resource(error: BaseException) -> bool:
     if _is_of_ray(error, "ObjectStoreFullError", "OutOfDiskError", "OutOfMemoryError"):
         return True
     if isinstance(error, OSError):
-        # gaierror has numbers of its own.
+        # gaierror uses different error numbers.
         return error.errno in _RESOURCE_NUMBERS and not isinstance(error, socket.gaierror)
     if type(error) is not RuntimeError:
         return False
@@ -129,19 +129,19 @@ def _is_connection(error: BaseException) -> bool:
     if isinstance(error, OSError):
         classes = ConnectionError | TimeoutError | socket.gaierror
         return isinstance(error, classes) or error.errno in _CONNECTION_NUMBERS
-    # Another process is gone, or an object that was there.
+    # Another process or an object is gone.
     return _is_of_ray(error, "RayActorError", "ObjectLostError", "NodeDiedError", "RpcError")
 
 
 def _is_of_ray(error: BaseException, *names: str) -> bool:
-    """True for an error of one of Ray's classes, which are not loaded where Ray is not used."""
+    """Return True for an error of one of Ray's classes, without importing Ray."""
     exceptions = sys.modules.get("ray.exceptions")
     return any(isinstance(error, getattr(exceptions, name, ())) for name in names)
 
 
 def _is_defect(error: BaseException) -> bool:
-    """True for a programming error that raymm's own code raised; a sentence of raymm's, which names
-    a setting, is none."""
+    """Return True for a programming error that raymm's own code raised. raymm's errors that
+    describe a user's mistake do not count."""
     if not isinstance(error, _PROGRAMMING):
         return False
     if isinstance(error, Error) and not isinstance(error, InternalError):

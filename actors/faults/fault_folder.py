@@ -1,4 +1,4 @@
-"""Where what is known of a fault is kept: tracebacks, stacks."""
+"""Folder in which tracebacks and stacks of a fault are saved."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _run_folder: ContextVar[Path | None] = ContextVar("run_folder", default=None)
 
 @contextmanager
 def faults_kept_in(run_folder: Path) -> Iterator[None]:
-    """Faults within the block are kept in ``run_folder/faults``. Without, in the folder of Ray's
-    logs."""
+    """Save faults that occur within the block in ``run_folder/faults``. Outside of such a block
+    they are saved in Ray's log folder."""
     token = _run_folder.set(run_folder)
     try:
         yield
@@ -31,7 +31,8 @@ def keep(texts: Mapping[str, str]) -> str:
         texts: by file name.
 
     Returns:
-        The folder; or why there is none, as an error is on its way that matters more.
+        The folder; or the reason why it cannot be written, because the caller reports a more
+        important error.
     """
     folder = _base() / "faults" / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.getpid()}"
     try:

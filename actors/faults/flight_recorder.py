@@ -1,5 +1,5 @@
-"""NCCL's flight recorder: its last operations, which a process writes into a file when the watchdog
-or another process's failure ends it, for torch's ``torch.distributed.flight_recorder.fr_trace``."""
+"""NCCL's flight recorder. A process writes its last NCCL operations to a file when the watchdog or
+another process's failure ends it, for torch's ``torch.distributed.flight_recorder.fr_trace``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-# Operations that are remembered, a few hundred bytes each: those of the last steps.
+# Number of recorded operations, a few hundred bytes each: enough for the last steps.
 OPERATIONS = 2000
-# A setting that torch reads, and the older names that go before it where they are set.
+# Variables that torch reads, with their value and the older variable that takes precedence.
 _SETTINGS = {
     "TORCH_FR_BUFFER_SIZE": (str(OPERATIONS), "TORCH_NCCL_TRACE_BUFFER_SIZE"),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", ""),
@@ -20,22 +20,23 @@ _SETTINGS = {
 
 
 class Recorded(Protocol):
-    """What is known of a process from outside."""
+    """Process that may have written flight recorder files."""
 
     @property
     def records(self) -> tuple[str, ...]: ...
 
 
 def record_flight() -> None:
-    """Have NCCL in this process remember its operations, and write them where :func:`records`
-    finds them; where nobody has set that otherwise. Before anything is on a GPU."""
+    """Enable the flight recorder in this process, with files where :func:`records` finds them.
+    Variables that are already set are kept. Call this before the first GPU operation."""
     for name, (value, older) in _SETTINGS.items():
         if older not in os.environ:
             os.environ.setdefault(name, value or str(_base(os.getpid())))
 
 
 def records(pid: int) -> tuple[str, ...]:
-    """Files that a process of this node has written; torch adds the process's number."""
+    """Return the flight recorder files of a process on this node; torch appends the process's
+    rank."""
     base = _base(pid)
     return tuple(sorted(map(str, base.parent.glob(f"{base.name}*"))))
 
@@ -45,11 +46,11 @@ def _base(pid: int) -> Path:
 
 
 def records_text(names: Sequence[str], looks: Mapping[int, Recorded]) -> str:
-    """Where the records are, a line for each rank; empty if there are none.
+    """Return one line per rank that names its flight recorder files; empty without files.
 
     Args:
-        names: of the ranks.
-        looks: at the ranks, from outside.
+        names: names of the ranks.
+        looks: ranks as seen from outside.
     """
     return "".join(
         f"\nNCCL's flight recorder (torch.distributed.flight_recorder.fr_trace) of {names[rank]}: "

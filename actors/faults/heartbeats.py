@@ -1,9 +1,9 @@
-"""Which process takes too long: what it says of itself, against what it has taken before.
+"""Detection of processes that hang, from their reports and the durations of earlier operations.
 
-A process hangs where what it does takes five times as long as the longest of that kind so far, and
-ten seconds at least. Neighbours that wait for it do not hang. What a process has never done before
-(a first forward may compile for minutes) may take as long as one may wait for another; so may what
-was taken for a hang once: then it is known whether it was one.
+A process hangs if an operation takes five times as long as the longest operation of the same kind
+so far, and at least ten seconds. Processes that wait for it do not count as hanging. An operation
+that the process has never run before (a first forward may compile for minutes) may take as long as
+the timeout for other processes. The same applies after a wrong suspicion.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Look
 from raymm.actors.faults.whereabouts import OWN_TASKS, Report
 
-# Seconds that anything may take: a paused machine, a page that is swapped in, a disk that is slow.
+# Shortest limit in seconds: a machine may pause, a page may be swapped in, a disk may be slow.
 LEAST_S = 10.0
-# What is alike may take so many times as long as the longest before.
+# Limit of an operation as a multiple of the longest one of the same kind.
 TIMES = 5.0
-# Seconds between two looks: who is over its limit is known when that is reached.
+# Seconds between two checks. A process is reported one interval before it reaches its limit.
 BEAT_S = 1.0
 STOPPED = "stopped by a signal"
 
 
 class Overdue(NamedTuple):
-    """A process that takes too long: its number, and why that is too long, in words."""
+    """Process that takes too long, and the reason as text."""
 
     number: int
     why: str
 
 
 class Heartbeats:
-    """What some processes have said of themselves so far.
+    """Durations that processes have reported so far.
 
     Args:
-        patience: seconds that anything may take at most.
+        patience: longest time that any operation may take, in seconds.
     """
 
     def __init__(self, patience: float) -> None:
-        # Whoever waits for a process says so, if it is there when that is over.
+        # A process that waits for a late one reports it first, when its wait times out.
         self._most = patience + 2 * BEAT_S
         self._longest: dict[int, dict[str, float]] = {}
         self._silent_since: dict[int, float] = {}
@@ -47,13 +47,13 @@ class Heartbeats:
     def overdue(
         self, inquiry: Inquiry, now: float, look: Callable[[Collection[int]], Mapping[int, Look]]
     ) -> Overdue | None:
-        """Note what processes say, and look who takes too long; of several, the one that is
-        furthest over its limit.
+        """Record the processes' reports, and return the process that exceeds its limit by the
+        largest factor; None if no process does.
 
         Args:
-            inquiry: what they say; whoever is not there yet is not in it.
-            now: in seconds.
-            look: how they look from outside, by number.
+            inquiry: reports of the processes that have started.
+            now: current time in seconds.
+            look: returns processes as seen from outside, by number.
         """
         late: list[tuple[float, Overdue]] = []
         for number, report in inquiry.reports.items():
@@ -72,21 +72,13 @@ class Heartbeats:
         return max(late, default=(0.0, None), key=lambda each: each[0])[1]
 
     def forget(self, number: int) -> None:
-        """Another process comes in the place of one; or what it did may take longer after all: it
-        may take its time for it.
-
-        Args:
-            number: its number.
-        """
+        """Forget a process's durations, so that its next operations may take as long as first ones.
+        For a new process, or after a wrong suspicion."""
         self._silent_since.pop(number, None)
         self._longest.pop(number, None)
 
     def replaced(self, number: int) -> None:
-        """Another process has come in the place of one, which takes as long for what it does.
-
-        Args:
-            number: its number.
-        """
+        """Note that a new process has taken the place of one; recorded durations are kept."""
         self._silent_since.pop(number, None)
 
     def _note(self, number: int, report: Report) -> None:
@@ -96,7 +88,8 @@ class Heartbeats:
 
     @staticmethod
     def _under_way(report: Report) -> dict[str, float]:
-        """Seconds of what is its own."""
+        """Return the seconds of operations in progress that do not wait for other processes, by
+        kind."""
         own = {report.kind: report.seconds} if report.kind and not report.waits else {}
         return {**report.in_threads, **own}
 
@@ -117,7 +110,8 @@ class Heartbeats:
     def _of_silent(
         self, silent: Mapping[int, float], look: Callable[[Collection[int]], Mapping[int, Look]]
     ) -> list[tuple[float, Overdue]]:
-        """One that is stopped hangs; one that holds the interpreter's lock may be at work."""
+        """Return silent processes that exceed their limit. A stopped process has the shortest
+        limit; a process that holds the interpreter's lock may be computing."""
         if not silent:
             return []
         looks, late = look(silent.keys()), []

@@ -1,9 +1,10 @@
-"""Who is to blame when processes do not go on: they are asked where they are.
+"""Inquiry into which process is at fault when processes make no progress.
 
-Asked are all, where a connection is lost or a wait is over. A dead process is to blame; else one
-that does not answer (stopped, or hung with the interpreter's lock); else the one that computes for
-longest while another waits. Where none waits for another, a step is stuck once none has begun an
-instruction for as long as a receive may take; a single longer instruction counts as that.
+All processes report their current operation when a connection is lost or a wait times out. A dead
+process is at fault; otherwise a process that does not answer (stopped, or hung with the
+interpreter's lock); otherwise the process that has computed for longest while another one waits. If
+no process waits, a step is stuck once no process has started an instruction for as long as a
+receive may take; a single longer instruction counts as stuck.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raymm.actors.faults.stacks import Address, Look, end_process, look_at
 from raymm.actors.faults.whereabouts import Report
 
-# Seconds that a process has to say where it is. Its main thread need not be free for that; one
-# that holds the interpreter's lock, or is stopped, says nothing.
+# Seconds for a process to report. Its main thread need not be free for that. A process that is
+# stopped or holds the interpreter's lock does not answer.
 ANSWER_TIMEOUT_S = 5.0
-# Seconds in which processes are looked at from outside, all nodes at once and on each all of its
-# processes: an error waits for that, so what a node does not say by then is missing.
+# Seconds for inspecting processes from outside, on all nodes at once. The error message waits for
+# it and omits nodes that have not answered by then.
 LOOK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What processes said, by number.
+    """Reports of processes, by number.
 
     Attributes:
-        reports: of those that answered.
-        dead: of those that are dead, how Ray says it.
-        silent: the others.
+        reports: of the processes that answered.
+        dead: Ray's error for each dead process.
+        silent: all other processes.
     """
 
     reports: Mapping[int, Report] = field(default_factory=dict)
@@ -44,12 +45,15 @@ class Inquiry:
     silent: tuple[int, ...] = ()
 
     def culprits(self, long: float, aborted: Collection[int] = ()) -> list[int]:
-        """Dead processes, then those that do not answer; else the one that has computed for longest
-        while another waits for it. None if all wait, or none computes for long. Dead processes that
-        ended by SIGABRT come last: NCCL's watchdog ends those that wait for another one so.
+        """Return the processes at fault, the most likely one first.
+
+        These are dead processes, then processes that do not answer; otherwise the process that has
+        computed for longest while another one waits for it, if it has computed for ``long``
+        seconds. Dead processes that ended by SIGABRT come last, because NCCL's watchdog ends
+        processes that wait for another one in this way.
 
         Args:
-            long: seconds of computing from which on others may have given up because of it.
+            long: seconds of computing after which others may have given up waiting.
             aborted: dead processes that ended by SIGABRT.
         """
         victims = sorted(self.dead.keys() & set(aborted))
@@ -62,12 +66,13 @@ class Inquiry:
         return [longest, *victims]
 
     def still(self) -> float:
-        """Seconds since any of those that answer has begun something; infinite if none does."""
+        """Return the seconds since any process that answered started an operation; infinite if none
+        did."""
         return min((report.seconds for report in self.reports.values()), default=float("inf"))
 
 
 def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inquiry:
-    """Ask where processes are, all at once.
+    """Query what processes are doing, all at once.
 
     Args:
         actors: handles of :class:`raymm.actors.faults.observed_actor.ObservedActor`, by number.
@@ -93,33 +98,33 @@ def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inq
 def look_from_outside(
     processes: Mapping[int, Address], end: Collection[int] = ()
 ) -> dict[int, Look]:
-    """States and stacks of processes, each looked at on its own node; those of nodes that do not
-    answer within :data:`LOOK_TIMEOUT_S` are missing.
+    """Return states and stacks of processes, each inspected on its own node. Nodes that do not
+    answer within :data:`LOOK_TIMEOUT_S` are omitted.
 
     Args:
         processes: by number.
-        end: those to kill afterwards: one that is stopped does not obey Ray.
+        end: processes to kill afterwards; a stopped process does not react to Ray.
     """
     return _on_their_nodes(processes, end, everywhere=True, look=True)
 
 
 def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True) -> None:
-    """Kill processes, on their own nodes: one that is stopped does not obey Ray.
+    """Kill processes on their own nodes; a stopped process does not react to Ray.
 
     Args:
         processes: by number.
-        everywhere: not on this node only.
+        everywhere: False to kill processes of this node only.
     """
     _on_their_nodes(processes, processes, everywhere, look=False)
 
 
 def visit(processes: Mapping[int, Address], end: Collection[int], look: bool) -> dict[int, Look]:
-    """Look at processes of this node, all at once, and then kill some.
+    """Inspect processes of this node, all at once, and then kill some.
 
     Args:
         processes: by number.
-        end: those to kill.
-        look: whether to look at all of them before.
+        end: processes to kill.
+        look: False to skip the inspection.
     """
     looks: dict[int, Look] = {}
     if look:

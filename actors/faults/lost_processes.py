@@ -1,4 +1,4 @@
-"""Errors of operations between processes, told from those of the work itself."""
+"""Distinction between errors of communication and errors of the work itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raymm.kernels.collectives.waiting import is_communication
 
 @contextmanager
 def reporting_lost_processes(what: Callable[[], str]) -> Iterator[None]:
-    """Turn what operations between processes raise, when another one is gone or does not come, into
-    a :class:`ChannelError`: the driver then looks for that process. It goes by where the error was
-    raised; what a module raised stays what it is, whatever its text."""
+    """Convert errors of communication (a lost or late peer) to :class:`ChannelError`, after which
+    the driver looks for the process at fault. The location where an error was raised decides, never
+    its text, so errors of modules are unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -26,7 +26,8 @@ def reporting_lost_processes(what: Callable[[], str]) -> Iterator[None]:
 
 
 def _of_communication(error: RuntimeError) -> bool:
-    """Backends raise bare RuntimeErrors; their own classes come from where there is no Python."""
+    """Return True for torch's communication errors, and for bare RuntimeErrors that were raised in
+    a communication function, as backends do."""
     if isinstance(error, dist.DistError):
         return True
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]

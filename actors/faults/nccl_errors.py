@@ -1,4 +1,4 @@
-"""Errors that NCCL's watchdog notes, which no call raises on the host."""
+"""Errors that NCCL's watchdog records, which no call raises on the host."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.distributed import distributed_c10d
 
 # Watchdog mode that aborts communicators after an error. The default, 3, ends the process.
 ABORT_ONLY = "2"
-# Seconds between two looks at the errors.
+# Seconds between two checks for errors.
 INTERVAL_S = 1.0
-# Seconds between a timeout and the end of the process, in which torch writes the flight recorder.
+# Seconds between a timeout and the end of the process, for torch to write the flight recorder.
 RECORD_S = 5.0
 
 
 def only_abort() -> None:
-    """Have NCCL's watchdog abort communicators that fail and leave this process alive, unless a
-    mode is set. Ranks that have lost a peer can then reconnect. Call before the first group."""
+    """Configure NCCL's watchdog to abort failed communicators without ending this process, unless a
+    mode is set. Ranks that have lost a peer can then reconnect. Call this before the first group is
+    created."""
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY)
 
@@ -29,8 +30,8 @@ def nccl_error() -> str:
     """Return the first error of any NCCL group of this process: ``"TIMEOUT"``, ``"COMM_ERROR"`` or
     ``"REMOTE_ERROR"``. Empty without an error, and after the groups were aborted.
 
-    The watchdog notes an error before it aborts the communicator. Operations on the device then
-    return with buffers that are half received.
+    The watchdog records an error before it aborts the communicator. Operations on the device then
+    return with partly received buffers.
     """
     for group, (backend, _) in list(distributed_c10d._world.pg_map.items()):
         if backend == "nccl":
@@ -41,8 +42,9 @@ def nccl_error() -> str:
 
 
 def end_after_timeouts() -> None:
-    """Start a thread that ends this process by SIGABRT after NCCL's watchdog has noted a timeout,
-    unless the groups are aborted meanwhile, as they are where the driver knows of the failure."""
+    """Start a thread that ends this process by SIGABRT after NCCL's watchdog has recorded a
+    timeout. If the driver knows of the failure, it has the groups aborted first, and the process
+    continues."""
     threading.Thread(target=_end_after_timeout, name="nccl-timeouts", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What actors of all styles can be asked while they work."""
+"""Base class of actors that answer queries while they work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymm.actors.faults.stacks import Address, StackFile, error_log
 from raymm.actors.faults.whereabouts import Report, Whereabouts
 from raymm.actors.storage.seen import problem_seeing
 
-# Calls of each of these concurrency groups have a thread of their own.
+# Each concurrency group has its own thread.
 OBSERVE = "watch"
 WRITE = "write"
 HAND_OVER = "hand over"
@@ -22,8 +22,8 @@ KEEP = "keep"
 
 @cache
 def remote_class(actor_class: type[ObservedActor]) -> Any:
-    """An actor's class as Ray starts it; where no actor is started, Ray is not needed. The same for
-    every actor: Ray exports each one that it gets, which takes longer than starting an actor."""
+    """Return an actor's class wrapped by Ray. Cached, because Ray exports each wrapped class, which
+    takes longer than starting an actor. Imports Ray lazily."""
     import ray
 
     groups = {
@@ -37,17 +37,17 @@ def remote_class(actor_class: type[ObservedActor]) -> Any:
 
 
 class ObservedActor:
-    """Base of actors that a group watches.
+    """Base class of actors that a group observes.
 
     Args:
         describe: returns the text of an instruction of the actor's programs.
 
     Attributes:
-        whereabouts: what it is doing.
-        answers: methods that answer while it does it.
-        writes: those that write files meanwhile.
-        hands_over: those that hand over what was copied in memory.
-        keeps: those that keep what others have handed over.
+        whereabouts: current operation of the actor.
+        answers: methods that answer queries while the actor works.
+        writes: methods that write files in the background.
+        hands_over: methods that return data copied in memory.
+        keeps: methods that store data of other processes.
     """
 
     answers: tuple[str, ...] = ("describe", "where")
@@ -67,7 +67,7 @@ class ObservedActor:
         self._device_name = device
 
     def describe(self) -> dict[str, Any]:
-        """Where this process lives."""
+        """Return host, process id, device and address of this process."""
         import ray
 
         address = Address(
@@ -80,15 +80,15 @@ class ObservedActor:
         }
 
     def sees(self, location: str, name: str, token: str) -> str | None:
-        """Whether this process finds what the driver wrote (:func:`problem_seeing`).
+        """Check that this process finds a file that the driver wrote (:func:`problem_seeing`).
 
         Args:
-            location: of the run's folder.
-            name: of a file in it.
-            token: what is in that file.
+            location: location of the run's folder.
+            name: name of the file.
+            token: content of the file.
         """
         return problem_seeing(location, name, token)
 
     def where(self) -> Report:
-        """What it is doing; answers while it does it."""
+        """Return the current operation; callable while the actor works."""
         return self.whereabouts.report()

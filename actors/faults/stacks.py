@@ -1,5 +1,5 @@
-"""Stacks of a process, also of one that holds the interpreter's lock or waits in C code: a signal
-has them written by C code, into a file that only the process's descriptor leads to."""
+"""Stacks of a process, even if it holds the interpreter's lock or waits in C code. On a signal, C
+code writes them to an unnamed file, which is reached through the process's descriptor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from raymm.actors.faults.flight_recorder import records
 
-# What a process of raymm answers with its stacks.
+# Signal that makes a process of raymm write its stacks.
 STACKS_SIGNAL = signal.SIGUSR2
-# Seconds for them to come, and between two looks whether they are there. A process that is stopped
-# is not asked; an error waits for those of the others.
+# Seconds to wait for the stacks, and between two checks for them. Stopped processes are skipped; an
+# error message waits for the stacks of the others.
 STACKS_TIMEOUT_S, STACKS_LOOK_S = 1.0, 0.05
-# Bytes at the end of a log that are searched for the reason of the process's end.
+# Bytes at the end of a log that are searched for the cause of the process's end.
 LOG_TAIL_BYTES = 64 * 1024
 
 _STATES = {
@@ -28,13 +28,12 @@ _STATES = {
 
 
 class Address(NamedTuple):
-    """Where the stacks of a process are had.
+    """Location of a process's stacks.
 
     Attributes:
-        node: Ray's id of the node.
-        pid: of the process.
-        descriptor: its descriptor of the file.
-        errors: path of the log on that node that its standard error goes to; empty if unknown.
+        node: Ray id of the node.
+        descriptor: file descriptor of the stack file in the process.
+        errors: path of the log for the process's standard error on its node; empty if unknown.
     """
 
     node: str
@@ -44,8 +43,14 @@ class Address(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A process from outside: what the system says of it, the stacks of its threads, files of
-    NCCL's flight recorder, and True in ``aborted`` if SIGABRT has ended the process."""
+    """Process as seen from outside.
+
+    Attributes:
+        state: state that the operating system reports.
+        stacks: stacks of its threads.
+        records: files of NCCL's flight recorder.
+        aborted: True if SIGABRT ended the process.
+    """
 
     state: str
     stacks: str
@@ -54,7 +59,7 @@ class Look(NamedTuple):
 
 
 class StackFile:
-    """Has this process answer :data:`STACKS_SIGNAL`, for as long as it lives."""
+    """File in which this process stores its stacks on :data:`STACKS_SIGNAL`."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()
@@ -66,7 +71,7 @@ class StackFile:
 
 
 def look_at(address: Address) -> Look:
-    """A process of this node, from outside. Never raises: what cannot be had is said."""
+    """Inspect a process of this node from outside. Never raises: the result describes errors."""
     try:
         letter = Path(f"/proc/{address.pid}/stat").read_text().rpartition(")")[2].split()[0]
         state = _STATES.get(letter, letter)
@@ -78,7 +83,7 @@ def look_at(address: Address) -> Look:
 
 
 def error_log() -> str:
-    """Return the path of the file that this process's standard error goes to; empty if unknown."""
+    """Return the path of the file that receives this process's standard error; empty if unknown."""
     try:
         return os.readlink("/proc/self/fd/2")
     except OSError:
@@ -86,7 +91,7 @@ def error_log() -> str:
 
 
 def _aborted(errors: str) -> bool:
-    """Return whether a log ends with what Python's fault handler writes on SIGABRT, which Ray
+    """Return True if a log ends with the message of Python's fault handler for SIGABRT, which Ray
     enables in its workers."""
     try:
         with Path(errors).open("rb") as stream:
@@ -112,7 +117,7 @@ def _stacks(address: Address) -> str:
 
 
 def end_process(pid: int) -> None:
-    """Kill a process of this node; also one that is stopped, and so does not obey Ray."""
+    """Kill a process of this node, even if it is stopped."""
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError:

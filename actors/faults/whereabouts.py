@@ -1,7 +1,7 @@
-"""Where a process is in its work, for others to ask while it works.
+"""Current operation of a process, for queries by other processes while it works.
 
-A rank enters every instruction that it begins, in under a microsecond; a second thread of its actor
-answers, also whether its stack stands in an operation between processes
+A rank records every instruction that it starts, in under a microsecond. A second thread of its
+actor answers queries, and reports if the working thread's stack is in a communication operation
 (:mod:`raymm.kernels.collectives.waiting`).
 """
 
@@ -25,16 +25,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Report(NamedTuple):
-    """What a process says of itself.
+    """Report of a process on its current operation.
 
     Attributes:
-        doing: an instruction of a step, or what else it was asked to do; empty if nothing.
-        seconds: since when.
-        waits: whether it is within an operation between processes.
-        gave_up: if it does nothing because its last task failed, in what and after how long.
-        kind: of what it does: what is alike takes alike long.
-        longest: seconds that what it has done took, by kind, the longest of each.
-        in_threads: what other threads of it do, and since when.
+        doing: instruction of a step or name of another task; empty if idle.
+        seconds: duration of the operation so far.
+        waits: True if the process is in a communication operation.
+        gave_up: if the process is idle because its last task failed, where and after how long.
+        kind: operation type; the key under which the longest duration so far is stored.
+        longest: longest duration in seconds of finished operations, by kind.
+        in_threads: seconds so far of tasks in other threads, by task.
     """
 
     doing: str
@@ -53,7 +53,7 @@ class Report(NamedTuple):
 
 
 class Whereabouts:
-    """What a process is doing. One thread enters, any thread may ask.
+    """Record of what a process is doing. One thread writes it; any thread may read it.
 
     Args:
         describe: returns the text of an instruction.
@@ -63,12 +63,12 @@ class Whereabouts:
         self._said = describe
         self._thread = threading.get_ident()
         self._now: tuple[Any, float] = ("", time.monotonic())
-        self._longest: dict[Any, float] = {"": math.inf}  # of doing nothing, nobody asks
+        self._longest: dict[Any, float] = {"": math.inf}  # idle time is not measured
         self._in_threads: dict[str, float] = {}
         self._gave_up = ""
 
     def enter(self, instruction: Any) -> None:
-        """The next instruction begins. Takes less than a microsecond."""
+        """Record that the next instruction starts. Takes less than a microsecond."""
         now = time.monotonic()
         before, since = self._now
         self._now = (instruction, now)
@@ -78,12 +78,12 @@ class Whereabouts:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """A task for the length of a block, whose instructions may be entered in it.
+        """Record a task for the length of the block. Instructions may be entered within it.
 
         Raises:
-            ChannelError: an operation between processes failed; names the instruction.
-            RuntimeError: code of the user's called ``sys.exit``, which Ray would take for the end
-                of the process.
+            ChannelError: a communication operation failed; names the instruction.
+            RuntimeError: user code called ``sys.exit``, which Ray would treat as the end of the
+                process.
         """
         self._thread, self._gave_up = threading.get_ident(), ""
         self.enter(task)
@@ -104,11 +104,7 @@ class Whereabouts:
 
     @contextmanager
     def in_thread(self, task: str) -> Iterator[None]:
-        """A task of another thread for the length of a block.
-
-        Args:
-            task: its name.
-        """
+        """Record a task of another thread for the length of the block."""
         start = self._in_threads[task] = time.monotonic()
         try:
             yield
@@ -117,7 +113,7 @@ class Whereabouts:
             self._longest[task] = max(time.monotonic() - start, self._longest.get(task, 0.0))
 
     def report(self) -> Report:
-        """What the process does now."""
+        """Return what the process is doing now."""
         instruction, since = self._now
         now = time.monotonic()
         return Report(
@@ -135,8 +131,8 @@ class Whereabouts:
 
 
 def _kind(instruction: Any) -> Any:
-    """Key under which the longest duration of an instruction or a task is kept. Stages have keys of
-    their own: the first forward of each may compile, whatever others have run before."""
+    """Return the key under which the longest duration is stored. Each stage has its own keys,
+    because its first forward may compile."""
     op = getattr(instruction, "op", None)
     return instruction if op is None else (op, getattr(instruction, "stage", ""))
 
@@ -145,8 +141,8 @@ def _in_words(kind: Any) -> str:
     return f"{kind[0]} {kind[1]}".strip() if type(kind) is tuple else str(kind)
 
 
-# Tasks that run none of the user's code and wait for nothing but other processes: short, once it is
-# known how long this process takes for anything.
+# Tasks that run no user code and wait for nothing but other processes. They are short compared to
+# the process's other operations.
 OWN_TASKS = frozenset({
     "meeting the other ranks", "meeting the other ranks again", "connecting", "leaving a step",
     "copying a snapshot", "going back to a snapshot",
@@ -154,7 +150,7 @@ OWN_TASKS = frozenset({
 
 
 def task(name: str) -> Callable[[Method], Method]:
-    """For methods of an object with ``whereabouts``: what it says while they run."""
+    """Decorate methods of an object with ``whereabouts``: record a task while the method runs."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
