@@ -1,1 +1,2 @@
-"""Where a run's processes are placed: which nodes there are or may come, one reservation of all."""
+"""Placement of a run's processes: node types of the cluster, and one reservation for all
+processes."""

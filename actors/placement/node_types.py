@@ -1,4 +1,4 @@
-"""The nodes of a cluster: those that are there, and those that its autoscaler may bring."""
+"""Nodes of a cluster: the nodes that are running, and those that its autoscaler may add."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ray._private.state import state as ray_state
 from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RayError
 
-# Their names are made when they are compiled, or imported: type checkers see none.
+# Their names are generated at compile time or import time, so type checkers do not know them.
 raylet: Any = _raylet
 autoscaler: Any = autoscaler_pb2
-# Set by KubeRay in every pod: the RayCluster's name; and where Kubernetes says in which namespace.
+# KubeRay sets the RayCluster's name in every pod; Kubernetes provides the namespace in a file.
 CLUSTER_VARIABLE = "RAY_CLUSTER_NAME"
-GROUP_LABEL = "ray.io/node-group"  # of a node: its type
+GROUP_LABEL = "ray.io/node-group"  # label of a node that names its type
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-# Seconds that Ray's server may take to say what the autoscaler does.
+# Timeout for Ray's server to report the autoscaler's state, in seconds.
 ANSWER_TIMEOUT_S = 5
-# Amounts of resources are sums of fractions.
+# Tolerance for amounts of resources, which are sums of fractions.
 _EPSILON = 1e-9
 
-# Resources that say nothing to a person: memory, and what Ray makes of reserved bundles.
+# Resources that messages omit: memory, and Ray's internal names of reserved bundles.
 _UNSAID = "memory|_group_"
 
 Resources = Mapping[str, float]
@@ -37,12 +37,12 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True)
 class NodeType:
-    """A type of nodes.
+    """Type of nodes.
 
     Attributes:
-        name: of the worker group.
-        resources: of each node.
-        most: how many there can be.
+        name: name of the worker group.
+        resources: resources of each node.
+        most: largest number of nodes.
     """
 
     name: str
@@ -50,7 +50,7 @@ class NodeType:
     most: float
 
     def holds(self, bundle: Resources) -> int:
-        """How many bundles a node has room for."""
+        """Return the number of bundles that fit on a node."""
         return int(min(
             (self.resources.get(name, 0.0) + _EPSILON) // amount
             for name, amount in bundle.items() if amount > 0
@@ -58,8 +58,8 @@ class NodeType:
 
 
 def autoscaled_types() -> tuple[NodeType, ...]:
-    """The types of nodes that the connected cluster's autoscaler may bring; none without one, and
-    where it does not say."""
+    """Return the types of nodes that the cluster's autoscaler may add; empty without an autoscaler,
+    and if its types are unknown."""
     config = ray_state.get_cluster_config()
     if config is not None and config.node_group_configs:
         return types_of(config.node_group_configs)
@@ -67,13 +67,13 @@ def autoscaled_types() -> tuple[NodeType, ...]:
 
 
 def has_autoscaler() -> bool:
-    """Whether somebody brings nodes to the connected cluster when they are asked for."""
+    """Return True if an autoscaler adds nodes to the connected cluster on request."""
     return bool(autoscaled_types()) or _autoscaling_state() is not None
 
 
 def kuberay_types() -> tuple[NodeType, ...]:
-    """The worker groups of the RayCluster that this process is in, as Ray's autoscaler reads them:
-    from the Kubernetes API, which the head's pod may ask. None elsewhere."""
+    """Return the worker groups of the RayCluster that this process runs in, as Ray's autoscaler
+    reads them from the Kubernetes API, which the head's pod may query. Empty elsewhere."""
     cluster = os.environ.get(CLUSTER_VARIABLE)
     if not cluster or "KUBERNETES_SERVICE_HOST" not in os.environ:
         return ()
@@ -86,7 +86,7 @@ def kuberay_types() -> tuple[NodeType, ...]:
         if not manifest["spec"].get("enableInTreeAutoscaling"):
             return ()
         config = kuberay._derive_autoscaling_config_from_ray_cr(manifest)
-    except Exception:  # a worker's pod may not ask, and Ray may change: then types are not known
+    except Exception:  # a worker's pod has no permission, and Ray's interface may change
         return ()
     return tuple(
         NodeType(name, group["resources"], group["max_workers"])
@@ -95,7 +95,8 @@ def kuberay_types() -> tuple[NodeType, ...]:
 
 
 def types_of(groups: Iterable[Any]) -> tuple[NodeType, ...]:
-    """Of what an autoscaler has told Ray's server (``autoscaler.proto``, ``NodeGroupConfig``)."""
+    """Convert the node groups that an autoscaler has reported to Ray's server
+    (``autoscaler.proto``, ``NodeGroupConfig``)."""
     return tuple(
         NodeType(
             group.name, {name: float(amount) for name, amount in group.resources.items()},
@@ -106,7 +107,7 @@ def types_of(groups: Iterable[Any]) -> tuple[NodeType, ...]:
 
 
 def all_types() -> tuple[NodeType, ...]:
-    """Those that may come, and every node that stays and is of none of them."""
+    """Return the types that the autoscaler may add, and one type for each other node that stays."""
     types = autoscaled_types()
     names = {node_type.name for node_type in types}
     return types + tuple(
@@ -116,8 +117,9 @@ def all_types() -> tuple[NodeType, ...]:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Ray's ids of nodes that are about to end, with the seconds that are left; None where nobody
-    says. Ray has no public call for it; Ray Train asks in the same way. The one place that asks."""
+    """Return Ray ids of nodes that are about to end, with the seconds left, or None if unknown. Ray
+    has no public call for this; Ray Train uses the same internal one. All other code calls this
+    function."""
     now = time.time()
     return {
         node: deadline / 1000 - now if deadline else None
@@ -126,13 +128,13 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def staying_nodes() -> list[dict[str, Any]]:
-    """The nodes that are there and not about to end, as ``ray.nodes()`` has them."""
+    """Return the nodes that are alive and not about to end, in the form of ``ray.nodes()``."""
     leaving = draining_nodes()
     return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
 
 
 def reachable_resources() -> dict[str, float]:
-    """What the connected cluster has when all nodes are there that may come."""
+    """Return the resources of the connected cluster when all possible nodes are running."""
     total: dict[str, float] = {}
     for node_type in all_types():
         for name, amount in node_type.resources.items():
@@ -142,12 +144,12 @@ def reachable_resources() -> dict[str, float]:
 
 
 def without_room(bundles: Sequence[Resources], types: Sequence[NodeType]) -> str | None:
-    """Why bundles can never be placed together; None if that cannot be told: whether all of them
-    fit is for Ray to find out.
+    """Return the reason why bundles can never be placed together; None if no reason is found. Only
+    Ray can determine if all of them fit.
 
     Args:
-        bundles: what processes reserve, each on one node.
-        types: of nodes.
+        bundles: resources of each process, which must be on one node.
+        types: types of nodes.
     """
     counts: dict[tuple[tuple[str, float], ...], int] = {}
     for bundle in bundles:
@@ -169,7 +171,7 @@ def without_room(bundles: Sequence[Resources], types: Sequence[NodeType]) -> str
 
 
 def spell(resources: Resources) -> str:
-    """Resources in words: ``7 CPU, 1 GPU``."""
+    """Return resources as text: ``7 CPU, 1 GPU``."""
     plain = {
         name: amount for name, amount in resources.items()
         if not name.startswith(("node:", "accelerator_type:")) and not re.search(_UNSAID, name)
@@ -178,8 +180,8 @@ def spell(resources: Resources) -> str:
 
 
 def pending_nodes() -> dict[str, int]:
-    """Nodes that the autoscaler has asked for and that are not there yet, by type; empty where it
-    does not say."""
+    """Return the number of nodes that the autoscaler has requested and that are not running yet, by
+    type; empty if unknown."""
     state = _autoscaling_state()
     counts: dict[str, int] = {}
     for request in () if state is None else state.pending_instance_requests:
@@ -192,12 +194,13 @@ def pending_nodes() -> dict[str, int]:
 
 
 def _autoscaling_state() -> Any:
-    """What the autoscaler (v2) has told Ray's server of what it does; None if nothing."""
+    """Return the state that the autoscaler (v2) has reported to Ray's server; None if it has
+    not."""
     try:
         client = raylet.GcsClient(ray.get_runtime_context().gcs_address)
         reply = autoscaler.GetClusterStatusReply.FromString(
             client.get_cluster_status(timeout_s=ANSWER_TIMEOUT_S)
         )
-    except (RayError, RuntimeError):  # the server does not answer: others will say so
+    except (RayError, RuntimeError):  # the server does not answer; other code reports that
         return None
     return reply.autoscaling_state if reply.HasField("autoscaling_state") else None

@@ -1,7 +1,7 @@
 """One reservation for all processes of a run, and the wait for the nodes that it needs.
 
-Everything is asked for at once: an autoscaler then brings the nodes for all of it, where a process
-that asks by itself can cost a node of its own; and nothing starts before everything can.
+All resources are requested at once. The autoscaler then adds nodes for all of them, whereas
+separate requests could each cost a node, and no process starts before all of them can.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from raymm.errors import ClusterError
 from raymm.scheduler.plan.rank_nodes import RankNodes, rank_nodes
 from raymm.scheduler.plan.stage import Degrees
 
-# Seconds a placement group may take where all nodes are there and big enough.
+# Timeout of a placement group when all nodes are running and large enough, in seconds.
 PLACEMENT_TIMEOUT_S = 120.0
-# Seconds to wait for nodes that an autoscaler brings: a GPU machine and its image take minutes.
+# Seconds to wait for nodes of an autoscaler: a GPU machine and its image take minutes.
 WAIT_FOR_NODES_S = 1800.0
-# Seconds between two lines about it.
+# Seconds between two log lines about the wait.
 LINE_EVERY_S = 10.0
-# Seconds that Ray may take to find other places for those of a node that is gone, where no
-# autoscaler brings some, and between two looks. What it is not told it finds out after some 15 s.
+# Seconds for Ray to move the places of a lost node if no autoscaler adds nodes, and between two
+# checks. Ray detects an unreported loss after about 15 s.
 MOVE_TIMEOUT_S, MOVE_LOOK_S = 40.0, 0.1
-# Seconds to wait for Ray to take places back. A call to a GCS that is gone returns after a minute,
-# or ends this process.
+# Seconds to wait for Ray to release places. A call to a lost GCS returns after a minute, or ends
+# this process.
 RELEASE_S = 10.0
-# Looks, a second apart, at what this process holds, before that is refused: what was let go of a
-# moment ago is free a moment later.
+# Checks, a second apart, before the request is rejected because this process holds the resources:
+# resources that were just released become free a moment later.
 LOOKS = 2
-# Placements of this process, as long as something refers to them.
+# Placements of this process that are still referenced.
 _of_this_process: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 Bundle = Mapping[str, float]
@@ -56,17 +56,17 @@ Bundle = Mapping[str, float]
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """What is reserved with the ranks, and how long nodes may take.
+    """Resources that are reserved in addition to the ranks', and how long nodes may take to arrive.
 
     Attributes:
-        worker_bundles: bundles of processes beside the ranks: data workers.
-        spares: how many processes like those of ranks wait to take the place of one.
-        degrees: how each rank is several processes, which then have places on one node where that
-            can be; empty: processes have places in the order in which these came.
-        wait_for_nodes_s: seconds; None: :data:`WAIT_FOR_NODES_S` with an autoscaler, and none
-            without, where what is not there will not come.
-        say: is told what is waited for.
-        check: is called between two looks at whether nodes have come; what it raises ends that.
+        worker_bundles: bundles of data workers.
+        spares: number of spare processes, each with a rank's resources.
+        degrees: degrees of each rank. The processes of a rank are placed on one node if possible.
+            Empty to place processes in the order of the bundles.
+        wait_for_nodes_s: seconds to wait for nodes; None for :data:`WAIT_FOR_NODES_S` with an
+            autoscaler, and no wait without one.
+        say: called with a line of text while nodes are awaited.
+        check: called between two checks for nodes; an error that it raises ends the wait.
     """
 
     worker_bundles: tuple[Bundle, ...] = ()
@@ -77,15 +77,16 @@ class PlacementOptions:
     check: Callable[[], None] = lambda: None
 
     def bundles_beside(self, rank: Bundle) -> tuple[Bundle, ...]:
-        """Bundles of all processes beside the ranks.
+        """Return the bundles of all processes next to the ranks.
 
         Args:
-            rank: what each of these reserves.
+            rank: bundle of each rank.
         """
         return (*(rank,) * self.spares, *self.worker_bundles)
 
     def waits(self) -> float:
-        """Seconds to wait for nodes of the connected cluster; 0: they must be there."""
+        """Return the seconds to wait for nodes of the connected cluster; 0 if the nodes must be
+        running."""
         if self.wait_for_nodes_s is not None:
             return self.wait_for_nodes_s
         return WAIT_FOR_NODES_S if has_autoscaler() else 0.0
@@ -95,11 +96,10 @@ ONLY_RANKS = PlacementOptions()
 
 
 class Placement:
-    """Places for processes, one each. What nobody refers to any more is given back.
+    """Reserved places, one per process. An unreferenced placement is released.
 
     Args:
-        bundles: what each process of a plan reserves.
-        options: what is reserved with them.
+        bundles: resources of each process of the plan.
     """
 
     def __init__(self, bundles: Sequence[Bundle], options: PlacementOptions) -> None:
@@ -107,28 +107,29 @@ class Placement:
         self._first_beside = len(bundles)
         self._options, self._waits = options, options.waits()
         self._group = placement_group(self._bundles, strategy="PACK")
-        # A model may be collected in the middle of a call of Ray's: a call within that call would
-        # deadlock, so another thread makes it.
+        # A model may be garbage-collected during a call of Ray. A nested call would deadlock, so
+        # another thread makes it.
         self._remove = weakref.finalize(self, call_behind, _remove_group, self._group)
-        self._remove.atexit = False  # Ray does it
+        self._remove.atexit = False  # Ray releases it at exit
         _of_this_process.add(self)
 
     @property
     def is_held(self) -> bool:
-        """Whether the places are still asked for, or reserved."""
+        """Return True while the places are requested or reserved."""
         return self._remove.alive
 
     def wait(self) -> None:
-        """Until all places are there.
+        """Wait until all places are reserved.
 
         Raises:
-            ClusterError: they do not come in time, or this process itself has what is missing.
+            ClusterError: the places are not available in time, or this process itself holds the
+                missing resources.
         """
         start = time.monotonic()
         patience = self._waits or PLACEMENT_TIMEOUT_S
         line_due = start + LINE_EVERY_S
         looks = 0
-        # In slices, so that Ctrl-C is heard; not ready(), whose task takes a worker process.
+        # In slices, so that Ctrl-C is handled. Not ready(), whose task takes a worker process.
         while not self._group.wait(1.0):
             self._options.check()
             now = time.monotonic()
@@ -148,47 +149,48 @@ class Placement:
 
     @cached_property
     def _arranged(self) -> RankNodes:
-        """Where the plan's processes go; known once the places are there."""
+        """Return the nodes and places of the plan's processes; known once the places are
+        reserved."""
         table: Any = placement_group_table(self._group)
         nodes = [table["bundles_to_node_id"][place] for place in range(self._first_beside)]
         return rank_nodes(self._options.degrees or (Degrees(),) * len(nodes), nodes)
 
     @property
     def process_nodes(self) -> tuple[int, ...]:
-        """By process of the plan, the number of its node."""
+        """Return the node number of each process of the plan."""
         return self._arranged.nodes
 
     def place(self, process: int) -> PlacementGroupSchedulingStrategy:
-        """Where a process of the plan goes."""
+        """Return the scheduling strategy for a process of the plan."""
         return self._at(self._arranged.places[process])
 
     @property
     def worker_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
-        """Where those beside them go."""
+        """Return the scheduling strategies for the data workers."""
         first = self._first_beside + self._options.spares
         return tuple(self._at(n) for n in range(first, len(self._bundles)))
 
     @property
     def spare_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
-        """Where spare processes go."""
+        """Return the scheduling strategies for the spare processes."""
         return tuple(self._at(self._first_beside + n) for n in range(self._options.spares))
 
     def _at(self, place: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
 
     def nodes(self) -> frozenset[str]:
-        """Ray's ids of the nodes that have the places; known once they are there."""
+        """Return Ray ids of the nodes with reserved places; known once the places are reserved."""
         table: Any = placement_group_table(self._group)
         return frozenset(table["bundles_to_node_id"].values())
 
     def leave(self, nodes: frozenset[str]) -> None:
-        """Until Ray has found other places for those that were on nodes which are gone.
+        """Wait until Ray has moved the places that were on lost nodes.
 
         Args:
-            nodes: Ray's ids.
+            nodes: Ray ids of the lost nodes.
 
         Raises:
-            ClusterError: there are none in time.
+            ClusterError: Ray found no other places in time.
         """
         tell_ray(nodes)
         deadline = time.monotonic() + (self._waits or MOVE_TIMEOUT_S)
@@ -207,7 +209,7 @@ class Placement:
             time.sleep(MOVE_LOOK_S)
 
     def held(self) -> dict[str, dict[str, float]]:
-        """What they reserve, by Ray's id of the node."""
+        """Return the reserved resources by Ray node id."""
         table: Any = placement_group_table(self._group)
         total: dict[str, dict[str, float]] = {}
         for index, node in table["bundles_to_node_id"].items():
@@ -217,12 +219,13 @@ class Placement:
         return total
 
     def remove(self) -> None:
-        """Give everything back; wait :data:`RELEASE_S` for that at most."""
+        """Release all places; wait at most :data:`RELEASE_S` for that."""
         if self._remove.detach() is not None:
             call_behind(_remove_group, self._group).join(RELEASE_S)
 
     def _earlier_with_what_lacks(self) -> list[Placement]:
-        """Other placements of this process that have what is not free."""
+        """Return other placements of this process that hold resources which this placement
+        lacks."""
         others = [other for other in _of_this_process if other.is_held and other is not self]
         if not others:
             return []
@@ -257,16 +260,16 @@ def _remove_group(group: PlacementGroup) -> None:
 
 
 def call_behind(release: Callable[..., Any], *args: Any) -> threading.Thread:
-    """Start a thread that calls a function with some arguments and does not keep this process from
-    ending: a call of Ray's to a lost cluster may not return. Return the thread."""
+    """Call a function in a daemon thread, because a call of Ray to a lost cluster may not return.
+    Return the thread."""
     thread = threading.Thread(target=release, args=args, name="raymm-places", daemon=True)
     thread.start()
     return thread
 
 
 def _let_go_of_errors() -> None:
-    """What the frames of an error that was shown refer to, a model that it interrupted, say, lives
-    until the next error; what is in a circle, until it is collected."""
+    """Release objects that the last displayed error refers to, such as an interrupted model. The
+    frames of an error live until the next error, and reference cycles until they are collected."""
     traceback.clear_frames(getattr(sys, "last_traceback", None))
     gc.collect()
 

@@ -1,4 +1,4 @@
-"""How many more processes a cluster has room for now."""
+"""Number of additional processes that a cluster currently has room for."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ray._private.state import state as ray_state
 
 from raymm.actors.placement.node_types import Resources, staying_nodes
 
-# Amounts of resources are sums of fractions.
+# Tolerance for amounts of resources, which are sums of fractions.
 _EPSILON = 1e-6
-# Seconds that what processes had reserved may take to be free, and between two looks.
+# Seconds to wait for reserved resources to become free, and between two checks.
 RELEASE_S, LOOK_S = 15.0, 0.2
 
 
 def free_resources(held: Mapping[str, Resources] | None = None) -> dict[str, dict[str, float]]:
-    """What is free on the nodes that stay, by Ray's id.
+    """Return the free resources of the nodes that stay, by Ray node id.
 
     Args:
-        held: by node, what is reserved and counts as free all the same.
+        held: by node, reserved resources that count as free.
     """
     staying = {node["NodeID"] for node in staying_nodes()}
     free = {
@@ -34,7 +34,8 @@ def free_resources(held: Mapping[str, Resources] | None = None) -> dict[str, dic
 
 
 def wait_for_release(held: Mapping[str, Resources]) -> None:
-    """Until what was reserved is free again on the nodes that stay, or somebody else has it."""
+    """Wait until reserved resources are free again on the nodes that stay. Gives up after
+    :data:`RELEASE_S`, because another process may have taken them."""
     deadline = time.monotonic() + RELEASE_S
     while time.monotonic() < deadline:
         free = free_resources()
@@ -49,12 +50,12 @@ def wait_for_release(held: Mapping[str, Resources]) -> None:
 def count_places(
     nodes: Iterable[Resources], bundle: Resources, others: Sequence[Resources] = ()
 ) -> int:
-    """How many bundles there is room for.
+    """Return the number of bundles that there is room for.
 
     Args:
-        nodes: what is free on each.
-        bundle: what each process reserves.
-        others: bundles that need a place, too: each goes where it costs the fewest.
+        nodes: free resources of each node.
+        bundle: resources of each process.
+        others: further bundles to place; each goes to the node where it costs the fewest places.
     """
     free = [dict(node) for node in nodes]
     for other in others:

@@ -1,1 +1,1 @@
-"""What ranks do when some of them are lost: leave their step, and meet anew."""
+"""Recovery of ranks after the loss of some: leave the step, replace processes and reconnect."""

@@ -1,4 +1,4 @@
-"""Ranks leave a step that failed, so that they can meet anew."""
+"""Ranks leave a failed step, so that they can reconnect."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from raymm.actors.faults.inquiry import kill_from_outside
 from raymm.actors.faults.stacks import Address
 from raymm.actors.optimizer.progress import Progress
 
-# Seconds that ranks have to leave a step whose connections are cut: an instruction under way ends
-# first. Those that do not are replaced.
+# Seconds for ranks to leave a step whose connections were shut down; an instruction in progress
+# ends first. Ranks that do not leave in time are replaced.
 LEAVE_S = 30.0
 
 
 def cut(actors: Collection[Any], generation: int) -> None:
-    """End connections, so that ranks which wait for others do not any more. Does not wait.
+    """Shut down connections, so that ranks which wait for others fail at once. Does not wait.
 
     Args:
-        actors: of the ranks.
-        generation: of the connections.
+        actors: actors of the ranks.
+        generation: generation of the connections.
     """
     for actor in actors:
         actor.cut.remote(generation)
@@ -31,12 +31,12 @@ def cut(actors: Collection[Any], generation: int) -> None:
 def leave(
     actors: Mapping[int, Any], generation: int, timeout: float = LEAVE_S
 ) -> dict[int, Progress]:
-    """Have ranks leave what is under way; returns how far those are that have.
+    """Make ranks leave the step in progress; return the progress of the ranks that did.
 
     Args:
         actors: by rank.
-        generation: of their connections.
-        timeout: seconds for all of them.
+        generation: generation of their connections.
+        timeout: seconds for all ranks.
     """
     cut(list(actors.values()), generation)
     refs = {rank: actor.leave.remote() for rank, actor in actors.items()}
@@ -46,17 +46,17 @@ def leave(
     for rank, ref in refs.items():
         try:
             left[rank] = ray.get(ref, timeout=0)
-        except RayError:  # dead, too, or not there in time
+        except RayError:  # dead, or too late
             continue
     return left
 
 
 def end(actors: Mapping[int, Any], addresses: Mapping[int, Address]) -> None:
-    """End processes for good, whatever they are doing.
+    """Kill processes, whatever they are doing.
 
     Args:
         actors: by rank.
-        addresses: of those that are known.
+        addresses: known addresses, by rank.
     """
     kill_from_outside({rank: addresses[rank] for rank in actors if rank in addresses})
     for actor in actors.values():

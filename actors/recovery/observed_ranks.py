@@ -1,4 +1,4 @@
-"""Ranks whose calls are waited for: whoever dies or hangs meanwhile is noticed, and named."""
+"""Calls of ranks with failure detection: a rank that dies or hangs during a call is named."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from raymm.actors.placement.node_types import draining_nodes
 from raymm.actors.recovery.leaving import cut
 from raymm.errors import ChannelError, Loss, RunFailedError
 
-# Seconds between two looks at anything but results, while there are none.
+# Seconds between two checks of ranks and cluster while no results arrive.
 LISTEN_S = 1.0
 
 
 class ObservedRanks(ABC):
-    """The actors of ranks, and what is known of them.
+    """Actors of ranks, and their state.
 
     Args:
-        labels: per rank, what runs there.
-        patience: seconds that a rank may wait for another.
+        labels: stages of each rank.
+        patience: longest time that a rank may wait for another, in seconds.
 
     Attributes:
-        keeps_survivors: whether ranks live on when others are lost: where somebody has what these
-            had. They always do when a stage raises.
+        keeps_survivors: True if the other ranks survive the loss of a rank, because the lost state
+            is available elsewhere. They always survive an error that a stage raises.
     """
 
     keeps_survivors = False
-    # Whether ranks can meet anew after one of them has failed.
+    # True if ranks can reconnect after one of them has failed.
     renews = False
-    _generation = 0  # of connections
-    _interrupted: Failure | None = None  # why nothing runs until they do
+    _generation = 0  # generation of the connections
+    _interrupted: Failure | None = None  # failure after which the ranks have not reconnected
 
     def __init__(self, labels: Sequence[str], patience: float) -> None:
         self._labels, self._patience = list(labels), patience
@@ -51,28 +51,29 @@ class ObservedRanks(ABC):
         self._addresses: dict[int, Address] = {}
         self._observer: ClusterObserver | None = None
         self._heartbeats = Heartbeats(patience)
-        self._ended: str | None = None  # why nothing runs any more
+        self._ended: str | None = None  # reason why the processes have ended
         self._actors: list[Any] = []
 
     @property
     @abstractmethod
     def nodes(self) -> frozenset[str]:
-        """Ray's ids of the nodes with ranks, or with processes beside them."""
+        """Return Ray ids of the nodes with ranks or with processes next to them."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End all ranks and give their resources back."""
+        """End all ranks and release their resources."""
 
     @property
     def ended(self) -> str | None:
-        """Why the processes have ended; None while they run."""
+        """Return the reason why the processes have ended; None while they run."""
         return self._ended
 
     def check_running(self) -> None:
-        """
+        """Check that calls are possible.
+
         Raises:
-            RuntimeError: the processes have ended; says why.
-            RunFailedError: a step failed; nothing runs until ranks have met anew.
+            RuntimeError: the processes have ended; names the reason.
+            RunFailedError: a step failed, and the ranks have not reconnected since.
         """
         if self._ended is not None:
             raise RuntimeError(f"the processes have ended: {self._ended}; nothing can run any more")
@@ -81,26 +82,27 @@ class ObservedRanks(ABC):
 
     @property
     def interrupted(self) -> Failure | None:
-        """Why nothing runs until ranks have met anew; None: it does, or never will."""
+        """Return the failure after which the ranks have not reconnected; None if they run or have
+        ended."""
         return None if self._ended is not None else self._interrupted
 
     def wait(
         self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Results of one call per rank; notices a dead rank while others still wait for it.
+        """Return the results of one call per rank. A dead rank is detected while others still wait
+        for it.
 
         Args:
             refs: one per rank.
-            ranks: which rank each is of; all in order if None.
-            timeout: seconds without a result. None: until no rank has begun another instruction
+            ranks: rank of each reference; all ranks in order if None.
+            timeout: seconds without a result. None to wait until no rank has started an instruction
                 for as long as a rank may wait for another (``timeout_s``).
 
         Raises:
-            RankFailedError: if a rank died, or nothing came in time.
-            RankFailedError: if what a rank runs raised.
-            RunFailedError: a node with processes of the run is gone, or the server that knows the
-                cluster.
+            RankFailedError: a rank died or raised an error, or no result arrived in time.
+            RunFailedError: a node with processes of the run or the cluster's control server is
+                lost.
         """
         ranks = list(range(len(refs))) if ranks is None else list(ranks)
         pending = dict(zip(refs, ranks, strict=True))
@@ -110,7 +112,7 @@ class ObservedRanks(ABC):
         while pending:
             self.check_cluster()
             try:
-                # All at once; ends early where one of them failed.
+                # Fetches all results in one call; returns early if one failed.
                 rest = ray.get([*pending], timeout=LISTEN_S)
                 results.update(zip(pending.values(), rest, strict=True))
                 break
@@ -132,26 +134,27 @@ class ObservedRanks(ABC):
         return [results[rank] for rank in ranks]
 
     def _fetch(self, rank: int, ref: ray.ObjectRef, pending: Mapping[Any, int]) -> Any:
-        """The result of a rank's call that has ended, while others are pending."""
+        """Return the result of a rank's finished call, while others are pending."""
         try:
             return ray.get(ref)
         except RayActorError as error:
             self._died(rank, error)
         except RayTaskError as error:
             self._raised(rank, error, pending)
-        except RayError as error:  # its input was lost with the data worker that held it
+        except RayError as error:  # the input was lost together with the data worker that held it
             self.look_at_nodes()
             said = f"{self._name(rank)} failed: {first_line(error)}"
             self._fail(Failure(said, lost=frozenset()), error)
 
     def check_cluster(self, error: RayActorError | None = None) -> None:
-        """
+        """Raise an error if the cluster or a node of the run is lost.
+
         Args:
-            error: how a process of the run died that may have gone with its node.
+            error: death of a process of the run that may have been caused by the loss of its node.
 
         Raises:
-            RunFailedError: a node with processes of the run is gone, or the server that knows the
-                cluster.
+            RunFailedError: a node with processes of the run or the cluster's control server is
+                lost.
         """
         if self._observer is None or self._observer.lost is None:
             return
@@ -159,42 +162,44 @@ class ObservedRanks(ABC):
         ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
         had = f". It hosted {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
         kind = lost_node_error(lost_nodes, error is not None and error.preempted)
-        others = kind.keywords["lost"] is not Loss.CLUSTER  # there are nodes to go on
+        others = kind.keywords["lost"] is not Loss.CLUSTER  # other nodes can continue the run
         lost = frozenset(ranks) if others else None
         self._fail(Failure(f"{self._observer.lost}{had}", kind, lost), error)
 
     def look_at_nodes(self) -> None:
-        """Look at once at all nodes with processes of the run: one of these has died.
+        """Check all nodes with processes of the run at once, after one of these processes has died.
 
         Raises:
-            RunFailedError: as of :meth:`check_cluster`.
+            RunFailedError: see :meth:`check_cluster`.
         """
         if self._observer is not None:
             self._observer.look_at_nodes()
             self.check_cluster()
 
     def _all_answer(self) -> bool:
-        """Whether ranks that have started say where they are."""
+        """Return True if all ranks that have started answer."""
         inquiry = inquire(dict(enumerate(self._actors)))
         return not inquiry.dead and not set(inquiry.silent) & set(self._addresses)
 
     def look_after(self) -> None:
-        """Look whether ranks live, and none takes too long, while nobody waits for their calls.
+        """Check that ranks are alive and none takes too long, while no caller waits for their
+        calls.
 
         Raises:
-            RankFailedError: one does.
-            RunFailedError: as of :meth:`check_cluster`.
+            RankFailedError: a rank is dead or takes too long.
+            RunFailedError: see :meth:`check_cluster`.
         """
         self.check_running()
         self.check_cluster()
         self._beat()
 
     def give_up(self, rank: int, why: str) -> NoReturn:
-        """Another process is to take the place of one that goes on, but not as it should.
+        """Report a rank as failed that still runs but misbehaves, so that another process replaces
+        it.
 
         Args:
-            rank: which.
-            why: in words that continue its name.
+            rank: rank to replace.
+            why: text that follows the rank's name in the message.
 
         Raises:
             RankFailedError: always.
@@ -202,9 +207,10 @@ class ObservedRanks(ABC):
         self._fail(Failure(f"{self._name(rank)} {why}", lost=frozenset({rank})), None)
 
     def _beat(self) -> None:
-        """
+        """Check that ranks are alive and make progress.
+
         Raises:
-            RankFailedError: a rank is dead, or takes too long for what it does.
+            RankFailedError: a rank is dead or takes too long.
         """
         if not (there := {rank: self._actors[rank] for rank in self._addresses}):
             return
@@ -222,10 +228,10 @@ class ObservedRanks(ABC):
         return look_from_outside({rank: self._addresses[rank] for rank in ranks})
 
     def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
-        """Seconds to wait on before this is to be asked again.
+        """Return the seconds to wait before the next check.
 
         Raises:
-            RankFailedError: nothing goes on.
+            RankFailedError: no rank makes progress.
         """
         inquiry = inquire(dict(enumerate(self._actors)))
         if timeout is None and not inquiry.dead and inquiry.still() < self._patience:
@@ -239,7 +245,7 @@ class ObservedRanks(ABC):
 
     def _died(self, rank: int, error: RayActorError) -> NoReturn:
         self._look_at_node_of(rank, error, 0.0)
-        if self._aborted([rank]):  # perhaps because of another rank, which is named instead
+        if self._aborted([rank]):  # possibly caused by another rank, which is then named instead
             asked = inquire(dict(enumerate(self._actors)))
             inquiry = replace(asked, dead={**asked.dead, rank: error})
             culprits = self._culprits(inquiry)
@@ -249,7 +255,7 @@ class ObservedRanks(ABC):
                 self._fail(blamed(inquiry, reason, names, addresses, culprits), error)
             rank, error = culprits[0], inquiry.dead[culprits[0]]
         failure = death(rank, error, self._names, self._addresses)
-        self._look_at_node_of(rank, error, BOTH_LOOKS_S)  # which ends after its processes, perhaps
+        self._look_at_node_of(rank, error, BOTH_LOOKS_S)  # the node may end after its processes
         self._fail(failure, error)
 
     def _look_at_node_of(self, rank: int, error: RayActorError, pause: float) -> None:
@@ -259,7 +265,7 @@ class ObservedRanks(ABC):
 
     def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> NoReturn:
         if isinstance(error.cause, ChannelError):
-            self.look_at_nodes()  # those of a node that is gone would be waited for
+            self.look_at_nodes()  # an inquiry would wait for the processes of a lost node
             inquiry = inquire(dict(enumerate(self._actors)))
             rank, error = self._own_failure(pending) or (rank, error)
         if isinstance(error.cause, ChannelError):
@@ -268,7 +274,7 @@ class ObservedRanks(ABC):
         self._fail(raised(rank, error, self._names), error)
 
     def _own_failure(self, pending: Mapping[Any, int]) -> tuple[int, RayTaskError] | None:
-        """A rank that has raised what is its own, not that a connection was lost."""
+        """Return a rank whose own code raised an error, as opposed to a lost connection."""
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
         for ref in ready:
             try:
@@ -281,7 +287,7 @@ class ObservedRanks(ABC):
         return None
 
     def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
-        """End with the one that the others wait for, and with what each was doing."""
+        """Fail with the rank that the others wait for, and with what each rank was doing."""
         culprits = self._culprits(inquiry)
         self._fail(blamed(inquiry, reason, self._names, self._addresses, culprits), error)
 
@@ -295,7 +301,7 @@ class ObservedRanks(ABC):
         return [rank for rank, look in looks.items() if look.aborted]
 
     def _fail(self, failure: Failure, error: BaseException | None) -> NoReturn:
-        """End the processes, unless others can take the places of those that are lost."""
+        """Raise the failure. End the processes, unless the lost ranks can be replaced."""
         message = failure.message
         if failure.texts:
             kept = keep({"error.txt": message, **failure.texts})
@@ -327,12 +333,12 @@ class ObservedRanks(ABC):
 
 
 def lost_node_error(nodes: frozenset[str], preempted: bool) -> partial[RunFailedError]:
-    """The error, of a text, of losing nodes; without any, or with the driver's own, of losing the
-    cluster.
+    """Return a factory of the error for losing nodes, given its text. Without nodes, or if the
+    driver's own node is lost, the error is the loss of the cluster.
 
     Args:
-        nodes: Ray's ids.
-        preempted: whether Ray says so of a process that was there.
+        nodes: Ray ids.
+        preempted: True if Ray reported a preemption for a process on these nodes.
     """
     if not nodes or ray.get_runtime_context().get_node_id() in nodes:
         return partial(RunFailedError, lost=Loss.CLUSTER)

@@ -1,4 +1,5 @@
-"""Snapshots of all ranks in host memory: taken behind the steps, kept by whoever survives."""
+"""Snapshots of all ranks in host memory, taken in the background and kept by surviving
+processes."""
 
 from __future__ import annotations
 
@@ -13,49 +14,33 @@ from raymm.errors import RankFailedError
 
 
 class Ranks(Protocol):
-    """Whose snapshots are taken."""
+    """Ranks whose state is copied."""
 
     def start(self, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method on every rank without waiting.
-
-        Args:
-            method: its name.
-            *args: the same for all.
-            returns: parts of each result, with a reference each.
-        """
+        """Call a method on every rank without waiting; see :meth:`RankGroup.start`."""
         ...
 
     def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        """Call a method on every rank.
-
-        Args:
-            method: its name.
-            args: by rank.
-        """
+        """Call a method with a different argument on each rank; see :meth:`RankGroup.call_each`."""
         ...
 
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
-        """Have a process of another node keep each rank's part, where there is one. Does not wait.
-
-        Args:
-            step: of the snapshot.
-            parts: by rank.
-            newest: older ones are not kept any more.
-        """
+        """Store each rank's part on a process of another node, if there is one; see
+        :meth:`RankGroup.keep`."""
         ...
 
 
 @dataclass(frozen=True)
 class TakenSnapshot:
-    """A snapshot that is being taken, or is there.
+    """Snapshot that is complete or being taken.
 
     Attributes:
-        step: steps that the ranks have taken by then.
-        steps: what each says of that, once it has handed over its part; and those that keep one of
-            a process on another node, once they have it.
-        parts: of each rank, in Ray's object store. The process that asked for them owns them, so
-            they outlive the ranks.
-        kept: what goes with it.
+        step: steps that the ranks have finished in the snapshot's state.
+        steps: references that are ready once a rank has returned its part, or once a process on
+            another node has stored it. They resolve to the step.
+        parts: parts of the ranks in Ray's object store. The process that requested them owns them,
+            so they outlive the ranks.
+        kept: the caller's data that belong to the snapshot.
     """
 
     step: int
@@ -65,11 +50,7 @@ class TakenSnapshot:
 
 
 class Snapshots:
-    """The newest snapshot of a group of ranks.
-
-    Args:
-        ranks: the group.
-    """
+    """Newest snapshot of a group of ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -77,11 +58,11 @@ class Snapshots:
         self._under_way: list[TakenSnapshot] = []
 
     def take(self, step: int, kept: Any = None) -> None:
-        """Take one of the state after the calls that ranks have by now. Does not wait.
+        """Take a snapshot of the state after all calls that have been submitted. Does not wait.
 
         Args:
-            step: steps that they have taken by then.
-            kept: what goes with it.
+            step: steps that the ranks have finished by then.
+            kept: data to store with the snapshot.
         """
         newest = self.newest()
         self._ranks.start("copy_snapshot")
@@ -91,7 +72,7 @@ class Snapshots:
         self._under_way.append(TakenSnapshot(step, steps, parts, kept))
 
     def newest(self) -> TakenSnapshot | None:
-        """The newest that all ranks have handed over; those before it are let go of. Does not
+        """Return the newest snapshot that all ranks have returned, and drop older ones. Does not
         wait."""
         for number in reversed(range(len(self._under_way))):
             if _is_there(self._under_way[number]):
@@ -101,12 +82,12 @@ class Snapshots:
         return self._newest
 
     def restore(self) -> TakenSnapshot:
-        """Have ranks, which have met anew, go back to the newest one; returns it.
+        """Restore the newest snapshot on ranks that have reconnected, and return it.
 
         Raises:
-            RankFailedError: a rank was lost meanwhile; it may be tried again. Or nobody has a part
-                of it any more: then there is none from now on.
-            LookupError: there is none.
+            RankFailedError: a rank was lost meanwhile, and the call may be repeated; or a part of
+                the snapshot is lost, and no snapshot is available from now on.
+            LookupError: no snapshot is available.
         """
         newest = self.newest()
         self._under_way.clear()
@@ -125,8 +106,8 @@ class Snapshots:
 
 
 def keepers(nodes: Mapping[int, str]) -> dict[int, int]:
-    """For each rank the next one, after the last comes the first, that is on another node; those
-    without such a rank are left out.
+    """Return, for each rank, the next rank (cyclically) that is on another node. Ranks without such
+    a rank are omitted.
 
     Args:
         nodes: by rank.

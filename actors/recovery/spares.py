@@ -1,4 +1,4 @@
-"""Processes that wait to take the places of others."""
+"""Spare processes that can replace lost ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raymm.actors.faults.inquiry import inquire
 
 
 class Spare(NamedTuple):
-    """An actor that has imported all that ranks need, the place that it has, and what it says once
-    it is warm."""
+    """Spare actor with its place. ``warm`` is ready once the actor has imported everything ranks
+    need."""
 
     actor: Any
     place: Any
@@ -22,24 +22,25 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Warm processes, each in a place of its own.
+    """Warm processes, each in its own place.
 
     Args:
-        places: for them.
+        places: places for spare processes.
     """
 
     def __init__(self, places: Sequence[Any] = ()) -> None:
         self._free = list(places)
         self._waiting: list[Spare] = []
-        # Where each is, asked since a look before; by its `warm`.
+        # Pending query of each spare's state, by its `warm` reference.
         self._asked: dict[ray.ObjectRef, ray.ObjectRef] = {}
 
     def restock(self, start: Callable[[Any], tuple[Any, ray.ObjectRef]]) -> None:
-        """Start one in every free place. Does not wait.
+        """Start a spare process in every free place. Does not wait.
 
         Args:
-            start: makes one in a place; says what it has returned once it is warm. It is not kept:
-                it is a method of whoever has the spares, whose ranks end with the last name for it.
+            start: starts a process in a place; returns its actor and the reference that is ready
+                once it is warm. It is not stored: it is a method of the spares' owner, whose ranks
+                end with the last reference to the owner.
         """
         for place in self._free:
             actor, warm = start(place)
@@ -47,8 +48,8 @@ class Spares:
         self._free.clear()
 
     def look(self) -> None:
-        """Let go of those that have died: their places are free. Does not wait; who has died since
-        the last look may be found at the next one."""
+        """Remove spares that have died, and free their places. Does not wait: a spare that died
+        after the previous check may be found at the next one."""
         for spare in list(self._waiting):
             if spare.warm not in self._asked:
                 self._asked[spare.warm] = spare.actor.where.remote()
@@ -59,12 +60,8 @@ class Spares:
                     self._free.append(spare.place)
 
     def take(self, most: int) -> list[Spare]:
-        """Those that are warm and answer; they are no spares any more. Places of those that have
-        died are free.
-
-        Args:
-            most: how many.
-        """
+        """Remove and return up to ``most`` warm spares that answer. Places of dead spares become
+        free."""
         warm = [spare for spare in self._waiting if _is_there(spare.warm)]
         answers = inquire({number: spare.actor for number, spare in enumerate(warm)}, BEAT_S)
         for number in answers.dead:
@@ -78,25 +75,21 @@ class Spares:
         return taken
 
     def has_warm(self) -> bool:
-        """Whether one of them can be taken; one that has died, too, until somebody asks it."""
+        """Return True if a warm spare exists. It may have died since the last check."""
         return any(_is_there(spare.warm) for spare in self._waiting)
 
     def give(self, place: Any) -> None:
-        """A place that nobody has any more.
-
-        Args:
-            place: as those of the class.
-        """
+        """Add a free place."""
         self._free.append(place)
 
     @property
     def actors(self) -> list[Any]:
-        """Of all that wait."""
+        """Return the actors of all spares."""
         return [spare.actor for spare in self._waiting]
 
 
 def _ended(ref: ray.ObjectRef) -> RayError | Literal[True] | None:
-    """Whether a call has ended, and how; None: it has not."""
+    """Return the error of a finished call, or True for success; None if the call is pending."""
     if not ray.wait([ref], timeout=0)[0]:
         return None
     try:
@@ -111,4 +104,4 @@ def _is_there(ref: ray.ObjectRef) -> bool:
     try:
         return bool(ready and (ray.get(ref), True))
     except RayError:
-        return True  # dead: whoever asks it finds that out
+        return True  # dead; the next query detects it
