@@ -1,5 +1,5 @@
-"""AdamW whose moments take a byte each (Dettmers et al., 8-bit optimizers via block-wise
-quantization, 2021), with the map, blocks and exceptions of ``torchao.optim.AdamW8bit``."""
+"""AdamW with 8-bit moments (Dettmers et al., 8-bit optimizers via block-wise quantization, 2021),
+with the map, blocks and exceptions of ``torchao.optim.AdamW8bit``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from raymm.actors.sharding.parameter_shards import ParameterPart
 Agree = Callable[[nn.Parameter, torch.Tensor], None]
 
 BLOCK = 256
-"""Elements that have a scale in common."""
+"""Number of elements that share a scale."""
 LEAST_QUANTISED = 4096
-"""Parameters with fewer elements, or others than whole blocks of them, keep moments in fp32,
-whatever part of them a process holds."""
+"""Smallest number of elements of a parameter with 8-bit moments. Smaller parameters, and parameters
+whose size is not a multiple of :data:`BLOCK`, have fp32 moments, however they are sharded."""
 _EXPONENT_BITS = 7
 _LEAST_SCALE = 2.0**-40
-# Of a scale's mantissa. With so few, one that was multiplied and divided again is found again.
+# Bits of a scale's mantissa. With so few bits, a scale survives a multiplication and a division
+# exactly.
 _SCALE_BITS = 16
 
 
 @functools.cache
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """(256,) fp32, increasing: the values of codes, dense near zero (Dettmers et al., §1.3)."""
+    """Return the (256,) fp32 values of the codes, increasing and dense near zero (Dettmers et al.,
+    §1.3)."""
     values = [0.0, 1.0]
     for exponent in range(_EXPONENT_BITS):
         fractions = 2 ** (exponent + (0 if signed else 1)) + 1
@@ -40,14 +42,14 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 class Blocks:
-    """Blocks of a whole parameter, in the order of its elements, of which a process has a part.
+    """Quantisation blocks of a whole parameter, in element order. A process holds a part of them.
 
     Args:
-        part: that the process has.
+        part: part of the parameter that this process holds.
 
     Attributes:
-        quantised: True if the whole parameter has moments of a byte.
-        aligned: True if every process has whole blocks only.
+        quantised: True if the parameter has 8-bit moments.
+        aligned: True if every process holds whole blocks only.
     """
 
     def __init__(self, part: ParameterPart) -> None:
@@ -57,12 +59,13 @@ class Blocks:
                            for edge in part.edges)  # fmt: skip
 
     def bounds(self, values: torch.Tensor) -> torch.Tensor:
-        """Return (2, blocks): the largest value of each block, and of its negatives. If blocks are
-        not aligned, these are all blocks of the whole parameter, of which only local elements and
-        zeros count.
+        """Return (2, blocks): the largest value of each block, and of its negated values.
+
+        If blocks are not aligned, the result has all blocks of the whole parameter. Elements of
+        other processes then count as zeros.
 
         Args:
-            values: local ones, contiguous.
+            values: local values, contiguous.
         """
         if self.aligned:
             blocks = values.view(-1, BLOCK)
@@ -79,8 +82,8 @@ class Blocks:
         """Return ``operation(value, scale)`` of each element and the scale of its block.
 
         Args:
-            operation: elementwise.
-            values: local ones, contiguous.
+            operation: elementwise function.
+            values: local values, contiguous.
             scales: (blocks,).
         """
         if self.aligned:
@@ -88,7 +91,7 @@ class Blocks:
         return operation(values, scales[self._numbers(scales.device)].view(values.shape))
 
     def _numbers(self, device: torch.device) -> torch.Tensor:
-        """Return the number of the block of each local element, flat."""
+        """Return the block number of each local element, flat."""
         outer, length, inner = self._part.folded
         places = torch.cat([
             torch.arange(start, stop, device=device) for start, stop in self._part.ranges
@@ -99,7 +102,8 @@ class Blocks:
 
 
 class Moment(NamedTuple):
-    """A moment of a parameter: codes of its shape, and the scales of their blocks."""
+    """Quantised moment of a parameter: codes in the parameter's shape, and the scales of their
+    blocks."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -111,23 +115,24 @@ class Moment(NamedTuple):
         cls, values: torch.Tensor, signed: bool, again: bool | torch.Tensor = False,
         blocks: Blocks | None = None, bounds: torch.Tensor | None = None,
     ) -> Moment:
-        """The nearest that there is.
+        """Quantise values to the nearest codes.
 
         Args:
-            values: fp32, contiguous, of whole blocks.
-            signed: whether some may be below zero.
-            again: they are what :meth:`values` gave; then the moment is the one that gave them,
-                bit for bit. May be a scalar tensor.
-            blocks: of the parameter; None if ``values`` are all of it.
-            bounds: (2, blocks), largest values of each block and of their negatives, over all
-                processes; None to take those of ``values``.
+            values: fp32, contiguous, whole blocks.
+            signed: True if values may be negative.
+            again: True if the values come from :meth:`values`; the result then equals the original
+                moment bit for bit. May be a scalar tensor.
+            blocks: blocks of the parameter; None if ``values`` are the whole parameter.
+            bounds: (2, blocks), largest values of each block and of its negated values over all
+                processes; None to compute them from ``values``.
         """
         table = dynamic_map(signed).to(values.device)
         blocks = blocks or Blocks(ParameterPart.from_whole(values.shape))
         high, low = blocks.bounds(values) if bounds is None else bounds
         scales = high.maximum(low)
         if signed:
-            # The map goes to 1, but not to -1: what lies lowest comes back as the lowest value.
+            # The map reaches 1 but not -1, so the lowest value of a block is restored as the map's
+            # lowest value.
             negative = (low >= high) & again
             scales = torch.where(negative, scales / -table[0], scales)
         scales = _rounded(scales).clamp(min=_LEAST_SCALE)
@@ -136,7 +141,7 @@ class Moment(NamedTuple):
         return cls(codes.to(torch.uint8), scales, signed, blocks)
 
     def values(self) -> torch.Tensor:
-        """fp32, of the parameter's shape."""
+        """Return the values in fp32, in the parameter's shape."""
         table = dynamic_map(self.signed).to(self.codes.device)
         return self.blocks.apply(torch.mul, table[self.codes.int()], self.scales)
 
@@ -148,29 +153,29 @@ def _rounded(scales: torch.Tensor) -> torch.Tensor:
 
 
 def needs_agreement(part: ParameterPart) -> bool:
-    """Return True if processes that share a parameter agree on scales of its moments in each step.
-    """
+    """Return True if the processes that share a parameter must agree on its moments' scales in each
+    step."""
     blocks = Blocks(part)
     return blocks.quantised and not blocks.aligned
 
 
 def is_quantised(elements: int) -> bool:
-    """Whether a parameter of so many elements has moments of a byte."""
+    """Return True if a parameter with this number of elements has 8-bit moments."""
     return elements >= LEAST_QUANTISED and elements % BLOCK == 0
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments of a byte, whose step changes nothing where ``found_inf`` is 1.
+    """AdamW with 8-bit moments. A step changes nothing where ``found_inf`` is 1.
 
     Moments do not depend on how parameters are sharded: blocks are those of the whole parameter,
-    and where shards end within blocks the processes agree on the blocks' scales.
+    and where shards end within blocks, the processes agree on the scales.
 
     Args:
-        groups: of parameters in fp32, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
-        parts: by id, of parameters that the process holds a part of; in an order that is the same
+        groups: groups of fp32 parameters, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        parts: by id, the part of each sharded parameter that this process holds; in the same order
             on all processes that share them.
-        agree: makes a tensor the elementwise maximum over the processes that hold a parameter's
-            parts, in place; called by all of them in the same order.
+        agree: all-reduces a tensor in place to its elementwise maximum over the processes that
+            share a parameter; called by all of them in the same order.
     """
 
     found_inf: torch.Tensor
@@ -186,8 +191,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One parameter after another, whose moments are fp32 meanwhile; those that processes share
-        in an order that is the same on all of them."""
+        """Update one parameter after another, with its moments in fp32 meanwhile. Sharded
+        parameters are updated in the same order on all processes."""
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
         for parameter, group in sorted(pairs, key=lambda pair: self._order.get(id(pair[0]), -1)):
             if parameter.grad is not None:
@@ -218,12 +223,11 @@ class AdamW8bit(torch.optim.Optimizer):
         self, parameter: nn.Parameter, mean: torch.Tensor, square: torch.Tensor,
         again: bool | torch.Tensor,
     ) -> tuple[torch.Tensor | Moment, torch.Tensor | Moment]:
-        """Return the moments as they are stored until the next step.
+        """Return the moments in the form in which they are stored until the next step.
 
         Args:
-            parameter: theirs.
-            mean, square: the moments in fp32.
-            again: True if they are those of stored moments.
+            mean, square: moments in fp32.
+            again: True if they were restored from stored moments.
         """
         blocks = self._blocks(parameter)
         if not blocks.quantised:
@@ -243,12 +247,13 @@ class AdamW8bit(torch.optim.Optimizer):
         return Blocks(part or ParameterPart.from_whole(parameter.shape))
 
     def plain_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """What is kept of a parameter, as AdamW has it: in fp32, which any layout can share out."""
+        """Return a parameter's state as AdamW stores it: in fp32, so that it can be sharded in any
+        layout."""
         return {name: _values(kept) for name, kept in self.state.get(parameter, {}).items()}
 
     def load_plain_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`plain_state`. Moments whose scales processes agree on stay in fp32
-        until the next step, as nothing is sent here."""
+        """Invert :meth:`plain_state`. Moments whose scales need an agreement stay in fp32 until the
+        next step, because this method does not communicate."""
         loaded: dict[str, Any] = dict(state)
         moments = [loaded.get(name) for name in ("exp_avg", "exp_avg_sq")]
         if self._blocks(parameter).aligned and all(m is not None for m in moments):

@@ -1,6 +1,5 @@
 """Exponential moving averages of trained weights, which often generalise better than the weights of
-any one step: kept, sharded and stored like an optimizer's state.
-"""
+a single step. They are stored and sharded like optimizer state."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ AVERAGE_NAME = "ema"
 
 
 class ParameterAverages:
-    """Of the parameters that a process updates.
+    """Moving averages of the parameters that a process updates.
 
-    ``average = decay * average + (1 - decay) * weight`` after every ``every``-th step, beginning
-    with the weights before a parameter's first update; steps that are not applied change nothing.
-    All in fp32 (or wider, as the parameter). The average of a parameter that is frozen after it was
-    trained continues to follow its weight; such averages come from checkpoints and snapshots alone,
-    because the average of a parameter that was never trained is its weight.
+    ``average = decay * average + (1 - decay) * weight`` after every ``every``-th step, starting
+    from the weights before a parameter's first update. Skipped steps change nothing. Averages are
+    fp32, or wider like the parameter. The average of a parameter that was trained and then frozen
+    continues to follow its weight. Such averages come from checkpoints and snapshots only, because
+    the average of a parameter that was never trained equals its weight.
 
     Args:
         updated: plain tensors, by stage and name.
         frozen: frozen parameters of this process, by stage and name.
-        in_bf16: of these, by id, those that are kept in bf16.
-        config: says how; None for no averages.
+        in_bf16: parameters among them that are kept in bf16, by id.
+        config: None to keep no averages.
     """
 
     def __init__(
@@ -45,17 +44,17 @@ class ParameterAverages:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before an update: those that there are not yet."""
+        """Initialize missing averages before an update."""
         if self._config is not None:
             for key in self._updated.keys() - self._values.keys():
                 self._values[key] = self._weight(key).clone()
 
     @torch.no_grad()
     def follow(self, refused: torch.Tensor, step: int) -> None:
-        """After an update.
+        """Update the averages after a step.
 
         Args:
-            refused: scalar, 1 where it has changed nothing, else 0.
+            refused: scalar, 1 if the step was skipped, else 0.
             step: number of the step, from 0.
         """
         if self._config is None or (step + 1) % self._config.every:
@@ -65,27 +64,26 @@ class ParameterAverages:
             value.lerp_(self._weight(key), share.to(value.dtype))
 
     def state(self, key: Key) -> dict[str, torch.Tensor]:
-        """What checkpoints have of a parameter's."""
+        """Return a parameter's checkpoint entries."""
         return {AVERAGE_NAME: self._values[key]} if key in self._values else {}
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`state`; of a run that has none any more, what is stored is dropped.
+        """Invert :meth:`state`. Stored averages are dropped if the run keeps none.
 
         Args:
-            key: of the parameter.
-            state: of it; others' tensors in it do not matter.
+            state: the parameter's state; other entries are ignored.
         """
         if self._config is not None and AVERAGE_NAME in state:
             self._values[key] = state[AVERAGE_NAME].to(self._parameter(key).device)
 
     def forget(self) -> None:
-        """There are none, and none is shown."""
+        """Drop all averages and stop showing them."""
         self._values.clear()
         self._hidden.clear()
 
     @torch.no_grad()
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Parameters that have an average here become their averages, until :meth:`hide`.
+        """Replace parameters by their averages until :meth:`hide`.
 
         Args:
             parameters: trained parameters that may change until :meth:`hide`; their values are
@@ -102,19 +100,19 @@ class ParameterAverages:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Put back what parameters were; nothing if no averages are shown."""
+        """Restore the parameters; does nothing if no averages are shown."""
         for tensor, kept in self._hidden:
             tensor.copy_(kept)
         self._hidden.clear()
 
     def _parameter(self, key: Key) -> torch.Tensor:
-        """The elements of a parameter that this process holds."""
+        """Return the elements of a parameter that this process holds."""
         if key in self._updated:
             return self._updated[key]
         return local_part(self._frozen[key].detach())
 
     def _weight(self, key: Key) -> torch.Tensor:
-        """A parameter as its updates see it: fp32, or wider."""
+        """Return a parameter as its updates see it: in fp32, or wider."""
         parameter = self._parameter(key)
         kept = self._in_bf16.get(id(parameter))
         if kept is None:

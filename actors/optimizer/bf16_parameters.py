@@ -1,8 +1,8 @@
-"""Trained weights that are kept in bf16, with gradients in bf16: of matrix products, where autocast
-would round them to it anyway.
+"""Trained weights in bf16, with gradients in bf16. Used for weights of matrix products, which
+autocast would round to bf16 anyway.
 
-What updates them sees fp32 all the same: a master copy that stays, or the weights themselves, to
-which a step's result is rounded at random, up or down by how near it is (stochastic rounding).
+Updates are computed in fp32. They change either a fp32 master copy, or the bf16 weights themselves:
+these are rounded up or down at random according to the distance (stochastic rounding).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from raymm.actors.sharding.parameter_shards import ParameterPart
 from raymm.scheduler.plan.stage import StageId
 
 Key = tuple[StageId, str]
-# Of fp32's mantissa, that bf16 lacks.
+# Bits of fp32's mantissa that bf16 lacks.
 _DROPPED = 16
 NOISE_BLOCK = 2**22
-"""Elements of a whole parameter, rounded to whole rows, whose noise is drawn at a time."""
+"""Elements whose noise is drawn at a time, rounded to whole rows of the whole parameter."""
 
 
 class Bf16Parameter:
-    """A trained parameter in bf16, and what its updates are made on.
+    """Trained parameter in bf16, with the fp32 values that its updates use.
 
     Args:
-        key: its stage and name, which random numbers follow from.
-        parameter: in fp32; becomes bf16 here.
-        master: whether its fp32 values stay.
-        part: that the process holds of the whole parameter; None if it holds all of it.
-        seed: of the run; random numbers follow from it, the step and the whole parameter.
+        key: stage and name of the parameter; random numbers depend on both.
+        parameter: fp32 parameter, which is converted to bf16 in place.
+        master: True to keep the fp32 values.
+        part: part of the whole parameter that this process holds; None for all of it.
+        seed: seed of the run; random numbers depend on it, the step and the whole parameter.
 
     Attributes:
-        wide: fp32; without values between steps if there is no master.
-        scale: scalar on the device that the gradient is multiplied with in fp32: clipped in bf16,
-            it would be rounded a second time.
+        wide: fp32 values; empty between steps without a master.
+        scale: scalar on the device, applied to the gradient in fp32. Clipping in bf16 would round
+            the gradient a second time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Bf16Parameter:
             self._release()
 
     def open(self) -> None:
-        """Show values and the scaled gradient in fp32."""
+        """Make values and the scaled gradient available in fp32."""
         if not self.master:
             self.wide.data = self.parameter.detach().float()
         gradient = self.parameter.grad
@@ -66,11 +66,7 @@ class Bf16Parameter:
             self.wide.grad.mul_(self.scale)
 
     def close(self, step: int) -> None:
-        """Take the values over.
-
-        Args:
-            step: number of the step.
-        """
+        """Copy the updated values to the parameter, rounding at random without a master."""
         values = self.wide.detach()
         if not self.master:
             seed = derive_seed("rounding", step, *self._place)
@@ -81,7 +77,7 @@ class Bf16Parameter:
             self._release()
 
     def follow(self) -> None:
-        """Where the parameter was given other values, the master has these."""
+        """Update the master after the parameter was given other values."""
         if self.master:
             values, wide = self.parameter.detach(), self.wide.detach()
             wide.copy_(torch.where(wide.bfloat16() == values, wide, values.float()))
@@ -93,14 +89,13 @@ class Bf16Parameter:
 def rounded_at_random(
     values: torch.Tensor, seed: int, part: ParameterPart | None = None
 ) -> torch.Tensor:
-    """bf16 values next to fp32 ones, below or above with the probability that makes their mean the
-    value. What bf16 has stays.
+    """Round fp32 values to one of the two neighbouring bf16 values, with probabilities that
+    preserve the mean. Values that bf16 represents exactly are unchanged.
 
     Args:
         values: fp32.
-        seed: of the random numbers.
-        part: that they are of a whole parameter, whose other parts round as if all were here;
-            None if they are all of it.
+        part: part of a whole parameter that the values are; the other parts round as if all values
+            were here. None if they are the whole parameter.
     """
     noise = _noise(part or ParameterPart.from_whole(values.shape), seed, values.device)
     bits = values.contiguous().view(torch.int32) + noise.view(values.shape)
@@ -109,8 +104,8 @@ def rounded_at_random(
 
 
 def _noise(part: ParameterPart, seed: int, device: torch.device) -> torch.Tensor:
-    """Return the part's int32 numbers below 2**16. Blocks of whole rows have seeds of their own, so
-    that a part of the rows is drawn without the others."""
+    """Return the part's int32 random numbers below 2**16. Each block of whole rows has its own
+    seed, so a part of the rows is drawn without the others."""
     generator = torch.Generator(device)
     count, *rest = part.shape
     height = max(1, NOISE_BLOCK // max(1, prod(rest)))
@@ -134,15 +129,14 @@ def keep_in_bf16(
     parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig, modules: Iterable[nn.Module],
     parts: Mapping[Key, ParameterPart], seed: int, elsewhere: Collection[Key] = (),
 ) -> dict[int, Bf16Parameter]:
-    """Keep the parameters in bf16 that the rules of their modules say, in place; by id.
+    """Convert parameters to bf16 in place, according to the rules of their modules; return them by
+    id.
 
     Args:
-        parameters: trained ones.
-        config: says the rules.
-        modules: whose parameters these are.
-        parts: of those that the process holds a part of.
-        seed: of the run.
-        elsewhere: of the parameters, those that another process updates and has the master of.
+        parameters: trained parameters.
+        modules: modules of these parameters.
+        parts: parts of sharded parameters that this process holds.
+        elsewhere: parameters that another process updates; it holds their master.
     """
     products = products_of(modules)
     kept: dict[int, Bf16Parameter] = {}
@@ -156,7 +150,7 @@ def keep_in_bf16(
 
 
 def products_of(modules: Iterable[nn.Module]) -> set[int]:
-    """Ids of parameters that only matrix products use."""
+    """Return ids of parameters that only matrix products use."""
     inside: set[int] = set()
     outside: set[int] = set()
     for module in modules:

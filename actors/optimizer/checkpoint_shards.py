@@ -1,8 +1,8 @@
-"""Checkpoint shards: what one rank writes and reads, as safetensors.
+"""Checkpoint shards: files that one rank writes and reads, as safetensors.
 
-Tensors are stored under their name, or, by processes that have only a shard of each, under
-the name and a range. Readers ask for any shard, whatever the shards are that were written. A file
-is read only after its bytes were compared with the checksum that its writer took.
+A tensor is stored under its name, or under its name and a range if a process holds only a shard.
+Readers can read any shard, however the tensor was sharded when it was written. A file is read only
+after its bytes were verified against the writer's checksum.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from raymm.actors.sharding.tensor_plan import ParameterShard
 
 
-# A name and a range of it.
+# Stored name of a range of a tensor.
 STORED_RANGE = re.compile(r"(.*)\[(\d+):(\d+):(\d+)\]")
-# The names of a checkpoint's files: of the parameters and the optimizer state that a rank writes.
+# File names of the parameters and the optimizer state that a rank writes.
 SHARD_FILE = re.compile(r"(model|optimizer)-rank\d+\.safetensors")
-# Bytes that are read at once to compute a checksum.
+# Bytes per read when computing a checksum.
 CHECKSUM_BLOCK = 4 * 2**20
-# Files that an error names.
+# Largest number of files that an error names.
 PROBLEMS_SHOWN = 5
-# Files whose checksums a process computes at the same time; hashing and reading leave the GIL.
+# Number of files whose checksums are computed in parallel; hashing and reading release the GIL.
 CHECKSUM_THREADS = 8
 
 
 class ShardFile(NamedTuple):
-    """What a file must be.
+    """Expected size and checksum of a file.
 
     Attributes:
         size: in bytes.
-        checksum: XXH3 of 128 bits of all its bytes, as 32 hexadecimal digits.
+        checksum: 128-bit XXH3 of all bytes, as 32 hexadecimal digits.
     """
 
     size: int
@@ -53,18 +53,19 @@ class ShardFile(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A shard that is on disk: the names of its tensors, and what the file must be."""
+    """Shard that was written: the names of its tensors, and the size and checksum of the file."""
 
     names: list[str]
     file: ShardFile
 
 
 class Loaded(NamedTuple):
-    """What a process has made of a checkpoint.
+    """Tensors that a process has read from a checkpoint.
 
     Attributes:
-        lacking: trainable parameters that it lacks.
-        taken: names of what was read of it (:func:`stored_names`), optimizer state included.
+        lacking: names of trainable parameters that the checkpoint lacks.
+        taken: names of all tensors that were read (:func:`stored_names`), including optimizer
+            state.
     """
 
     lacking: list[str]
@@ -72,23 +73,23 @@ class Loaded(NamedTuple):
 
 
 def stored_names(index: Mapping[str, str]) -> set[str]:
-    """Names of the tensors that a checkpoint has, in shards or whole."""
+    """Return the names of a checkpoint's tensors, without ranges."""
     matches = ((name, STORED_RANGE.fullmatch(name)) for name in index)
     return {name if match is None else match[1] for name, match in matches}
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
-    """Write tensors to ``path`` and force them to disk. Not atomic by itself: a checkpoint
-    counts only once its manifest is committed.
+    """Write tensors to ``path`` and force them to disk. Not atomic by itself: a checkpoint is valid
+    only once its manifest is committed.
 
     Raises:
-        CheckpointError: the disk is full, read-only, ...; says the path and the cause.
+        CheckpointError: the file cannot be written; names the path and the cause.
     """
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(host, path)
         with open(path, "rb") as file, ThreadPoolExecutor(1) as disk:
-            os.fchmod(file.fileno(), FILE_MODE)  # safetensors makes it for its owner alone
+            os.fchmod(file.fileno(), FILE_MODE)  # safetensors creates it readable by its owner only
             synced = disk.submit(os.fsync, file.fileno())
             written = _checksum_of_source(file, host)  # while the disk writes
             synced.result()
@@ -98,15 +99,15 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
 
 
 def store_shard(location: str, file: str, tensors: dict[str, torch.Tensor]) -> WrittenShard:
-    """:func:`write_shard` into a checkpoint's folder.
+    """Write a shard into a checkpoint's folder; see :func:`write_shard`.
 
     Args:
-        location: of the folder.
-        file: its name there.
-        tensors: by their stored names.
+        location: location of the folder.
+        file: file name in the folder.
+        tensors: by stored name.
 
     Raises:
-        CheckpointError: as from there, or the bucket cannot be written.
+        CheckpointError: the file or the bucket cannot be written.
     """
     folder = storage_folder(location)
     try:
@@ -123,10 +124,10 @@ def _digest(start: bytes = b"") -> Any:
 
 
 def checksum(path: Path) -> ShardFile:
-    """What a file is.
+    """Return size and checksum of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest, size = _digest(), 0
     block = memoryview(bytearray(CHECKSUM_BLOCK))
@@ -138,12 +139,12 @@ def checksum(path: Path) -> ShardFile:
 
 
 def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
-    """:func:`checksum` of a shard just written, from the tensors that it was written of: nothing is
-    read back but its header, and bytes that were written wrongly do not fit either.
+    """Compute the :func:`checksum` of a shard from its header and the tensors in memory. Only the
+    header is read back, so bytes that were written wrongly do not match the checksum.
 
     Args:
-        file: at its beginning: 8 bytes that say how long the JSON behind them is (safetensors'
-            format), which says where the bytes of every tensor are.
+        file: opened at its beginning. The safetensors format starts with the length of the JSON
+            header in 8 bytes; the header has the offsets of every tensor.
         tensors: contiguous, in host memory.
     """
     length = file.read(8)
@@ -153,7 +154,8 @@ def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     places.pop("__metadata__", None)
     for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
         tensor = tensors[name]
-        flat = tensor.as_strided((tensor.numel(),), (1,))  # of one element strides may be any
+        # a tensor of one element may have any strides
+        flat = tensor.as_strided((tensor.numel(),), (1,))
         digest.update(flat.view(torch.uint8).numpy().data)
     return ShardFile(os.fstat(file.fileno()).st_size, digest.hexdigest())
 
@@ -161,16 +163,14 @@ def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
 def verify_shard(
     path: Path, expected: ShardFile, names: Collection[str], name: str | None = None
 ) -> None:
-    """Compare a file with what was written.
+    """Verify a file against its expected size, checksum and tensors.
 
     Args:
-        path: the file.
-        expected: what it must be.
-        names: of tensors that it must have.
-        name: of the file in errors; by default its path.
+        names: names of tensors that the file must contain.
+        name: name of the file in errors; its path by default.
 
     Raises:
-        CheckpointError: it is another one; says in what.
+        CheckpointError: the file differs; says how.
     """
     name = name or str(path)
     try:
@@ -190,7 +190,7 @@ def verify_shard(
         raise CheckpointError(f"cannot read {name}: {error}") from None
 
 
-# A file of a checkpoint as a local one, for the length of a block.
+# Provides a file of a checkpoint as a local file for the length of a block.
 Reading = Callable[[str], contextlib.AbstractContextManager[Path]]
 
 
@@ -198,17 +198,17 @@ def verify_shards(
     folder: StorageFolder, files: Mapping[str, ShardFile], index: Mapping[str, str],
     chosen: Collection[str] | None = None, reading: Reading | None = None,
 ) -> None:
-    """:func:`verify_shard` of several files at the same time.
+    """Verify several files in parallel; see :func:`verify_shard`.
 
     Args:
-        folder: the checkpoint.
-        files: what its files must be, by name.
-        index: file name per stored name.
-        chosen: the files to look at; None for all.
-        reading: how a file is had; by default, and for no longer than that, from the folder.
+        folder: folder of the checkpoint.
+        files: expected size and checksum of all files, by name.
+        index: file name of each stored name.
+        chosen: files to verify; None for all.
+        reading: provides a local copy of a file; by default ``folder.reading``.
 
     Raises:
-        CheckpointError: naming the files that are others.
+        CheckpointError: some files differ; names them.
     """
     names: dict[str, list[str]] = {file: [] for file in files}
     for name, file in index.items():
@@ -241,13 +241,13 @@ def verify_shards(
 def stored_shards(
     name: str, tensor: torch.Tensor, own: ParameterShard | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors under which a process's part of a tensor is stored: ``name`` itself if it
-    has all of it, else ``name[dim:start:stop]`` for every range.
+    """Yield the names and tensors under which a process's part of a tensor is stored: ``name``
+    itself for the whole tensor, else ``name[dim:start:stop]`` for every range.
 
     Args:
-        name: the full name in the checkpoint.
-        tensor: what this process has of it.
-        own: which ranges of which dimension that is; None if it is everything.
+        name: full name in the checkpoint.
+        tensor: this process's part of the tensor.
+        own: dimension and ranges of the part; None for the whole tensor.
     """
     if own is None:
         yield name, tensor
@@ -262,15 +262,15 @@ def stored_shards(
 def copy_tensors(
     stored: Mapping[str, torch.Tensor], own: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Copy stored tensors into a model's, in place.
+    """Copy stored tensors into a model's tensors, in place.
 
     Args:
         stored: by name.
-        own: (name, tensor), where a name may occur more than once; those that are not stored
-            stay as they are.
+        own: (name, tensor) of the model, where a name may occur more than once. Tensors that are
+            not stored are unchanged.
 
     Raises:
-        CheckpointError: if shapes or dtypes differ; nothing was copied then.
+        CheckpointError: shapes or dtypes differ; nothing was copied then.
     """
     pairs = [(name, stored[name], tensor) for name, tensor in own if name in stored]
     for name, there, target in pairs:

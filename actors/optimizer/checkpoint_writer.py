@@ -1,5 +1,5 @@
-"""What a process does for a checkpoint: write what it has, at once; or copy it to host memory, and
-write the copy while steps go on."""
+"""Writing of a process's checkpoint files: at once, or from a copy in host memory while training
+continues."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from raymm.actors.optimizer.host_staging import HostStaging
 from raymm.errors import CheckpointError
 
 Files = dict[str, dict[str, torch.Tensor]]
-"""Tensors by their stored names, by file."""
+"""Tensors by stored name, by file name."""
 
 
 class Saved(NamedTuple):
-    """What a process saves.
+    """State that a process saves.
 
     Attributes:
-        files: the tensors as they are in memory.
-        widened: names of those that files have in fp32.
-        temporary: True if some of the tensors were made to be saved.
+        files: tensors in their current memory.
+        widened: names of tensors that files store in fp32.
+        temporary: True if some tensors were created for this save.
     """
 
     files: Files
@@ -34,12 +34,11 @@ class Saved(NamedTuple):
 
 
 class WrittenCopy(NamedTuple):
-    """What has become of a copy.
+    """Result of writing a copy.
 
     Attributes:
-        shards: what is on disk, per file; nothing if something is not finite.
-        not_finite: names, as in checkpoints, of tensors with values that are not finite, and how
-            many.
+        shards: written shards by file; empty if a value is not finite.
+        not_finite: checkpoint names of tensors with non-finite values, each with their number.
     """
 
     shards: dict[str, WrittenShard]
@@ -47,8 +46,8 @@ class WrittenCopy(NamedTuple):
 
 
 class HostCopy:
-    """A copy in host memory of what is saved, at most one at a time; its memory is returned once it
-    is written.
+    """Copy of saved state in host memory, at most one at a time. Its memory is released once it is
+    written.
 
     Args:
         staging: copies the tensors.
@@ -60,8 +59,8 @@ class HostCopy:
         self._tensors: Future[list[torch.Tensor]] = Future()
 
     def copy(self, saved: Saved) -> int:
-        """Begin to copy tensors, which may change once :meth:`HostStaging.wait` has returned.
-        Return the bytes of the copies."""
+        """Start copying tensors; return the bytes of the copies. The tensors may change once
+        :meth:`HostStaging.wait` has returned."""
         named = [
             (file, name, tensor)
             for file, tensors in saved.files.items()
@@ -80,13 +79,13 @@ class HostCopy:
         )
 
     def write(self, location: str) -> WrittenCopy:
-        """Write what was copied last; in any thread.
+        """Write the last copy. Callable from any thread.
 
         Args:
-            location: of an existing folder that is not committed yet.
+            location: location of an existing, uncommitted checkpoint folder.
 
         Raises:
-            CheckpointError: it cannot be written, or there is none.
+            CheckpointError: the copy failed, cannot be written, or does not exist.
         """
         names, self._names = self._names, None
         if names is None:
@@ -103,7 +102,7 @@ class HostCopy:
         if names := not_finite(_whole_names(files)):
             return WrittenCopy({}, names)
         shards = {}
-        for file in list(files):  # what is written needs no memory any more
+        for file in list(files):  # releases each file's tensors once it is written
             shards[file] = store_shard(location, file, files.pop(file))
         return WrittenCopy(shards, [])
 
@@ -118,25 +117,26 @@ def _whole_names(files: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[
 
 
 class SavingActor(ABC):
-    """Part of actors that have something to save."""
+    """Base class of actors that save state."""
 
     _staging: HostStaging
     _host_copy: HostCopy | None = None
 
     @abstractmethod
     def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:
-        """This process's part; of what several processes have, one has it in there.
+        """Return this process's part of the state. State that several processes hold is in the part
+        of one of them.
 
         Args:
-            skip_frozen: modules whose frozen weights are elsewhere and need no copy.
+            skip_frozen: modules whose frozen weights are stored elsewhere and not saved.
         """
 
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
-        """Write this process's shards; returns what is in them, per file.
+        """Write this process's shards; return the written shards by file.
 
         Args:
-            folder: location of an existing folder that is not committed yet.
-            skip_frozen: modules whose frozen weights are elsewhere and need no copy.
+            folder: location of an existing, uncommitted checkpoint folder.
+            skip_frozen: modules whose frozen weights are stored elsewhere and not saved.
         """
         saved = self._files_to_save(skip_frozen)
         return {
@@ -154,17 +154,17 @@ class SavingActor(ABC):
         }
 
     def copy_state(self, skip_frozen: frozenset[str]) -> int:
-        """Begin to copy to host memory what :meth:`save` writes, for :meth:`write_copy`. Return the
-        bytes of the copy."""
+        """Start copying the state that :meth:`save` writes to host memory, for :meth:`write_copy`.
+        Return the bytes of the copy."""
         if self._host_copy is None:
             self._host_copy = HostCopy(self._staging)
         return self._host_copy.copy(self._files_to_save(skip_frozen))
 
     def write_copy(self, folder: str) -> WrittenCopy:
-        """Write what was copied last, in a thread of its own.
+        """Write the last copy, in a separate thread.
 
         Args:
-            folder: location of an existing folder that is not committed yet.
+            folder: location of an existing, uncommitted checkpoint folder.
         """
         if self._host_copy is None:
             raise CheckpointError(f"there is no copied state to write into {folder}")
@@ -172,7 +172,7 @@ class SavingActor(ABC):
 
 
 def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Safetensors refuses tensors that share memory; tied ones are written once each."""
+    """Clone tied tensors, because safetensors rejects tensors that share memory."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

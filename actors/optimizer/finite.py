@@ -1,9 +1,9 @@
-"""What of a step is not finite, and where: noted on the device while it runs, read by the host only
-if the step is not applied.
+"""Detection of non-finite values in a step. Values are recorded on the device during the step; the
+host reads them only if the step is skipped.
 
-The sum over processes that makes the gradient norm also has zero times every loss in it, so one
-that is NaN or infinite anywhere makes the norm NaN for all, without another message; and all read
-the norm anyway. So none applies the step. A norm that overflows in fp32 is computed again in fp64.
+The sum over processes for the gradient norm also includes zero times every loss. A loss that is NaN
+or infinite on any process therefore makes the norm NaN on all of them, without further
+communication, and all of them skip the step. A norm that overflows in fp32 is recomputed in fp64.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch.nn.modules.batchnorm import _NormBase
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 
-# What is noted between two updates; beyond that the oldest is forgotten.
+# Largest number of notes between two updates; older notes are dropped.
 MAX_NOTES = 2**16
-# Names of parameters in a report.
+# Largest number of parameter names in a report.
 MAX_NAMES = 3
 
 
 class Place(NamedTuple):
-    """Something that was not finite.
+    """Location of non-finite values.
 
     Attributes:
-        kind: what a stage handed on, the gradient that it handed back, or its parameters'
-            gradients, summed over microbatches, copies and processes.
-        stage: which.
-        batch: number of the batch, of those whose gradients were accumulated; -1 if unknown.
-        microbatch: its number; -1 if unknown.
-        of: the stage whose output, or whose output's gradient, it is.
-        rows: of that tensor's first dimension, those that were not finite; none if unknown.
-        count: how many rows the whole microbatch has there.
-        names: of parameters.
+        kind: a stage's output, the gradient that it returned, or the gradients of its parameters,
+            summed over microbatches, replicas and processes.
+        stage: stage that produced the values.
+        batch: number among the batches whose gradients were accumulated; -1 if unknown.
+        microbatch: -1 if unknown.
+        of: stage whose output or output gradient it is.
+        rows: indices in the tensor's first dimension of non-finite rows; empty if unknown.
+        count: number of rows of the whole microbatch.
+        names: names of parameters.
     """
 
     kind: Literal["output", "gradient", "parameters"]
@@ -53,8 +53,7 @@ class Place(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """A tensor, as given to :meth:`FiniteObserver.saw`. A place is made of it only if somebody
-    asks."""
+    """Arguments of :meth:`FiniteObserver.saw`, converted to a place only on request."""
 
     kind: Literal["output", "gradient"]
     stage: StageId
@@ -66,12 +65,12 @@ class _Note(NamedTuple):
 
 
 _Noted = tuple[_Note, torch.Tensor]
-"""With a sum per row, which is not finite where one of the row's values is not."""
+"""Note with a sum per row, which is not finite if a value of the row is not."""
 
 
 class _Batch:
-    """Notes of a batch that is over, whose sums are one after another in one tensor: many small
-    ones that live on would lie between buffers of later batches, which then take new memory."""
+    """Notes of a finished batch, with all sums in one tensor. Many small long-lived tensors would
+    fragment the memory that buffers of later batches reuse."""
 
     def __init__(self, noted: Sequence[_Noted]) -> None:
         self.notes = [note for note, _ in noted]
@@ -79,19 +78,19 @@ class _Batch:
         self._sums = torch.cat([sums.view(-1) for _, sums in noted])
 
     def noted(self) -> list[_Noted]:
-        """As it was."""
+        """Return the original notes and sums."""
         parts = self._sums.split([shape.numel() for shape in self._shapes])
         sums = (part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
         return list(zip(self.notes, sums, strict=True))
 
 
 class FiniteObserver:
-    """Watches the batches of an update. Nothing here waits for the device, but :meth:`places`.
+    """Observer of the batches of an update. Only :meth:`places` waits for the device.
 
     Args:
-        device: where stages live.
-        modules: the stages. Running statistics (batch norm) change in forwards, so they are kept
-            from before the first batch, for an update that is not applied.
+        device: device of the stages.
+        modules: the stages. Forwards change running statistics (batch norm), so these are copied
+            before the first batch, in case the update is skipped.
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
@@ -101,14 +100,14 @@ class FiniteObserver:
         ]
         self._statistics: list[tuple[_NormBase, str, torch.Tensor]] | None = None
         self._past: deque[_Batch] = deque()
-        self._kept = 0  # notes of those
-        self._noted: deque[_Noted] = deque(maxlen=MAX_NOTES)  # of the batch that is under way
+        self._kept = 0  # number of their notes
+        self._noted: deque[_Noted] = deque(maxlen=MAX_NOTES)  # notes of the current batch
         self._losses: list[torch.Tensor] = []
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._batches = 0
 
     def begin(self) -> None:
-        """A batch begins whose gradients count for the next update."""
+        """Start a batch whose gradients count for the next update."""
         self._batches += 1
         self.losses()
         self._end_batch()
@@ -129,11 +128,12 @@ class FiniteObserver:
             self._kept -= len(self._past.popleft().notes)
 
     def loss(self, value: torch.Tensor) -> None:
-        """A microbatch's loss, of any shape, counts for the next update."""
+        """Record a microbatch's loss, of any shape, for the next update."""
         self._losses.append(value.detach())
 
     def losses(self) -> torch.Tensor:
-        """0 (float64, on the device) if all losses since the last update are finite, else NaN."""
+        """Return 0 (float64, on the device) if all losses since the last update are finite, else
+        NaN."""
         if self._losses:
             sums = torch.stack([value.double().sum() for value in self._losses])
             self._zero = self._zero + (sums * 0).sum()
@@ -150,15 +150,14 @@ class FiniteObserver:
         rows: tuple[int, int] | None = None,
         count: int = 0,
     ) -> None:
-        """A stage hands on, or back, these tensors.
+        """Record tensors that a stage sends forward or backward.
 
         Args:
-            kind, stage, microbatch, of: as of :class:`Place`; ``of`` is the stage by default.
-            tensors: (rows, ...), or a scalar of all rows; others than of floating point are left
-                out.
-            rows: the first row in the microbatch, and one past the last; by default the tensors
-                have all.
-            count: rows of the whole microbatch, where ``rows`` are given.
+            kind, stage, microbatch, of: see :class:`Place`; ``of`` is the stage by default.
+            tensors: (rows, ...), or a scalar for all rows; tensors that are not floating point are
+                ignored.
+            rows: half-open range of the rows in the microbatch; all rows by default.
+            count: rows of the whole microbatch, if ``rows`` is given.
         """
         batch = self._batches - 1
         for tensor in tensors:
@@ -168,7 +167,7 @@ class FiniteObserver:
                 self._noted.append((note, sums))
 
     def places(self) -> list[Place]:
-        """What was not finite since the last update. Waits for the device."""
+        """Return the locations of non-finite values since the last update. Waits for the device."""
         places = []
         noted = [*chain.from_iterable(batch.noted() for batch in self._past), *self._noted]
         for (kind, stage, batch, microbatch, of, rows, count), sums in noted:
@@ -184,12 +183,12 @@ class FiniteObserver:
         return places
 
     def restore_statistics(self) -> None:
-        """Running statistics are again what they were before the batches since the last update."""
+        """Restore running statistics to their values before the batches since the last update."""
         for norm, name, kept in self._statistics or ():
             norm.get_buffer(name).copy_(kept)
 
     def clear(self) -> None:
-        """What was seen so far counts for nothing any more."""
+        """Drop everything recorded so far."""
         self._past.clear()
         self._kept = 0
         self._noted.clear()
@@ -200,7 +199,7 @@ class FiniteObserver:
 
 
 def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
-    # In fp32 at least: a sum of finite values overflows only where they are about to.
+    # At least fp32, so that a sum of finite values overflows only if the values nearly do.
     dtype = torch.float32 if tensor.itemsize < 4 else tensor.dtype
     dims = tensor.dim()
     if dims < 2:
@@ -215,10 +214,10 @@ _ROW_DIMS = [(), (), (1,), (1, 2), (1, 2, 3)]
 def parameter_places(
     gradients: Iterable[tuple[tuple[StageId, str], torch.Tensor | None]]
 ) -> list[Place]:
-    """A place for every stage with a parameter's gradient that is not finite.
+    """Return a place for every stage with a parameter whose gradient is not finite.
 
     Args:
-        gradients: by (stage, name); None for none.
+        gradients: by (stage, name); None for a missing gradient.
     """
     names: dict[StageId, list[str]] = {}
     for (stage, name), gradient in gradients:
@@ -231,25 +230,27 @@ def parameter_places(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite."""
+    """Return True if all values are finite."""
     tensor = _countable(tensor)
     if not tensor.is_floating_point():
         return True
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    if math.isfinite(float(tensor.sum(dtype=dtype))):  # many times faster than to look at each
+    if math.isfinite(float(tensor.sum(dtype=dtype))):  # many times faster than checking each value
         return True
     return bool(torch.isfinite(tensor).all())  # a sum of finite values may overflow
 
 
 def _countable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as numbers that can be looked at: of 8 bits there are no sums."""
+    """Return the same values in a dtype that supports sums, which 8-bit and complex dtypes do
+    not."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors that have values that are not finite, each once, with how many."""
+    """Return the names of tensors with non-finite values, each once and with the number of such
+    values."""
     texts = {}
     for name, tensor in tensors:
         if not is_finite(tensor):
@@ -262,7 +263,7 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 def named_tensors(
     modules: Mapping[StageId, nn.Module], state: Mapping[tuple[StageId, str, str], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and optimizer state of a process, under their names in checkpoints.
+    """Yield a process's parameters and optimizer state under their checkpoint names.
 
     Args:
         modules: by stage.

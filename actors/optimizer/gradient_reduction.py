@@ -1,12 +1,12 @@
-"""Sums of gradients over the holders of shared parameters, under way while backward runs.
+"""Gradient sums over the holders of shared parameters, in flight while backward runs.
 
-Replicas of a module (data parallelism), processes that share samples' tokens, tied embeddings:
-each has a part of a parameter's gradient. Parameters that the same processes hold for the
-same stages form a family, which has a process group of its own. Sums of a family begin when the
-step's program says (:mod:`raymm.scheduler.program.issue_order`), from then on as early as the last
-backward of the step has made their gradients. All buckets that a process has with others are
-reduced in one order, as a sum may hold up whatever is issued after it. A bucket takes over its
-parameters' gradients: they are views of it afterwards.
+Replicas of a module (data parallelism), processes that split samples' tokens, and tied embeddings
+each hold a part of a parameter's gradient. Parameters that the same processes hold for the same
+stages form a family, which has its own process group. The step's program defines when the sums of a
+family start (:mod:`raymm.scheduler.program.issue_order`). From then on a bucket is reduced as soon
+as the step's last backward has computed its gradients. All buckets of a process are reduced in one
+order, because a sum may block operations that are issued after it. The gradients of a bucket's
+parameters become views of the bucket.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from raymm.kernels.collectives.waiting import wait
 from raymm.kernels.host_copies import to_device
 from raymm.scheduler.plan.stage import StageId
 
-# Gradients are summed, and updated parameters sent, this many bytes at a time.
+# Bucket size in bytes for summing gradients and for sending updated parameters.
 BUCKET_BYTES = 64 * 2**20
 
 
 class ParameterReference(NamedTuple):
-    """Where a parameter lives: number of the process, stage, name in the stage."""
+    """Location of a parameter: process number, stage, and name in the stage."""
 
     process: int
     stage: StageId
@@ -37,8 +37,8 @@ class ParameterReference(NamedTuple):
 
 
 class ReductionGroup(NamedTuple):
-    """Processes that hold parameters together, ascending, and the stages (of any copy) that
-    have them there."""
+    """Processes that hold parameters together, ascending, and the stages (of the first replica)
+    that contain the parameters."""
 
     processes: tuple[int, ...]
     stages: tuple[StageId, ...]
@@ -46,12 +46,12 @@ class ReductionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter, or a shard of one, whose gradient is the sum of what its holders have.
+    """Parameter, or shard of one, whose gradient is summed over its holders.
 
     Attributes:
         references: the parameter in every process that holds it.
-        owner: the process that keeps the optimizer's state and updates it for all (ZeRO-1);
-            None if every holder does.
+        owner: process that keeps the optimizer state and updates the parameter for all holders
+            (ZeRO-1); None if every holder updates it.
     """
 
     references: tuple[ParameterReference, ...]
@@ -66,7 +66,7 @@ class SharedParameter:
 
 
 class _Member(NamedTuple):
-    """A shared parameter and this process's holders of it, the first of which acts for all."""
+    """Shared parameter and this process's holders of it. The first holder acts for all."""
 
     shared: SharedParameter
     stages: tuple[StageId, ...]
@@ -75,13 +75,14 @@ class _Member(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """Parameters that are reduced in one go.
+    """Parameters that are reduced together.
 
     Attributes:
-        members: the parameters, of one dtype and one owner.
-        ready: first holders whose gradient is final.
-        flat: gradients, and per member how many processes have one, once under way.
-        present: per member, whether this process has one.
+        members: parameters of one dtype and one owner.
+        ready: ids of first holders whose gradient is final.
+        flat: gradients, followed by the number of processes that have one per member, while the sum
+            is in flight.
+        present: per member, True if this process has a gradient.
     """
 
     members: list[_Member]
@@ -112,16 +113,16 @@ class _Bucket:
             self.work = dist.reduce(self.flat, self.owner, group=group, async_op=True)
 
     def finish(self, process: int, alone: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Wait for the sum and hand it out. A holder without a gradient counts as zero.
+        """Wait for the sum and distribute it to the holders. A missing gradient counts as zero.
 
         Args:
-            process: this one.
-            alone: whether it is the only holder. Then a parameter without a gradient stays without,
-                so that AdamW leaves it alone.
+            process: number of this process.
+            alone: True if this process is the only holder. A parameter without a gradient then
+                stays without one, so that AdamW skips it.
 
         Yields:
-            Parameters whose gradient is zero because this process has none, and 1 if nobody has,
-            else 0: on the device, as only that knows.
+            Parameters whose gradient is zero because this process has none, each with a device
+            scalar that is 1 if no process has one, else 0.
         """
         if self.work is not None:
             wait(self.work)
@@ -144,13 +145,13 @@ class _Bucket:
         self.drop()
 
     def drop(self) -> None:
-        """Nothing of it is under way any more."""
+        """Drop the sum in flight."""
         self.flat = self.work = None
         self.ready.clear()
 
 
 def _gathered(member: _Member) -> nn.Parameter:
-    """The first holder, with the sum of the gradients of all on this process."""
+    """Return the first holder, with the sum of the gradients of all holders on this process."""
     first, *others = member.parameters
     for other in others:
         if other.grad is not None:
@@ -161,11 +162,11 @@ def _gathered(member: _Member) -> nn.Parameter:
 
 @dataclass
 class _ReductionGroupState:
-    """A family's buckets.
+    """Buckets of a family.
 
     Attributes:
-        of: what the family is.
-        unfinished: stages here whose backward of this step is not over.
+        of: the family.
+        unfinished: stages on this process whose backward of this step has not finished.
     """
 
     of: ReductionGroup
@@ -175,28 +176,28 @@ class _ReductionGroupState:
     unfinished: set[StageId] = field(default_factory=set)
 
     def is_final(self, bucket: _Bucket) -> bool:
-        """Whether this process adds no more to a bucket's gradients in this step."""
+        """Return True if this process adds no more to a bucket's gradients in this step."""
         return not self.unfinished or len(bucket.ready) == len(bucket.members)
 
     @property
     def started(self) -> int:
-        """How many buckets are under way."""
+        """Return the number of buckets in flight."""
         return sum(bucket.started for bucket in self.buckets)
 
 
 class GradientReduction:
-    """The sums that one process takes part in.
+    """Gradient sums that one process takes part in.
 
     Args:
-        process: this process's number.
-        parameters: its trainable parameters by (stage, name).
+        process: number of this process.
+        parameters: trainable parameters by (stage, name).
         shared: shared parameters with a holder here, in an order common to all processes.
-        groups: process group of every family of several processes.
-        limit: bytes per bucket; only a parameter larger than that makes a larger one.
+        groups: process group of every family with several processes.
+        limit: bytes per bucket; only a single larger parameter exceeds it.
 
     Attributes:
-        perhaps_absent: after :meth:`wait`, parameters that have a gradient of zero because this
-            process has none, and on the device 1 if nobody has one, else 0.
+        perhaps_absent: after :meth:`wait`, parameters whose gradient is zero because this process
+            has none, each with a device scalar that is 1 if no process has one, else 0.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class GradientReduction:
             _ReductionGroupState(
                 reduction_group,
                 groups.get(reduction_group),
-                # Gradients come from the last layer on.
+                # Backward computes the gradients of the last layer first.
                 buckets_of(list(reversed(group_members)), limit),
                 frozenset(stage for member in group_members for stage in member.stages),
             )
@@ -231,14 +232,14 @@ class GradientReduction:
         ]
         self._armed: StageId | None = None
         places = {id(parameter): place for place, parameter in enumerate(shared)}
-        # A bucket's place: that of its first layer's parameter, whose gradient comes last.
+        # A bucket is ordered by its first layer's parameter, whose gradient is computed last.
         self._places = {
             id(bucket): min(places[id(member.shared)] for member in bucket.members)
             for reduction_group in self._reduction_groups for bucket in reduction_group.buckets
         }
-        # Buckets whose sums have begun, in the order in which they are to set out.
+        # Buckets whose sums may start, in the order in which they must start.
         self._begun: deque[tuple[_ReductionGroupState, _Bucket]] = deque()
-        self._sums = False  # in this step
+        self._sums = False  # True if this step sums gradients
         self.perhaps_absent: list[tuple[nn.Parameter, torch.Tensor]] = []
         for reduction_group in self._reduction_groups:
             for bucket in reduction_group.buckets:
@@ -249,10 +250,10 @@ class GradientReduction:
                         )
 
     def renew(self, groups: Mapping[ReductionGroup, dist.ProcessGroup]) -> None:
-        """Drop what is under way; from now on, sum in other groups of the same processes.
+        """Drop sums in flight, and use other groups of the same processes from now on.
 
         Args:
-            groups: as of the class.
+            groups: see the class.
         """
         self._armed, self._sums = None, False
         self._begun.clear()
@@ -272,7 +273,7 @@ class GradientReduction:
         return accumulated
 
     def expect(self, stages: Iterable[StageId]) -> None:
-        """A step begins that ends in :meth:`wait`; ``stages`` have a backward in it."""
+        """Start a step that ends in :meth:`wait`; ``stages`` have a backward in it."""
         due = frozenset(stages)
         self._begun.clear()
         self._sums = True
@@ -280,11 +281,11 @@ class GradientReduction:
             reduction_group.unfinished = set(reduction_group.stages & due)
 
     def begin(self, stages: tuple[StageId, ...]) -> None:
-        """From here on, what these stages share with others is summed, as soon as it is final; in a
-        step that does not end in :meth:`wait`, nothing is.
+        """Allow the sums of a family to start as soon as its gradients are final. Does nothing in a
+        step that does not end in :meth:`wait`.
 
         Args:
-            stages: of a :class:`ReductionGroup`.
+            stages: stages of a :class:`ReductionGroup`.
         """
         if not self._sums:
             return
@@ -302,19 +303,19 @@ class GradientReduction:
             bucket.start(reduction_group.group)
 
     def last_backward(self, stage: StageId) -> None:
-        """The stage's last backward of the step begins, and goes once over every parameter."""
+        """Announce the stage's last backward of the step, which visits every parameter once."""
         self._armed = stage
 
     def finished(self, stage: StageId) -> None:
-        """The stage's gradients are final; what can be reduced is."""
+        """Announce that the stage's gradients are final, and start the sums that are ready."""
         self._armed = None
         for reduction_group in self._reduction_groups:
             reduction_group.unfinished.discard(stage)
         self._start_final()
 
     def wait(self) -> None:
-        """Give every holder of a shared parameter the sum of all holders' gradients, or the
-        owner alone, if it has one. Collective. On a GPU, what the device is given next waits."""
+        """Give every holder of a shared parameter, or only its owner if it has one, the sum of all
+        holders' gradients. Collective. On a GPU, work issued next waits for the sums."""
         self._sums = False
         self.perhaps_absent.clear()
         for reduction_group in self._reduction_groups:
@@ -330,7 +331,7 @@ class GradientReduction:
                 self.perhaps_absent += bucket.finish(self._process, alone)
 
     def send_updates(self) -> None:
-        """Give every holder the values that the parameter's owner has. Collective."""
+        """Broadcast updated values from each parameter's owner to all holders. Collective."""
         under_way = []
         with torch.no_grad():
             for reduction_group in self._reduction_groups:
@@ -354,8 +355,8 @@ class GradientReduction:
 
 
 def buckets_of(members: Sequence[_Member], limit: int) -> list[_Bucket]:
-    """Members in buckets of one dtype and owner, of at most ``limit`` bytes where possible. Owners
-    take turns from one parameter to the next, so each has a bucket that is being filled."""
+    """Assign members to buckets of one dtype and owner, of at most ``limit`` bytes if possible.
+    Owners alternate between parameters, so one bucket per owner is filled at a time."""
     buckets: list[_Bucket] = []
     filling: dict[tuple[torch.dtype, int | None], tuple[_Bucket, int]] = {}
     for member in members:

@@ -1,4 +1,4 @@
-"""Copies of a process's tensors in host memory, which the device makes while training continues."""
+"""Copies of a process's tensors in host memory, made by the device while training continues."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Bytes that the device copies into each half of the pinned memory before a thread copies them on.
+# Bytes of each half of the pinned memory: the largest chunk that is copied at a time.
 CHUNK_BYTES = 256 * 2**20
-# Offsets of tensors in a chunk are multiples of so many bytes, whatever their dtypes.
+# Offsets of tensors in a chunk are multiples of this number of bytes, for all dtypes.
 ALIGNMENT = 64
 
 
 class _Part(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor, and where a chunk has them."""
+    """Range of bytes ``[start, stop)`` of a tensor, and its offset in a chunk."""
 
     tensor: int
     start: int
@@ -28,26 +28,26 @@ class HostStaging:
     """Copies tensors of a device to host memory.
 
     On a GPU the device copies chunks of at most :data:`CHUNK_BYTES` on its own stream into two
-    halves of pinned memory. A thread copies each chunk on into pageable memory while the next one
+    halves of pinned memory. A thread copies each chunk to pageable memory while the next one
     arrives. Checkpoints and snapshots share the pinned memory, because pinning takes longer than
     copying, and torch's allocator rounds each pinned tensor up to a power of two. The training
     thread waits only in :meth:`wait`, before the tensors change. On a CPU tensors are copied at
     once.
 
     Args:
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._thread = ThreadPoolExecutor(1, "copy-to-host")
-        # The event after which the device has read the tensors of each copy; None if it failed.
+        # Event after which the device has read the tensors of each copy; None if the copy failed.
         self._reads: list[Future[Any]] = []
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that are pinned."""
+        """Return the bytes of host memory that are pinned."""
         return self._pinned.nbytes
 
     def copy(
@@ -56,18 +56,18 @@ class HostStaging:
         dtypes: Sequence[torch.dtype] | None = None,
         temporary: bool = False,
     ) -> Future[list[torch.Tensor]]:
-        """Copy tensors as they are after the work that the current stream has by now. They must not
+        """Copy tensors in the state that the current stream's work produces so far. They must not
         change until :meth:`wait` has returned.
 
         Args:
-            tensors: on the device, of any strides.
-            dtypes: of the copies; those of ``tensors`` by default.
-            temporary: True if the tensors exist for this copy only; it has been made when this
-                returns, so that they do not take memory during a step.
+            tensors: on the device, with any strides.
+            dtypes: dtypes of the copies; unchanged by default.
+            temporary: True if the tensors exist for this copy only. It is then complete on return,
+                so that the tensors take no memory during a step.
 
         Returns:
-            Contiguous copies with the shapes of ``tensors``; or the error that there was no memory
-            for them.
+            Contiguous copies with the shapes of ``tensors``, or an error if host memory was
+            insufficient.
 
         Raises:
             MemoryError: CUDA cannot pin the memory for a chunk.
@@ -96,8 +96,8 @@ class HostStaging:
         return copied
 
     def wait(self) -> None:
-        """Have the current stream wait until the tensors of all copies have been read. The host
-        waits until the last chunk of each is on its way."""
+        """Make the current stream wait until the tensors of all copies have been read. The host
+        waits until the last chunk of each copy has been issued."""
         for read in self._reads:
             if (event := read.result()) is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
@@ -114,7 +114,7 @@ class HostStaging:
         chunks: Sequence[Sequence[_Part]],
         read: Future[Any],
     ) -> list[torch.Tensor]:
-        """In the thread: make the copies; ``read`` gets the event of the last chunk."""
+        """Make the copies, in the thread. ``read`` receives the event of the last chunk."""
         event = None
         try:
             copies = [
@@ -144,10 +144,10 @@ class HostStaging:
                 read.set_result(event)
 
     def _pin(self, nbytes: int) -> None:
-        """Have at least so many bytes of pinned memory."""
+        """Pin at least ``nbytes`` bytes of memory."""
         if nbytes <= self._pinned.nbytes:
             return
-        self._thread.submit(int).result()  # the copies before have left the memory
+        self._thread.submit(int).result()  # earlier copies no longer use the memory
         cuda: Any = torch.cuda.cudart()
         if self._pinned.nbytes:
             cuda.cudaHostUnregister(self._pinned.data_ptr())
@@ -164,12 +164,12 @@ class HostStaging:
 
 
 def staging_bytes(nbytes: int) -> int:
-    """Return the bytes of pinned memory through which so many bytes are copied."""
+    """Return the bytes of pinned memory used for copying ``nbytes`` bytes."""
     return min(nbytes, 2 * CHUNK_BYTES)
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[list[_Part]]:
-    """Split tensors of so many bytes into chunks of at most :data:`CHUNK_BYTES`."""
+    """Split tensors of the given sizes in bytes into chunks of at most :data:`CHUNK_BYTES`."""
     chunk: list[_Part] = []
     offset = 0
     for tensor, size in enumerate(sizes):
@@ -187,13 +187,13 @@ def _chunks(sizes: Sequence[int]) -> Iterator[list[_Part]]:
 
 
 def _size(chunk: Sequence[_Part]) -> int:
-    """Return the bytes that a chunk takes."""
+    """Return the bytes that a chunk occupies."""
     last = chunk[-1]
     return last.offset + -(-(last.stop - last.start) // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Of one element strides may be any.
+    # A tensor of one element may have any strides.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -208,7 +208,8 @@ def _unload(
     tensors: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> None:
-    """Copy a chunk that the device has made from pinned memory to where its tensors stay."""
+    """Copy a chunk from pinned memory to its tensors' final memory, once the device has written
+    it."""
     event.synchronize()
     for part in chunk:
         dtype = tensors[part.tensor].dtype

@@ -1,4 +1,4 @@
-"""The optimizer of one rank, and what it must agree on with the others."""
+"""Optimizer of one rank, including its communication with other ranks."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from raymm.actors.sharding.parameter_shards import ParameterPart
 from raymm.kernels.collectives.waiting import waits_for_others
 from raymm.scheduler.plan.stage import StageId
 
-# AdamW keeps squares of gradients, in fp32: gradients of a larger norm are as good as infinite.
+# AdamW keeps squares of gradients in fp32, so gradients with a larger norm count as infinite.
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of a step.
+    """Result of a step's update.
 
     Attributes:
-        grad_norm: of all gradients before clipping; NaN if a loss is not finite. None if nobody
-            asked for it.
-        learning_rate: of the step, by the rule for all modules; None if it was not applied.
-        not_finite: if it was not applied, what was not finite here.
+        grad_norm: norm of all gradients before clipping; NaN if a loss is not finite; None if it
+            was not computed.
+        learning_rate: the step's rate by the rule for the whole model; None if the step was
+            skipped.
+        not_finite: for a skipped step, the non-finite values of this process.
     """
 
     grad_norm: float | None
@@ -59,37 +60,36 @@ class Update:
 class RankOptimizer:
     """Gradient reduction, clipping and updates of the parameters of one process.
 
-    Every process calls every method in the same order: they are collective. None waits for the
-    device but :meth:`finish`, which ends a step: whether it is applied, and to which parameters
-    that got no gradient here and perhaps elsewhere, the device itself decides.
+    All processes call the same methods in the same order, because most of them are collective. Only
+    :meth:`finish`, which ends a step, waits for the device. The device itself decides if a step is
+    applied, also for each parameter that has no gradient on this process but may on others.
 
-    A step is not applied, on any process, if a loss of it or the norm of its gradients on any of
-    them is not finite, or if the norm after clipping is above :data:`LARGEST_NORM`. Parameters,
-    optimizers' state and running statistics are then those before it. It counts as a step all the
-    same: the learning rate of step n is that of the schedule whatever became of steps before it.
+    A step is skipped on all processes if a loss or the gradient norm is not finite on any of them,
+    or if the norm after clipping is above :data:`LARGEST_NORM`. Parameters, optimizer state and
+    running statistics then stay as they were. A skipped step still counts as a step: the learning
+    rate of step n is the schedule's rate for n.
 
     Args:
-        process: its number.
-        parameters: its trainable parameters by (stage, name).
-        config: the optimizer's.
-        parameter_ownership: what others have of them.
-        groups: the process group of every reduction group.
-        device: of the parameters.
-        modules: whose parameters these are.
-        parts: of those that this process holds a part of.
-        agree: makes a tensor the elementwise maximum over the processes that share a parameter of
-            a module, in place.
-        seed: of the run, for rounding at random.
+        process: number of this process.
+        parameters: trainable parameters by (stage, name).
+        parameter_ownership: duties for parameters that other processes hold, too.
+        groups: process group of every reduction group.
+        device: device of the parameters.
+        modules: modules of these parameters.
+        parts: parts of sharded parameters that this process holds.
+        agree: all-reduces a tensor in place to its elementwise maximum over the processes that
+            share a parameter.
+        seed: seed of the run, for stochastic rounding.
         frozen: frozen parameters of this process by (stage, name), whose averages continue.
 
     Attributes:
-        updated: the parameters that are updated here, not at another owner; of sharded ones the
-            part that is here, if there is any. Plain tensors, which optimizers can take together.
+        updated: parameters that this process updates, as plain tensors: the local part of sharded
+            parameters, without parameters that another process owns.
         reduction: sums gradients over holders.
         in_bf16: parameters that are kept in bf16, by id.
-        averages: of the parameters that are updated here, and of frozen ones that were trained.
+        averages: averages of the updated parameters, and of frozen parameters that were trained.
         frozen: frozen parameters of this process.
-        observer: notes what is not finite.
+        observer: records non-finite values.
     """
 
     def __init__(
@@ -114,11 +114,12 @@ class RankOptimizer:
             for shared in parameter_ownership.shared if shared.owner not in (None, process)
             for reference in shared.references if reference.process == process
         }
-        # Before the reduction, whose buckets have one dtype each.
+        # Before the reduction is created, because its buckets have one dtype each.
         self.in_bf16 = keep_in_bf16(parameters, config, modules, parts, seed, elsewhere)
         self._device = device
         self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
-        # All processes that share these take part in their updates, even without elements.
+        # All processes that share these parameters take part in their updates, even without
+        # elements.
         agreed = {
             key for key, part in parts.items() if needs_agreement(part)
             and config.rule_of(key[0].module, key[1]).name == ADAMW_8BIT
@@ -135,8 +136,8 @@ class RankOptimizer:
         ]
         self._steps = self._finished_steps = 0
         self.observer = FiniteObserver(device, modules)
-        self._norm: torch.Tensor | None = None  # of the step's gradients, while it is under way
-        # 1 if the step must not be applied, else 0.
+        self._norm: torch.Tensor | None = None  # norm of the current step's gradients
+        # 1 if the step must be skipped, else 0.
         self._refused = torch.zeros((), device=device)
         self._rate: float | None = None
         updated = {id(parameters[key]): id(plain) for key, plain in self.updated.items()}
@@ -152,10 +153,11 @@ class RankOptimizer:
         self._modules = modules
 
     def clip(self) -> None:
-        """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
+        """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over the parameters of all ranks
+        at once.
 
-        The norm is NaN if a loss is not finite. The sum over processes that makes the norm is also
-        what tells all of them whether the step is applied.
+        The norm is NaN if a loss is not finite. From the same all-reduce, all processes know if the
+        step is skipped.
         """
         self._take_local_parts()
         self._norm = norm = self._global_norm(None)
@@ -180,10 +182,10 @@ class RankOptimizer:
                     gradient.copy_(gradient.to(dtype) * of_dtype)
 
     def _global_norm(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Of all gradients, each counted once; computed in ``dtype``, None for their own, or fp32.
-        Scalar, float64."""
+        """Return the norm of all gradients, each counted once, as a float64 scalar. ``dtype`` is
+        the dtype of the computation; None for the gradients' own dtype, and fp32 for bf16."""
         square = self.observer.losses().clone()
-        # A copy of a gradient that is counted elsewhere adds nothing, unless it is not finite.
+        # A replica of a gradient that is counted elsewhere adds nothing, unless it is not finite.
         for parameters, weight in ((self._in_grad_norm, 1.0), (self._others, 0.0)):
             norms = [
                 torch.linalg.vector_norm(p.grad, dtype=dtype or _wide(p.grad.dtype))
@@ -196,14 +198,15 @@ class RankOptimizer:
         return square.sqrt()
 
     def step(self) -> None:
-        """Update the parameters, unless the norm says otherwise."""
+        """Update the parameters, unless the norm requires skipping the step."""
         self._take_local_parts()
         self._rate = self.config.rate(self._steps)
         self._steps += 1
         self._apply(self._refused)
 
     def _apply(self, refused: torch.Tensor) -> None:
-        """The updates of the step, and their values for others; nothing where ``refused`` is 1."""
+        """Run the updates of the step and send the values to other holders; changes nothing where
+        ``refused`` is 1."""
         step = self._steps - 1
         self.averages.begin()
         absent = {id(parameter): flag for parameter, flag in self.reduction.perhaps_absent}
@@ -217,20 +220,21 @@ class RankOptimizer:
         self.reduction.send_updates()
 
     def show_averages(self) -> None:
-        """Parameters become the averages of themselves, on all processes, until
-        :meth:`hide_averages`; before the first step they stay. Collective."""
+        """Replace parameters by their averages on all processes until :meth:`hide_averages`. Before
+        the first step, parameters are unchanged. Collective."""
         self._gather_nothing()
         self._take_local_parts()
         self.averages.show(self.parameters.values())
         self.reduction.send_updates()
 
     def hide_averages(self) -> None:
-        """Put back what parameters were; not collective."""
+        """Restore the parameters. Not collective."""
         self._gather_nothing()
         self.averages.hide()
 
     def _gather_nothing(self) -> None:
-        """What a forward has gathered of sharded parameters is not used again."""
+        """Drop sharded parameters that a forward has gathered, so that stale values are not
+        used."""
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
@@ -238,16 +242,16 @@ class RankOptimizer:
 
     @property
     def stepped(self) -> bool:
-        """Whether a step waits for its end."""
+        """Return True if a step was issued and not finished."""
         return self._rate is not None
 
     @waits_for_others
     def finish(self, check: Callable[[], None] = lambda: None) -> Update:
-        """End a step: wait for the device, zero gradients, and return what became of the step.
+        """Finish a step: wait for the device, zero gradients, and return the update's result.
 
         Args:
-            check: called once the device has finished. Raises if data that the step received may
-                be incomplete; the step is then not counted as finished.
+            check: called once the device has finished. It raises an error if data that the step
+                received may be incomplete; the step then does not count as finished.
         """
         norm, rate, places = None, self._rate, None
         if self._norm is not None:
@@ -266,13 +270,13 @@ class RankOptimizer:
 
     @property
     def progress(self) -> Progress:
-        """Steps that have finished, and whether a later one was issued."""
+        """Return the number of finished steps, and whether a later step was issued."""
         return Progress(self._finished_steps, self._finished_steps == self._steps)
 
     def _look_again(self, norm: float) -> tuple[float, list[Place] | None]:
-        """Of a step that was refused: the norm, and what was not finite. Squares of finite
-        gradients may have overflowed: then it is applied after all. All processes come here, or
-        none."""
+        """Check a rejected step in fp64; return its norm and the non-finite values. If only squares
+        of finite gradients had overflowed, the step is applied after all. Called on all processes
+        or on none."""
         if not math.isfinite(norm):
             norm = float(self._global_norm(torch.float64))
         scale = 1.0
@@ -286,7 +290,8 @@ class RankOptimizer:
         return norm, None
 
     def _take_local_parts(self) -> None:
-        """Sharded parameters' values and gradients, as plain tensors in the same memory."""
+        """Point the plain tensors at the values and gradients of sharded parameters, in the same
+        memory."""
         for key, plain in self.updated.items():
             parameter = self.parameters[key]
             if parameter is not plain:
@@ -294,7 +299,7 @@ class RankOptimizer:
                 plain.grad = None if parameter.grad is None else local_part(parameter.grad)
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Drop accumulated gradients."""
         self.observer.clear()
         self._norm, self._rate = None, None
         self._refused = torch.zeros_like(self._refused)
@@ -305,7 +310,8 @@ class RankOptimizer:
             parameter.grad = None
 
     def gradients(self) -> dict[tuple[StageId, str], torch.Tensor | None]:
-        """What is here of each parameter's, on the host; None where nobody has one."""
+        """Return this process's part of each gradient on the host; None if no process has the
+        gradient."""
         absent = {id(p) for p, flag in self.reduction.perhaps_absent if bool(flag)}
         return {
             key: None if p.grad is None or id(p) in absent else local_part(p.grad).cpu()
@@ -313,21 +319,22 @@ class RankOptimizer:
         }
 
     def not_finite_tensors(self, modules: Mapping[StageId, nn.Module]) -> list[str]:
-        """Names, as in checkpoints, of parameters and optimizer state with values that are not
-        finite, and how many.
+        """Return the checkpoint names of parameters and optimizer state with non-finite values,
+        each with the number of these values.
 
         Args:
-            modules: by stage, with frozen parameters, too.
+            modules: by stage, including frozen parameters.
         """
         return not_finite(named_tensors(modules, self.state_tensors()))
 
     @property
     def state_is_temporary(self) -> bool:
-        """True if :meth:`state_tensors` makes tensors, of what is stored in fewer bits."""
+        """Return True if :meth:`state_tensors` creates tensors, because state is stored in fewer
+        bits."""
         return self._updates.state_is_temporary
 
     def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
-        """Optimizer state by (stage, name, key)."""
+        """Return optimizer state by (stage, name, key)."""
         return {
             (*place, key): value
             for place, state in self._updates.states(self.updated).items()
@@ -339,7 +346,7 @@ class RankOptimizer:
         }
 
     def forget_state(self) -> None:
-        """What it keeps of parameters is as before the first step."""
+        """Reset optimizer state and averages to their state before the first step."""
         self._updates.forget()
         self.averages.forget()
 
@@ -347,12 +354,12 @@ class RankOptimizer:
         self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int,
         whole: bool = True,
     ) -> None:  # fmt: skip
-        """Inverse of :meth:`state_tensors`.
+        """Invert :meth:`state_tensors`.
 
         Args:
-            tensors: by stage, name and key.
-            step: steps that have finished.
-            whole: False if parameters and state are those of a step that did not finish.
+            tensors: by (stage, name, key).
+            step: number of finished steps.
+            whole: False if parameters and state come from a step that did not finish.
         """
         self._finished_steps, self._steps = step, step if whole else step + 1
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
@@ -367,11 +374,11 @@ class RankOptimizer:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of a dtype are computed with."""
+    """Return the dtype in which gradients of a dtype are computed."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, or of a sharded one what is here."""
+    """Return the parameter itself, or the local part of a sharded one."""
     local = local_part(parameter)
     return parameter if local is parameter else nn.Parameter(local.detach())

@@ -1,4 +1,5 @@
-"""What updates parameters, and at which rate: of a whole model, and of modules that differ."""
+"""Configuration of the optimizer: update rules and learning rates, for the whole model and per
+module."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-# Hyperparameters above have overflowed before the first step is over.
+# Larger hyperparameters would overflow within the first step.
 _MOST = 1e30
 _RANGES = (
     ("lr", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
@@ -23,37 +24,37 @@ ALGORITHMS = (ADAMW, ADAMW_8BIT, MUON)
 FP32, MASTER, STOCHASTIC = "fp32", "bf16_master", "bf16_stochastic"
 PARAMETERS = (FP32, MASTER, STOCHASTIC)
 PROJECTOR = "_projector"
-# Lower-case names without weight decay in ``transformers.Trainer.get_decay_parameter_names``.
+# Lower-case parameter names that ``transformers.Trainer.get_decay_parameter_names`` exempts.
 _TRAINER_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How parameters are updated, and the schedule of their learning rate.
+    """Rule for updating parameters, and the schedule of their learning rate.
 
     Attributes:
-        name: ``"adamw"``; ``"adamw_8bit"``, whose moments take a byte each; or ``"muon"``: weight
-            matrices but the embedding and the head by ``torch.optim.Muon``, with rates as AdamW
-            has them (``match_rms_adamw``), all else by AdamW.
-        parameters: how trained weights of matrix products are kept. ``"fp32"``, with a copy in the
-            compute dtype while a step runs; under bf16 also ``"bf16_master"``: in bf16, with
-            gradients in bf16, and an fp32 master that is updated, which with ZeRO-1 only the
-            parameter's owner has; ``"bf16_stochastic"``: without
-            a master, what an update gives is rounded at random.
+        name: ``"adamw"``; ``"adamw_8bit"`` for 8-bit moments; or ``"muon"``, which updates weight
+            matrices except embedding and head by ``torch.optim.Muon`` with AdamW's learning rates
+            (``match_rms_adamw``), and all other parameters by AdamW.
+        parameters: storage of trained weights of matrix products. ``"fp32"`` keeps fp32 weights,
+            and a copy in the compute dtype during a step. With bf16 compute, ``"bf16_master"``
+            keeps weights and gradients in bf16 and updates an fp32 master, which with ZeRO-1 only
+            the parameter's owner holds. ``"bf16_stochastic"`` does without a master and rounds
+            updates at random.
         lr: peak learning rate.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        no_decay: parameters without weight decay. None: those that ``transformers.Trainer``
-            exempts, which are biases, parameters of ``torch.nn.LayerNorm`` and parameters with a
-            norm in their names. Else exactly those whose names within the module match one of
-            these patterns, as ``"*.bias"`` or ``"*norm*"``; an empty list decays everything.
-        momentum: Muon's.
-        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
-            at ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. Rates are those of
-            ``transformers.get_scheduler`` at every step. Steps after ``total_steps`` have the last
-            rate.
+        no_decay: parameters without weight decay. None for the parameters that
+            ``transformers.Trainer`` exempts: biases, parameters of ``torch.nn.LayerNorm`` and
+            parameters with a norm in their names. Otherwise patterns for names within the module,
+            such as ``"*.bias"`` or ``"*norm*"``; an empty list decays everything.
+        momentum: Muon's momentum.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr`` at
+            ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. The rates equal those
+            of ``transformers.get_scheduler`` at every step. Steps after ``total_steps`` have the
+            last rate.
 
     Raises:
-        ValueError: naming the field, its value and what is accepted.
+        ValueError: an invalid field; names the field, its value and what is accepted.
     """
 
     name: Literal["adamw", "adamw_8bit", "muon"] = ADAMW
@@ -115,7 +116,7 @@ class UpdateRule:
         """Return the learning rate of a step as a fraction of ``lr``.
 
         Equal to ``transformers.get_scheduler`` for steps below ``total_steps``. The cosine of
-        ``transformers`` rises again after ``total_steps``; this one stays at its end.
+        ``transformers`` rises again after ``total_steps``; this one stays at its final value.
 
         Args:
             step: number of the step, from 0. The first step of a warm-up has a rate of 0.
@@ -124,7 +125,7 @@ class UpdateRule:
             return step / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
-        assert self.total_steps is not None  # a schedule has them, see _check_steps
+        assert self.total_steps is not None  # decay schedules have it
         span = max(self.total_steps - self.warmup_steps, 1)
         if self.schedule == "linear":
             decay = max(self.total_steps - step, 0) / span
@@ -133,7 +134,7 @@ class UpdateRule:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return self.lr * self.factor(step)
 
     def decay(self, parameter: str, in_layer_norm: bool) -> float:
@@ -152,15 +153,15 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """An exponential moving average of trained weights.
+    """Exponential moving average of trained weights.
 
     Attributes:
-        decay: what stays of the average at an update of it; the rest is of the weights.
-        every: steps from one update to the next.
-        evaluate: whether evaluations in the loop are of the average.
+        decay: share of the old average in an update; the rest is the share of the weights.
+        every: number of steps between two updates of the average.
+        evaluate: True to evaluate the average during training.
 
     Raises:
-        ValueError: naming the field, its value and what is accepted.
+        ValueError: an invalid field; names the field, its value and what is accepted.
     """
 
     decay: float = 0.999
@@ -175,16 +176,16 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig(UpdateRule):
-    """What updates a model: a rule for all of it, and other values for modules.
+    """Update rule of a model, with different values for some modules.
 
     Attributes:
-        max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
-        modules: by module as plans name them (``llm``, an encoder's name, and that with
-            ``_projector`` for its projector): fields in which its rule differs from this one.
-        ema: an average of what trains; None for none.
+        max_grad_norm: limit of the gradient norm over all ranks; None for no clipping.
+        modules: fields that differ from this rule, by module name as in plans (``llm``, an
+            encoder's name, or the encoder's name with ``_projector`` for its projector).
+        ema: moving average of trained weights; None for none.
 
     Raises:
-        ValueError: naming the field, its value and what is accepted.
+        ValueError: an invalid field; names the field, its value and what is accepted.
     """
 
     max_grad_norm: float | None = 1.0
@@ -211,7 +212,7 @@ class OptimizerConfig(UpdateRule):
                 raise ValueError(f"modules.{module}.{error}") from None
 
     def rule(self, name: str) -> UpdateRule:
-        """The rule of a module, or of an encoder's projector.
+        """Return the rule of a module or of an encoder's projector.
 
         Args:
             name: as in :attr:`modules`.
@@ -227,8 +228,8 @@ class OptimizerConfig(UpdateRule):
         """Yield a line for modules whose learning rate is 0 in all steps of a run.
 
         Args:
-            steps: of the run, at least 1.
-            modules: names of those that train, as in :attr:`modules`.
+            steps: number of steps of the run, at least 1.
+            modules: names of trained modules, as in :attr:`modules`.
         """
         idle = {
             name: rule.warmup_steps for name in modules
@@ -243,11 +244,11 @@ class OptimizerConfig(UpdateRule):
             )
 
     def rule_of(self, module: str, parameter: str) -> UpdateRule:
-        """The rule of a parameter.
+        """Return the rule of a parameter.
 
         Args:
-            module: whose stage has it.
-            parameter: its name there, which begins with ``module.`` or ``projector.``.
+            module: module of the parameter's stage.
+            parameter: name in the stage, which begins with ``module.`` or ``projector.``.
         """
         projector = parameter.startswith("projector.")
         return self.rule(module + PROJECTOR if projector else module)
@@ -256,16 +257,15 @@ class OptimizerConfig(UpdateRule):
 def check_number(
     name: str, value: object, accepted: str, fits: Callable[[float], bool]
 ) -> None:
-    """Look at a hyperparameter.
+    """Check that a hyperparameter is a finite number in its range.
 
     Args:
-        name: of the field.
-        value: of it.
-        accepted: what the error says is.
-        fits: whether a finite number is.
+        name: name of the field.
+        accepted: description of accepted values, for the error.
+        fits: returns True for accepted finite numbers.
 
     Raises:
-        ValueError: it is none that is accepted.
+        ValueError: the value is not accepted.
     """
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not -_MOST <= number <= _MOST or not fits(number):  # NaN fails, too

@@ -1,4 +1,4 @@
-"""What a process has of parameters that others have too."""
+"""Duties of a process for parameters that other processes hold, too."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from raymm.scheduler.plan.stage import StageId
 
 @dataclass(frozen=True)
 class ParameterOwnership:
-    """What a process has of parameters that others have too.
+    """Duties of a process for parameters that other processes hold, too.
 
     Attributes:
-        shared: parameters that are summed with others, in an order common to all processes.
-        in_grad_norm: (stage, name) of the parameters that this process, among all that have the
-            very same, counts in the gradient norm; it writes their optimizer state, too.
-        saves: those whose values it writes.
+        shared: parameters whose gradients are summed, in an order common to all processes.
+        in_grad_norm: (stage, name) of the parameters that this process, among all processes with
+            identical copies, counts in the gradient norm. It also writes their optimizer state.
+        saves: (stage, name) of the parameters whose values this process writes.
     """
 
     shared: tuple[SharedParameter, ...] = ()

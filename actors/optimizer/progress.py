@@ -1,4 +1,4 @@
-"""How far a process's parameters are."""
+"""Progress of a process's parameters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a process's parameters are.
+    """Progress of a process's parameters.
 
     Attributes:
-        steps: optimizer steps that have finished.
-        whole: False if a later step was issued, which may have changed parameters already.
+        steps: number of finished optimizer steps.
+        whole: False if a later step was issued, which may have changed parameters.
     """
 
     steps: int
@@ -19,6 +19,7 @@ class Progress(NamedTuple):
 
 
 def same_progress(progress: Collection[Progress | None]) -> int | None:
-    """Steps that all processes have taken; None if they differ, one is within a step, or lost."""
+    """Return the number of steps that all processes have finished; None if processes differ, are
+    within a step, or are lost."""
     steps = {each.steps if each is not None and each.whole else None for each in progress}
     return steps.pop() if len(steps) == 1 else None

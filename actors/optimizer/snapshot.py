@@ -1,8 +1,9 @@
-"""What trains in a process, copied to host memory: enough to go on after a failure, by this process
-or by another one in its place.
+"""Snapshots of a process's trained state in host memory, for resuming after a failure in this
+process or its replacement.
 
-A checkpoint is for other layouts, too, and has of every tensor one copy; a snapshot has all that
-changes in one process, whoever else has the same, and is read by a process with the same number.
+A checkpoint can be read in other layouts, and has one copy of every tensor. A snapshot has all
+state of one process that changes, including state that other processes hold, too, and is read by a
+process with the same number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Stages = Mapping[StageId, nn.Module]
 
 
 class PackedTensor(NamedTuple):
-    """A tensor as Ray moves it without a copy of its own: its bytes, NumPy lacks some dtypes."""
+    """Tensor in a form that Ray transfers without copying. Stored as bytes, because NumPy lacks
+    some dtypes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,12 +39,13 @@ class PackedTensor(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What trains in a process.
+    """Trained state of a process.
 
     Attributes:
-        progress: steps that it has taken.
-        trained: trainable parameters, and buffers of what has some, by stage and name.
-        optimizer: the optimizer's state, by stage, name and key.
+        progress: progress of the process.
+        trained: trainable parameters, and buffers of modules with trainable parameters, by stage
+            and name.
+        optimizer: optimizer state, by stage, name and key.
     """
 
     progress: Progress
@@ -53,18 +56,19 @@ class Snapshot(NamedTuple):
 def copy_of(
     stages: Stages, optimizer: RankOptimizer, staging: HostStaging
 ) -> Callable[[], Snapshot]:
-    """Begin to copy what trains now to host memory. It may change once ``staging`` has waited.
+    """Start copying the trained state to host memory. The state may change once ``staging`` has
+    waited.
 
     Args:
-        stages: the process's.
-        optimizer: of their parameters.
+        stages: stages of the process.
+        optimizer: optimizer of their parameters.
         staging: copies the tensors.
 
     Returns:
         A function that waits for the copy and returns it.
     """
     trained = {
-        # A forward changes buffers, so the device copies them at once.
+        # A forward may change buffers, so they are copied on the device at once.
         place: tensor if is_parameter else tensor.clone()
         for place, tensor, is_parameter in _trained(stages)
     }
@@ -85,11 +89,11 @@ def copy_of(
 
 
 def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> None:
-    """Put back what :func:`copy_of` copied.
+    """Restore a copy made by :func:`copy_of`.
 
     Args:
-        snapshot: its tensors, or these as :func:`packed` has them.
-        stages, optimizer: as of :func:`copy_of`.
+        snapshot: with tensors, or with packed tensors from :func:`packed`.
+        stages, optimizer: see :func:`copy_of`.
     """
     with torch.no_grad():
         for place, tensor, _ in _trained(stages):
@@ -100,7 +104,7 @@ def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> Non
 
 
 def packed(snapshot: Snapshot) -> Snapshot:
-    """The same to be handed to Ray."""
+    """Return the snapshot with packed tensors, for Ray."""
     return Snapshot(
         snapshot.progress,
         {place: _packed(tensor) for place, tensor in snapshot.trained.items()},
@@ -109,15 +113,15 @@ def packed(snapshot: Snapshot) -> Snapshot:
 
 
 def _trained(stages: Stages) -> Iterator[tuple[tuple[StageId, str], torch.Tensor, bool]]:
-    """Yield the place and the local part of what trains, and True for parameters."""
+    """Yield (place, local tensor, True for a parameter) of the trained state."""
     for stage, module in stages.items():
         for part in module.modules():
-            if isinstance(part, FSDPModule):  # a step that failed may have left it gathered
+            if isinstance(part, FSDPModule):  # a failed step may have left it gathered
                 part.reshard()
         if not any(parameter.requires_grad for parameter in module.parameters()):
             continue
         for name, tensor in module.state_dict(keep_vars=True).items():
-            # Running statistics of what is trained change, though nothing has their gradient.
+            # Running statistics of trained modules change without having gradients.
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
                 yield (stage, name), local_part(tensor.detach()), tensor.requires_grad
 
@@ -128,7 +132,7 @@ def _packed(tensor: torch.Tensor) -> PackedTensor:
 
 
 def _unpacked(value: torch.Tensor | PackedTensor) -> torch.Tensor:
-    """A tensor of its own memory: pages of the object store cannot be written."""
+    """Return a tensor with its own memory, because the object store is read-only."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     dtype = getattr(torch, value.dtype.removeprefix("torch."))
@@ -136,12 +140,12 @@ def _unpacked(value: torch.Tensor | PackedTensor) -> torch.Tensor:
 
 
 class SnapshotActor:
-    """Part of actors that have something that trains."""
+    """Base class of actors with trained state."""
 
     _stages: Mapping[StageId, Any]
     _optimizer: RankOptimizer
     _staging: HostStaging
-    _failed = False  # a step has, since the processes met
+    _failed = False  # True if a step has failed since the processes connected
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -149,18 +153,19 @@ class SnapshotActor:
         self._of_others: dict[tuple[int, int], Snapshot] = {}
 
     def copy_snapshot(self) -> None:
-        """Begin to copy what trains, for :meth:`hand_over_snapshot`; nothing after a step that
-        failed."""
+        """Start copying the trained state, for :meth:`hand_over_snapshot`. Copies nothing after a
+        failed step."""
         copied = None
         try:
             if not self._failed:
                 copied = copy_of(self._stages, self._optimizer, self._staging)
-        finally:  # where there is no memory for one: who hands it over waits for it
+        finally:  # also without memory for a copy: the other thread waits for the result
             self._copies.put(copied)
 
     def hand_over_snapshot(self) -> tuple[int | None, Snapshot | None]:
-        """What the next :meth:`copy_snapshot` copies, in a thread of its own; and how many steps
-        this process had taken then. None where a step has failed, or the copy."""
+        """Return the number of finished steps and the state that the next :meth:`copy_snapshot`
+        copies. Runs in a separate thread. Returns None for both after a failed step or a failed
+        copy."""
         if (result := self._copies.get()) is None:
             return None, None
         try:
@@ -171,14 +176,15 @@ class SnapshotActor:
         return copied.progress.steps, packed(copied)
 
     def keep_snapshot(self, rank: int, step: int, part: Sequence[Any], newest: int) -> int:
-        """Keep what a process of another node hands over, in the object store of this one, for as
-        long as this process holds it; in a thread of its own.
+        """Store another process's part of a snapshot in this node's object store, as long as this
+        process holds it. Runs in a separate thread.
 
         Args:
-            rank: that process's number.
-            step: of the snapshot.
-            part: Ray's reference to it, alone: what is waited for holds up no other call.
-            newest: older ones nobody asks for any more.
+            rank: number of the other process.
+            step: step of the snapshot.
+            part: list with Ray's reference to the part, so that the wait for it delays no other
+                call.
+            newest: older snapshots are dropped.
 
         Returns:
             The step.
@@ -192,6 +198,7 @@ class SnapshotActor:
         return step
 
     def restore_snapshot(self, snapshot: Snapshot) -> None:
-        """Go on from what this process, or the one in whose place it is, had then."""
+        """Resume from the state of this process, or of the process that it replaces, in a
+        snapshot."""
         self._staging.wait()
         restore(snapshot, self._stages, self._optimizer)

@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint, as any process reads them, whoever wrote which part of them."""
+"""Tensors of a checkpoint, readable by any process, however they were sharded when they were
+written."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Stored(NamedTuple):
-    """A range of a tensor as a file has it; all of it where ``stop`` is None."""
+    """Range of a tensor in a file; the whole tensor if ``stop`` is None."""
 
     start: int
     stop: int | None
@@ -32,19 +33,19 @@ class _Stored(NamedTuple):
 
     @property
     def end(self) -> int:
-        """``stop`` of a range."""
+        """Return ``stop`` of a range."""
         assert self.stop is not None
         return self.stop
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, whoever wrote which part of them.
+    """Tensors of a checkpoint.
 
     Args:
-        folder: the checkpoint's location.
-        index: file name per stored name, as
-            :func:`raymm.actors.optimizer.checkpoint_shards.stored_shards` names them.
-        files: what the files must be. One is verified before the first read of it.
+        folder: location of the checkpoint.
+        index: file name of each stored name; names as in
+            :func:`raymm.actors.optimizer.checkpoint_shards.stored_shards`.
+        files: expected size and checksum of the files. A file is verified before its first read.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class StoredTensors:
         files: Mapping[str, ShardFile],
     ) -> None:
         self._folder = storage_folder(folder)
-        # Files stay at hand, as one is read for many tensors.
+        # Local files are kept, because each is read for many tensors.
         self._at_hand: dict[str, Path] = {}
         self._open = contextlib.ExitStack()
         self._opening = threading.Lock()
@@ -72,7 +73,7 @@ class StoredTensors:
             parts.sort()
 
     def optimizer_keys(self) -> dict[str, list[str]]:
-        """Per parameter (``optimizer/module/name``), what the optimizer keeps of it."""
+        """Return the keys of the optimizer state for each parameter (``optimizer/module/name``)."""
         keys: dict[str, list[str]] = {}
         for name in self._stored:
             if name.startswith("optimizer/"):
@@ -84,11 +85,11 @@ class StoredTensors:
         """Read tensors, or shards of them.
 
         Args:
-            shards: the shard to read of each tensor, None for all of it; names that are not
+            shards: shard to read of each tensor, None for the whole tensor; names that are not
                 stored are skipped. A shard of a scalar is the scalar.
 
         Raises:
-            CheckpointError: if a file is missing, torn, changed, or lacks a range.
+            CheckpointError: a file is missing, damaged, or lacks a range.
         """
         needed = {
             file for name, own in shards.items() if name in self._stored
@@ -114,7 +115,7 @@ class StoredTensors:
 
     @contextlib.contextmanager
     def _reading(self, file: str) -> Iterator[Path]:
-        """A file, which stays."""
+        """Yield a local file, which is kept afterwards."""
         with contextlib.ExitStack() as stack:
             path = stack.enter_context(self._folder.reading(file))
             with self._opening:
@@ -123,7 +124,7 @@ class StoredTensors:
         yield path
 
     def _files_of(self, name: str, own: ParameterShard | None) -> set[str]:
-        """Files that have something of a shard of a tensor."""
+        """Return the files that contain parts of a shard."""
         parts = self._stored[name]
         if own is None or parts[0].stop is None or own.dim != parts[0].dim:
             return {part.file for part in parts}
@@ -173,5 +174,5 @@ def _ranges(view: Any, own: ParameterShard) -> torch.Tensor:
 
 
 def _along(view: Any, dim: int, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) along a dimension of a tensor in a file."""
+    """Return the elements [start, stop) along a dimension of a tensor in a file."""
     return view[(slice(None),) * dim + (slice(start, stop),)]

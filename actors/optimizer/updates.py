@@ -1,7 +1,7 @@
-"""The torch optimizers of one process, and one step of them.
+"""Torch optimizers of one process, and their steps.
 
-A step may have to be taken back before anybody has looked at it (values that are not finite), and
-the host must not wait for that: whether parameters and state change, a number on the device says.
+A step may have to be skipped because of non-finite values, and the host must not wait to find out.
+A scalar on the device decides if parameters and state change.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ MASTER_NAME = "master"
 
 
 class GuardedMuon(torch.optim.Muon):
-    """Muon whose step changes nothing where ``found_inf`` is 1, as fused AdamW's does."""
+    """Muon whose step changes nothing where ``found_inf`` is 1, like fused AdamW's."""
 
     found_inf: torch.Tensor
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Of one parameter after another: a copy of one of them is all that it needs besides."""
+        """Update one parameter after another, so that only one of them has a backup copy at a
+        time."""
         every = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = []
@@ -64,17 +65,16 @@ class GuardedMuon(torch.optim.Muon):
 
 
 class ParameterUpdates:
-    """Updates parameters, each by its module's rule.
+    """Updates parameters according to their modules' rules.
 
     Args:
         parameters: plain tensors, by stage and name.
-        config: says the rules.
-        matrices: of these, ids of those that Muon is for.
-        layer_norms: of these, ids of those in a ``torch.nn.LayerNorm``.
-        in_bf16: of these, by id, those that are kept in bf16.
-        parts: of those that the process holds a part of.
-        agree: makes a tensor the elementwise maximum over the processes that share a parameter,
-            in place.
+        matrices: ids of the parameters that Muon may update.
+        layer_norms: ids of the parameters in a ``torch.nn.LayerNorm``.
+        in_bf16: parameters that are kept in bf16, by id.
+        parts: parts of sharded parameters that this process holds.
+        agree: all-reduces a tensor in place to its elementwise maximum over the processes that
+            share a parameter.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ParameterUpdates:
                 for group in groups:
                     own = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
                     self._optimizer_of |= own
-        # By id of a parameter, its group and its index in that.
+        # Optimizer, group and index in the group, by id of the parameter.
         self._positions = {
             id(parameter): (optimizer, number, index)
             for optimizer in self._optimizers
@@ -125,8 +125,8 @@ class ParameterUpdates:
         """Update parameters that have gradients.
 
         Args:
-            parameters: some of those that this has.
-            refused: scalar, 1 where nothing is to change, else 0.
+            parameters: subset of the parameters.
+            refused: scalar, 1 to change nothing, else 0.
             step: number of the step, from 0.
         """
         wide = []
@@ -135,13 +135,13 @@ class ParameterUpdates:
             if kept is None:
                 wide.append(parameter)
                 continue
-            kept.open()  # one after another: in fp32 there is one of them at a time
+            kept.open()  # one after another, so that only one has fp32 values at a time
             self._step([kept.wide], refused, step)
             kept.close(step)
         self._step(wide, refused, step)
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What an optimizer has in place of a parameter."""
+        """Return the parameter that an optimizer updates in place of a parameter."""
         kept = self._in_bf16.get(id(parameter))
         return parameter if kept is None else kept.wide
 
@@ -166,13 +166,14 @@ class ParameterUpdates:
 
     @property
     def state_is_temporary(self) -> bool:
-        """True if :meth:`states` makes tensors, of moments that are stored in a byte."""
+        """Return True if :meth:`states` creates tensors, from 8-bit moments."""
         return any(isinstance(optimizer, AdamW8bit) for optimizer in self._optimizers)
 
     def states(self, keys: Iterable[Key]) -> dict[Key, dict[str, torch.Tensor]]:
-        """Return the state of parameters; but for masters, nothing before a step was applied.
+        """Return the optimizer state of parameters. Before the first applied step it has masters
+        only.
 
-        The host waits for the device once, for the counts of steps of all parameters.
+        The host waits for the device once, for the step counts of all parameters.
         """
         states = {key: self._state(key) for key in keys}
         counts = {key: state["step"] for key, state in states.items() if "step" in state}
@@ -196,12 +197,12 @@ class ParameterUpdates:
         return {**state, **master}
 
     def forget(self) -> None:
-        """Nothing is kept of any parameter."""
+        """Drop all optimizer state."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`states`, for one parameter."""
+        """Invert :meth:`states` for one parameter."""
         kept = self._in_bf16.get(id(self.parameters[key]))
         parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]
@@ -226,7 +227,7 @@ _MAKE: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
 
 
 def matrices_of(modules: Iterable[nn.Module]) -> set[int]:
-    """Ids of the weight matrices of linear layers, but embeddings and heads."""
+    """Return ids of the weight matrices of linear layers, except embeddings and heads."""
     linear: set[int] = set()
     ends: set[int] = set()
     for module in modules:
