@@ -1,8 +1,9 @@
-"""SM-quota streams: several modules of one process concurrently, each on a share of the GPU.
+"""Streams with quotas of multiprocessors (SMs): several modules of one process run concurrently,
+each on a share of the GPU.
 
-Make a backend (:class:`CudaBackend`, or :class:`RecordingBackend`
-without a GPU), a :class:`StreamPool` of all sets of quotas that the plan uses, and run works
-with :class:`ConcurrentModules` on the streams that :meth:`StreamPool.select` gives (Mosaic §3.2).
+Create a backend (:class:`CudaBackend`, or :class:`RecordingBackend` without a GPU) and a
+:class:`StreamPool` of all sets of quotas in the plan. Run works with :class:`ConcurrentModules` on
+the streams that :meth:`StreamPool.select` returns (Mosaic §3.2).
 """
 
 from raymm.actors.quota.backend import Backend, QuotaStream, Stream

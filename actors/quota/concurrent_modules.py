@@ -1,15 +1,15 @@
-"""Modules of one process concurrently, each in its own thread on its own stream.
+"""Concurrent execution of one process's modules, each in its own thread on its own stream.
 
-The host never waits for the device: a stream waits for the events of what its work consumes,
-and every result has an event. Numbers are those of the same works one after another, whatever
-turns threads take:
+The host never waits for the device: a stream waits for the events of its work's inputs, and every
+result has an event. Results equal those of the same works run one after another, regardless of
+thread scheduling:
 
-- modules share no parameters, so that no two threads add to the same gradient
+- modules share no parameters, so no two threads add to the same gradient
   (:func:`check_no_shared_parameters`);
-- a thread's settings are its caller's (:mod:`.thread_settings`);
-- works that draw random numbers take turns (:mod:`.generators`);
-- on a GPU, backward operators run on the stream of their forward, and are issued by the module's
-  own thread with that stream current (:mod:`.thread_settings`): both have the same partition.
+- a thread has its caller's settings (:mod:`.thread_settings`);
+- works that draw random numbers run one after another (:mod:`.generators`);
+- on a GPU, backward operators run on the stream of their forward, issued by the module's own thread
+  with that stream current (:mod:`.thread_settings`). Both have the same partition.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from raymm.actors.quota.work import Output, Work, tensors_in
 from raymm.actors.quota.worker import Task, Worker
 from raymm.errors import InternalError
 
-# How long a stage may take before its modules count as stuck.
+# Seconds that a stage may take before its modules count as stuck.
 STAGE_TIMEOUT_SECONDS = 600.0
-# How long a thread that has nothing to do may take to end.
+# Seconds for an idle thread to end.
 CLOSE_TIMEOUT_SECONDS = 5.0
 
 
 class ConcurrentModules:
-    """The threads of one process's modules. Reused from step to step, made as modules come.
+    """Threads of one process's modules, created on demand and reused from step to step.
 
     Args:
-        timeout: seconds that the works of one :meth:`run` may take to be issued (on a CPU, to
-            be done).
+        timeout: seconds for issuing the works of one :meth:`run` (on a CPU, for finishing them).
 
     Raises:
-        ValueError: a timeout that is not a positive number.
+        ValueError: the timeout is not a positive number.
     """
 
     def __init__(self, timeout: float = STAGE_TIMEOUT_SECONDS) -> None:
@@ -57,7 +56,7 @@ class ConcurrentModules:
             raise ValueError(f"timeout is {timeout!r}; accepted: a positive number of seconds")
         self._timeout = timeout
         self._workers: dict[str, Worker] = {}
-        # Threads of an object that nobody closed end with it.
+        # The threads end with the object, even without a call of close().
         weakref.finalize(self, _release, self._workers)
         self._running = threading.Lock()
         self._unusable: str | None = None
@@ -65,24 +64,24 @@ class ConcurrentModules:
     def run(self, streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
         """Run works concurrently, each on its module's stream of the set.
 
-        They come after what the calling thread has issued on its current stream. Returns when
-        all have been issued, on a CPU: when all are done.
+        They run after work that the calling thread has issued to its current stream. Returns when
+        all works have been issued; on a CPU, when all are done.
 
         Args:
-            streams: of the modules; may have more than there are works.
+            streams: streams of the modules; may include further modules.
             works: by module.
 
         Returns:
-            What they returned, in the same order.
+            Outputs by module, in the order of ``works``.
 
         Raises:
-            InternalError: of the first module, in the order of ``works``, whose work raised; after
-                all have ended. Failures of others are its notes.
-            TimeoutError: some did not end in time.
-            InternalError: see :attr:`Work.draws`.
-            ValueError: no stream for a module, or a backward on another partition than its
-                forward's.
-            RuntimeError: after a timeout, after :meth:`close`, or from within a work.
+            InternalError: a work raised an error, reported after all works have ended. Further
+                failed modules, in the order of ``works``, are added as notes. Also raised if a work
+                with ``draws=False`` drew random numbers.
+            TimeoutError: some works did not end in time.
+            ValueError: a module has no stream, or a backward has another partition than its
+                forward.
+            RuntimeError: called after a timeout, after :meth:`close`, or from within a work.
         """
         _check(streams, works)
         with self._exclusively():
@@ -130,7 +129,7 @@ class ConcurrentModules:
             for task in tasks.values():
                 task.done.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            # Also where the wait was interrupted from outside.
+            # Also if the wait was interrupted.
             late = tickets.stuck([m for m, task in tasks.items() if not task.done.is_set()])
             if late:
                 self._unusable = f"modules {', '.join(map(repr, late))} did not end"
@@ -138,8 +137,8 @@ class ConcurrentModules:
             raise TimeoutError(f"{self._unusable} within {self._timeout:g} s")
 
     def close(self) -> None:
-        """End the threads. Those that are stuck are left behind; they do not keep the process
-        from ending. Closing twice does nothing."""
+        """End the threads. Stuck threads are left behind; they are daemon threads. Closing twice
+        does nothing."""
         self._unusable = self._unusable or "they were closed"
         workers = self._workers.copy()
         self._workers.clear()
@@ -155,11 +154,11 @@ class ConcurrentModules:
 
 
 def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
-    """Modules that run concurrently must not have parameters or buffers in common: two threads
-    would add to one gradient, or update one buffer, in whatever order.
+    """Check that modules share no parameters or buffers. Concurrent modules would otherwise add to
+    one gradient, or update one buffer, in any order.
 
     Raises:
-        ValueError: two have one in common, by name.
+        ValueError: two modules share a tensor; names it.
     """
     owners: dict[int, tuple[str, str]] = {}
     for module, part in modules.items():
@@ -174,7 +173,7 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
 
 
 class _Tickets:
-    """Tickets for the generators, and whether anybody drew out of turn."""
+    """Tickets for the generators, and a check that works without a ticket drew nothing."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -193,12 +192,13 @@ class _Tickets:
         return self._last
 
     def stuck(self, late: Sequence[str]) -> tuple[str, ...]:
-        """Of modules that have not ended, those that did not only wait for another's ticket."""
+        """Return the unfinished modules that did not merely wait for another module's ticket."""
         begun = tuple(m for m in late if m not in self._tickets or self._tickets[m].entered)
         return begun or tuple(late)
 
     def check(self) -> None:
-        """With works that draw beside others it cannot be told who drew."""
+        """Raise an error if works without a ticket drew random numbers. Not possible if other works
+        drew numbers at the same time."""
         if self._last is None and self._before not in (None, generator_state()):
             raise InternalError(
                 f"random numbers were drawn by one of modules {', '.join(map(repr, self._without))}"
@@ -208,7 +208,7 @@ class _Tickets:
 
 
 def _release(workers: dict[str, Worker]) -> None:
-    """Let threads end after what they do, without waiting for them."""
+    """Let threads end after their current task, without waiting for them."""
     for worker in workers.values():
         worker.release()
     workers.clear()
@@ -245,9 +245,9 @@ def _perform(
     settings: ThreadSettings,
     ticket: contextlib.AbstractContextManager[None],
 ) -> Output:
-    """One work, in its module's thread."""
+    """Run one work in its module's thread."""
     stream = streams.streams[module]
-    # The ticket first: while it waits, the module holds no partition.
+    # Take the ticket first: the module holds no partition while it waits.
     with ticket, settings.applied(), stream.use():
         stream.wait(issued)
         if work.backward_of is not None:

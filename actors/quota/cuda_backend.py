@@ -1,8 +1,9 @@
-"""SM-quota streams on a CUDA device: torch streams that live in green contexts.
+"""SM-quota streams on a CUDA device: torch streams in green contexts.
 
-What is limited is multiprocessors. Memory, its bandwidth and the L2 cache are shared, and before
-CUDA 13.1 the hardware's work queues; work on disjoint multiprocessors *may* overlap. With
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` or ``CUDA_LAUNCH_BLOCKING=1`` it does not, which is refused.
+Only multiprocessors are limited. Memory, memory bandwidth and the L2 cache are shared, and before
+CUDA 13.1 also the hardware work queues, so work on disjoint multiprocessors *may* overlap. With
+``CUDA_DEVICE_MAX_CONNECTIONS=1`` or ``CUDA_LAUNCH_BLOCKING=1`` it cannot overlap, so these settings
+are rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
 class CudaStream:
-    """A torch stream with the methods of :class:`raymm.actors.quota.backend.Stream`."""
+    """Torch stream with the interface of :class:`raymm.actors.quota.backend.Stream`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.torch_stream = stream
@@ -41,12 +42,11 @@ class CudaStream:
 
 
 class CudaQuotaStream(CudaStream):
-    """A torch stream whose kernels run on a partition's multiprocessors.
+    """Torch stream whose kernels run on a partition's multiprocessors.
 
     Attributes:
-        partition: what it is limited to.
-        torch_stream: the stream; an ``ExternalStream`` in a green context, or an ordinary
-            stream where the partition is the whole GPU.
+        torch_stream: an ``ExternalStream`` in a green context, or an ordinary stream if the
+            partition is the whole GPU.
     """
 
     def __init__(self, partition: Partition, stream: torch.cuda.Stream) -> None:
@@ -55,7 +55,8 @@ class CudaQuotaStream(CudaStream):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Make it the calling thread's current stream, and its device the current device."""
+        """Make the stream the calling thread's current stream, and its device the current
+        device."""
         with torch.cuda.stream(self.torch_stream):
             yield
 
@@ -64,24 +65,23 @@ class CudaBackend:
     """Green contexts of one GPU.
 
     Args:
-        device: the GPU; by default the current one.
+        device: the current CUDA device by default.
         coscheduled: see :class:`raymm.actors.quota.green_context.GreenContexts`.
 
     Raises:
-        InputError: no CUDA device, no cuda-python, a driver before 12.4, or an
-            environment in which streams cannot overlap.
+        InputError: no CUDA device, no cuda-python, a driver before 12.4, or environment variables
+            that prevent streams from overlapping.
     """
 
     def __init__(self, device: torch.device | int | None = None, coscheduled: bool = True) -> None:
         _check_environment()
         try:
-            # Found by an import hook, which type checkers do not run.
+            # The module is found by an import hook, which type checkers do not run.
             from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise InputError(f"cuda-python cannot be imported: {error}") from error
         self.device = torch.device("cuda", _ordinal(device))
-        # The primary context, which green contexts hang on, becomes active with the first
-        # allocation.
+        # The first allocation activates the primary context, which green contexts depend on.
         torch.empty(1, device=self.device)
         self._contexts = GreenContexts(
             driver,
@@ -93,9 +93,12 @@ class CudaBackend:
         self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> CudaQuotaStream:
-        """A stream on a partition. A module's partitions of the same groups, in different sets,
-        are one stream: cuBLAS keeps a workspace (32 MiB on an H100) for every stream, and
-        autograd's backward finds the stream of its forward."""
+        """Return a stream on a partition.
+
+        Partitions of a module with the same groups in different sets share one stream. cuBLAS keeps
+        a workspace (32 MiB on an H100) per stream, and autograd's backward uses the stream of its
+        forward.
+        """
         key = (partition.module, partition.first_group, partition.groups, partition.whole)
         if key not in self._streams:
             self._streams[key] = self._new_stream(partition)
@@ -111,15 +114,16 @@ class CudaBackend:
         return CudaStream(torch.cuda.current_stream(self.device))
 
     def close(self) -> None:
-        """Wait for the device, give the streams' cached memory back, and destroy them.
+        """Wait for the device, free the streams' cached memory, and destroy them.
 
-        The allocator keeps free blocks by stream and, when a tensor is freed, records an event
-        on every stream that it was read on: tensors and autograd graphs that these streams took
-        part in must be gone before.
+        The allocator keeps free blocks by stream. When a tensor is freed, it records an event on
+        every stream that has read the tensor. Tensors and autograd graphs of these streams must
+        therefore be freed before.
         """
         torch.cuda.synchronize(self.device)
         self._streams.clear()
-        # Not public in torch 2.13; without it the workspaces of ended streams stay allocated.
+        # Not public in torch 2.13; without this call the workspaces of destroyed streams stay
+        # allocated.
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_workspaces is not None:
             clear_workspaces()

@@ -1,6 +1,6 @@
-"""The process's random number generators, for modules that draw from them in turn.
+"""Random number generators of the process, for modules that use them one after another.
 
-Neither torch's, nor numpy's, nor Python's default generator is per thread.
+The default generators of torch, NumPy and Python are not per thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 
 
 def generator_state() -> tuple[bytes, ...]:
-    """A value that differs after anything was drawn from torch's default generators.
+    """Return a value that changes when numbers are drawn from torch's default generators.
 
-    Those of numpy and Python are left out: background threads of libraries use them.
+    The generators of NumPy and Python are excluded, because background threads of libraries use
+    them.
     """
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
@@ -27,10 +28,10 @@ def generator_state() -> tuple[bytes, ...]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's default generators, numpy's and Python's: masks of speech models are numpy's.
+    """Seed the default generators of torch, NumPy (used for masks of speech models) and Python.
 
     Args:
-        seed: any whole number; numpy takes its last 32 bits.
+        seed: any integer; NumPy uses its last 32 bits.
     """
     # Not torch.manual_seed: without CUDA it formats a traceback, which takes half a millisecond.
     torch.default_generator.manual_seed(seed)
@@ -40,20 +41,20 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_beside_torch(seed: int) -> None:
-    """The part of :func:`seed_generators` that is not about torch's."""
+    """Seed the generators of NumPy and Python as :func:`seed_generators` does."""
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def host_states() -> tuple[object, ...]:
-    """Return the states of NumPy's and Python's generators, to compare them."""
+    """Return the states of NumPy's and Python's generators, for comparisons."""
     state: Any = np.random.get_state()
-    return state[1].tobytes(), state[2:], random.getstate()  # few draws change the position only
+    return state[1].tobytes(), state[2:], random.getstate()  # a few draws change the position only
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Afterwards torch's default generators, numpy's and Python's are as they were before."""
+    """Restore the default generators of torch, NumPy and Python at the end of the block."""
     kept, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
@@ -67,14 +68,14 @@ def generators_kept() -> Iterator[None]:
 
 
 class Ticket:
-    """One place in a queue for the generators: entered once the one before has been left.
+    """Position in a queue for the generators. It can be entered once the ticket before was left.
 
     Args:
-        before: whose turn comes first.
-        timeout: seconds to wait for it.
+        before: previous ticket; None for the first.
+        timeout: seconds to wait for the previous ticket.
 
     Attributes:
-        entered: whether it has been.
+        entered: True once the ticket was entered.
     """
 
     def __init__(self, before: Ticket | None, timeout: float) -> None:

@@ -1,14 +1,14 @@
 """CUDA Green Contexts of one GPU through the driver's API (``cuda.bindings.driver``).
 
-The GPU's multiprocessors are split *once*, into groups of the smallest size, and a green context
-is made of a run of groups: resources of one descriptor may be several outputs of the same split
-(cuDevResourceGenerateDesc). That gives partitions of any number of groups, disjoint within every
-set, on every driver that has green contexts (12.4). ``cuda.core`` splits into unequal parts from
-13.1 on only.
+The GPU's multiprocessors are split *once*, into groups of the smallest size. A green context is
+created from a run of groups: one descriptor may combine several outputs of the same split
+(cuDevResourceGenerateDesc). This gives partitions of any number of groups, disjoint within every
+set, with every driver that supports green contexts (12.4). ``cuda.core`` splits into unequal parts
+only from 13.1 on.
 
-Kernels on disjoint multiprocessors may still wait for one another where their streams share a
-hardware queue. From CUDA 13.1 on, contexts ask for queues that do not overlap with those of others
-(CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED); "when possible", the driver API says.
+Kernels on disjoint multiprocessors may still wait for each other if their streams share a hardware
+queue. From CUDA 13.1 on, contexts request queues that do not overlap with those of other contexts
+(CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED); the driver API grants them "when possible".
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from typing import Any
 from raymm.actors.quota.partition import Multiprocessors, Partition
 from raymm.errors import InputError, InternalError
 
-OLDEST_DRIVER = 12040  # CUDA 12.4, as cuDriverGetVersion counts
-# CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING; its enum has another name in every version.
+OLDEST_DRIVER = 12040  # CUDA 12.4 in the format of cuDriverGetVersion
+# CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING; its enum has a different name in every version.
 IGNORE_COSCHEDULING = 1
-# Where the driver does not say it: the smallest group by major compute capability, from the
-# driver API's chapter on green contexts, and without coscheduling.
+# Smallest group by major compute capability if the driver does not report it, from the driver API's
+# chapter on green contexts; and the smallest group without coscheduling.
 SMALLEST_GROUP = {6: 1, 7: 2, 8: 4}
 SMALLEST_GROUP_SINCE_9 = 8
 SMALLEST_INDEPENDENT_GROUP = 2
-WORKQUEUES_SINCE = 13010  # CUDA 13.1: contexts can ask for work queues of their own
-# Concurrent streams of a context: a module's stream. The driver keeps contexts' queues apart while
-# all together are no more than CUDA_DEVICE_MAX_CONNECTIONS.
+WORKQUEUES_SINCE = 13010  # CUDA 13.1: contexts can request separate work queues
+# Concurrent streams of a context: one per module. The driver keeps the queues of contexts apart
+# while their total is at most CUDA_DEVICE_MAX_CONNECTIONS.
 STREAMS_PER_CONTEXT = 1
 
 
 class GreenContexts:
-    """The green contexts of one device, and streams in them.
+    """Green contexts of one device, and streams in them.
 
-    The device's primary context should be active before (it would be set up and torn down with
-    every green context otherwise). Not thread-safe.
+    The device's primary context should be active before; otherwise it would be created and
+    destroyed with every green context. Not thread-safe.
 
     Args:
         driver: ``cuda.bindings.driver``.
-        ordinal: the device's number, as the driver and torch count.
+        ordinal: index of the device for the driver and torch.
         capability: the device's major compute capability.
-        coscheduled: keep multiprocessors together that thread block clusters need together.
-            Otherwise groups are of 2, shares finer, and large clusters may not launch.
+        coscheduled: True to keep multiprocessors together that thread block clusters need. False
+            gives groups of 2 and finer shares, but large clusters may fail to launch.
 
     Attributes:
-        gpu: its multiprocessors.
-        queues: whether contexts have work queues of their own, and if not, why.
+        gpu: the GPU's multiprocessors.
+        queues: text that says if contexts have separate work queues, and if not, why.
 
     Raises:
         InputError: the driver is too old, or the GPU cannot be split.
-        InternalError: of the calls that split it.
+        InternalError: a driver call failed.
     """
 
     def __init__(
@@ -83,14 +83,15 @@ class GreenContexts:
         count = whole.sm.smCount // granularity
         if count < 1:
             return []
-        # The driver may make fewer groups than asked for, and larger ones.
+        # The driver may create fewer and larger groups than requested.
         groups, num_groups, _ = self._call(
             "cuDevSmResourceSplitByCount", count, whole, flags, granularity
         )
         return list(groups[:num_groups])
 
     def _own_workqueues(self, version: int) -> tuple[list[Any], str]:
-        """A resource that asks for work queues of a context's own, or none, and what to say."""
+        """Return a list with a resource that requests separate work queues, or an empty list; and a
+        text for :attr:`queues`."""
         scopes = getattr(self._driver, "CUdevWorkqueueConfigScope", None)
         if version < WORKQUEUES_SINCE or scopes is None:
             what = f"driver is version {version}" if scopes else "installed cuda-python is too old"
@@ -107,12 +108,12 @@ class GreenContexts:
         return [queues], said
 
     def stream(self, partition: Partition) -> int:
-        """A new stream limited to a partition's multiprocessors, as an address. Partitions of
-        the same groups share a green context.
+        """Create a stream that is limited to a partition's multiprocessors; return its address.
+        Partitions of the same groups share a green context.
 
         Raises:
-            InternalError: of the calls that make it; also if the context that the driver made
-                has another number of multiprocessors.
+            InternalError: a driver call failed, or the driver created a context with another number
+                of multiprocessors.
         """
         context = self._context(partition)
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -148,8 +149,8 @@ class GreenContexts:
                 )
 
     def _describe(self, parts: list[Any], partition: Partition) -> Any:
-        """What a context is made from. Groups of one must be of one locality domain, of GPUs
-        that have several; bindings before 13 do not say which they are of."""
+        """Return the descriptor of a context. On GPUs with several locality domains, all groups of
+        a context must be in one domain; bindings before 13 do not report the domain of a group."""
         try:
             return self._call("cuDevResourceGenerateDesc", parts, len(parts))
         except InternalError as error:
@@ -164,12 +165,12 @@ class GreenContexts:
 
     @property
     def num_contexts(self) -> int:
-        """Green contexts that exist."""
+        """Return the number of green contexts."""
         return len(self._contexts)
 
     def close(self) -> None:
-        """Destroy streams, then their contexts: a stream whose context is gone is detached.
-        All of it is tried; the first failure is raised at the end."""
+        """Destroy streams, then their contexts, because a stream without its context is detached.
+        All are attempted; the first failure is raised at the end."""
         failures = []
         for name, handles in (
             ("cuStreamDestroy", self._streams[::-1]),
@@ -186,7 +187,12 @@ class GreenContexts:
             raise failures[0]
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Results of a driver function: none, one, or a tuple."""
+        """Call a driver function; return its results: None, one value, or a tuple.
+
+        Raises:
+            InputError: the installed cuda-python lacks the function.
+            InternalError: the function failed.
+        """
         function = getattr(self._driver, name, None)
         if function is None:
             raise InputError(
@@ -203,7 +209,7 @@ class GreenContexts:
 def _granularity(whole: Any, capability: int, coscheduled: bool) -> int:
     if not coscheduled:
         return 1 if capability < 7 else SMALLEST_INDEPENDENT_GROUP
-    # Fields that CUDA 13 added: older drivers leave them 0, older bindings do not have them.
+    # CUDA 13 added these fields: older drivers leave them 0, older bindings lack them.
     smallest = max(
         getattr(whole.sm, "minSmPartitionSize", 0), getattr(whole.sm, "smCoscheduledAlignment", 0)
     )

@@ -1,9 +1,9 @@
-"""Shares of a GPU as whole groups of its multiprocessors: rounding, and who gets which group.
+"""Partitions of a GPU into whole groups of multiprocessors, and their assignment to modules.
 
 Hardware splits a GPU into groups of :attr:`Multiprocessors.granularity` multiprocessors (SMs).
-The modules that run at the same time get disjoint runs of groups, laid out in the order in which
-they are named: two processes that name the same quotas in the same order agree on who has
-which. Pure arithmetic; nothing here needs a GPU.
+Modules that run at the same time get disjoint runs of groups, in the order in which they are named.
+Two processes that name the same quotas in the same order therefore agree on the layout. Pure
+arithmetic; nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from typing import Any
 
 from raymm.errors import PlanError
 
-# Sums of quotas such as 0.1 + 0.2 + 0.7 are 1 but for their rounding, and so is a quota such as
+# Tolerance for rounding errors, in sums of quotas such as 0.1 + 0.2 + 0.7 and in products such as
 # 24 / 132 times 132.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Multiprocessors:
-    """What can be shared of one GPU.
+    """Multiprocessors of one GPU.
 
     Attributes:
-        total: SMs of the GPU (that this process may use).
-        granularity: SMs that are given away together.
-        groups: groups of that many; fewer than ``total // granularity`` where the hardware's
-            own clusters of SMs do not divide evenly.
+        total: SMs of the GPU that this process may use.
+        granularity: SMs per group, the smallest unit of a partition.
+        groups: number of groups; fewer than ``total // granularity`` if the hardware's clusters of
+            SMs do not divide evenly. By default as many as possible.
 
     Raises:
-        PlanError: a number that is none or not whole; if there is not a single group, or more
-            than there are SMs for.
+        PlanError: a value is not an integer or out of range.
     """
 
-    total: int = 132  # of an H100 SXM
-    granularity: int = 8  # of compute capability 9.0, with thread block clusters intact
+    total: int = 132  # an H100 SXM
+    granularity: int = 8  # compute capability 9.0, with whole thread block clusters
     groups: int = -1
 
     def __post_init__(self) -> None:
@@ -58,22 +57,21 @@ class Multiprocessors:
 
     @property
     def smallest_quota(self) -> float:
-        """The share that one group is."""
+        """Return the share of the GPU of one group."""
         return self.granularity / self.total
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What one module of a set got.
+    """Multiprocessors that one module of a set got.
 
     Attributes:
-        module: whose it is.
-        quota: the share that was asked for.
+        quota: requested share of the GPU.
         sms: multiprocessors granted.
         total: multiprocessors of the GPU.
-        first_group, groups: which groups these are; all of the GPU, groups and what is left
-            over beside them, where ``whole``.
-        whole: the GPU is not split: the module runs alone, on all multiprocessors.
+        first_group, groups: range of groups; all groups if ``whole``.
+        whole: True if the GPU is not split: the module runs alone, on all multiprocessors,
+            including those outside of any group.
     """
 
     module: str
@@ -86,16 +84,16 @@ class Partition:
 
     @property
     def asked_sms(self) -> float:
-        """Multiprocessors that the quota would be without granularity."""
+        """Return the number of multiprocessors of the quota before rounding."""
         return self.quota * self.total
 
     @property
     def share(self) -> float:
-        """The share that was granted."""
+        """Return the granted share of the GPU."""
         return self.sms / self.total
 
     def overlaps(self, other: Partition) -> bool:
-        """Whether the two have a multiprocessor in common."""
+        """Return True if the two partitions have a multiprocessor in common."""
         if self.whole or other.whole:
             return True
         start = max(self.first_group, other.first_group)
@@ -114,19 +112,19 @@ class Partition:
 
 
 def partition(quotas: Mapping[str, float], gpu: Multiprocessors) -> tuple[Partition, ...]:
-    """Disjoint partitions for modules that run at the same time on one GPU.
+    """Return disjoint partitions for modules that run at the same time on one GPU.
 
-    Every module gets its quota rounded down or up to whole groups, the sum rounded to the
-    nearest (largest remainders, then the order of naming, decide who is rounded up). A module
-    alone with quota 1 gets the whole GPU, which is then not split. Where the GPU has fewer groups
-    than its number of SMs suggests, those with the most groups give some up.
+    Each quota is rounded down or up to whole groups, and the sum is rounded to the nearest number
+    of groups. Modules with the largest remainders are rounded up, ties in the order of naming. A
+    single module with quota 1 gets the whole GPU, which is then not split. If the GPU has fewer
+    groups than its number of SMs suggests, the modules with the most groups get fewer.
 
     Args:
         quotas: share of the GPU, in (0, 1], by module, in the order of the layout.
-        gpu: what is shared.
 
     Raises:
-        PlanError: no quota, one that is below one group's share or above 1, or a sum above 1.
+        PlanError: quotas are empty, a quota is below one group's share or above 1, or the sum is
+            above 1.
     """
     _check(quotas, gpu)
     if len(quotas) == 1 and next(iter(quotas.values())) >= 1 - ROUNDING:
@@ -170,7 +168,7 @@ def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:
 
 
 def _is_number(quota: Any) -> bool:
-    """Numbers that floating point holds, numpy's too; not bool, which counts as 1 by accident."""
+    """Return True for real numbers that fit a float, including NumPy's; False for bool."""
     if not isinstance(quota, Real) or isinstance(quota, bool):
         return False
     try:
@@ -181,8 +179,8 @@ def _is_number(quota: Any) -> bool:
 
 
 def _whole_groups(exact: list[float], available: int) -> list[int]:
-    """Counts of at least 1 that are ``exact`` rounded down or up and sum to at most
-    ``available`` (below that only where flooring alone does not fit)."""
+    """Round ``exact`` down or up to counts of at least 1 with a sum of at most ``available``. The
+    sum is below ``available`` only if rounding down alone does not fit."""
     counts = [max(1, math.floor(x + ROUNDING)) for x in exact]
     spare = min(available, round(math.fsum(exact))) - sum(counts)
     by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))

@@ -1,8 +1,8 @@
-"""The pool of SM-quota streams: every partition that a plan uses, made before the first step.
+"""Pool of SM-quota streams: every partition that a plan uses, created before the first step.
 
-Creating a green context takes tens of milliseconds, and modules take turns many times in a step
-(Mosaic §3.2). What runs beside what is known from the plan, so all streams are made at the
-start; going from one stage of the plan to the next only picks another set.
+Creating a green context takes tens of milliseconds, and modules alternate many times in a step
+(Mosaic §3.2). The plan determines the concurrent modules, so all streams are created at the start,
+and a change of the plan's stage only selects another set.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from raymm.errors import PlanError
 
 @dataclass(frozen=True)
 class StreamSet:
-    """The streams of the modules that run concurrently in one stage of the plan.
+    """Streams of the modules that run concurrently in one stage of the plan.
 
     Attributes:
-        name: of the set.
         streams: by module, in the order of the plan.
-        backend: of all of them.
     """
 
     name: str
@@ -30,8 +28,8 @@ class StreamSet:
     backend: Backend
 
     def join(self) -> None:
-        """Order what the calling thread issues from now on, on its current stream, after all
-        that the set's streams were given. Does not wait on the host."""
+        """Run work that the calling thread issues to its current stream from now on after all work
+        issued to the set's streams. Does not wait on the host."""
         current = self.backend.current()
         for stream in self.streams.values():
             current.wait(stream.record())
@@ -40,24 +38,24 @@ class StreamSet:
 class StreamPool:
     """Streams for the sets of quotas that a plan uses on one GPU.
 
-    Within a set partitions are disjoint; partitions of different sets are not, so
-    :meth:`select` lets a set begin when the one before it has ended.
+    Partitions of one set are disjoint, partitions of different sets are not. :meth:`select`
+    therefore starts a set after the previous set has finished.
 
-    Several processes that share a GPU each make a pool of the same sets in the same order, and
-    name their own modules: partitions are laid out by position, so theirs are disjoint. The
-    driver's split is taken to be the same in every process (it is not documented to be;
-    ``benchmarks/gpu/green_contexts.py`` looks at the SMs' numbers). *Disjoint is not yet
-    concurrent:* work of different processes is time-sliced, green contexts or not, unless the
-    processes are clients of CUDA MPS, with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` unset or 100.
+    If several processes share a GPU, each creates a pool of the same sets in the same order and
+    names its own modules. Partitions are laid out by position, so those of different processes are
+    disjoint. The driver's split is assumed to be the same in every process; this is not documented,
+    and ``benchmarks/gpu/green_contexts.py`` checks the SMs' numbers. *Disjoint does not mean
+    concurrent:* work of different processes is time-sliced, with green contexts or without, unless
+    the processes are clients of CUDA MPS, with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` unset or 100.
 
     Args:
-        backend: makes the streams; closed with the pool.
+        backend: creates the streams; closed with the pool.
         sets: quotas by module, by name of the set.
-        modules: whose streams to make, where other processes run the rest; all by default.
+        modules: modules of this process, if other processes run the rest; all by default.
 
     Raises:
-        PlanError: quotas that cannot be granted, or ``modules`` that are in no set. Nothing
-            has been created then.
+        PlanError: quotas that cannot be granted, or ``modules`` that are in no set. Nothing has
+            been created then.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class StreamPool:
     ) -> None:
         self.partitions: dict[str, tuple[Partition, ...]] = _layouts(backend, sets)
         accepted = {module for quotas in sets.values() for module in quotas}
-        if isinstance(modules, str):  # its letters would be the names
+        if isinstance(modules, str):  # a string would count as a collection of its letters
             raise PlanError(f"modules is {modules!r}; accepted: a collection of names, or None")
         mine = accepted if modules is None else set(modules)
         if not mine <= accepted:
@@ -92,11 +90,11 @@ class StreamPool:
             raise
 
     def select(self, name: str) -> StreamSet:
-        """The streams of a set, ordered after all that the set selected before was given: the
-        two may use the same multiprocessors. Nothing is created, and the host does not wait.
+        """Return the streams of a set. Their work runs after all work of the previously selected
+        set, which may use the same multiprocessors. Creates nothing and does not wait on the host.
 
         Raises:
-            PlanError: no such set.
+            PlanError: the set does not exist.
             RuntimeError: the pool is closed.
         """
         if self._closed:
@@ -109,17 +107,18 @@ class StreamPool:
             for stream in chosen.streams.values():
                 for event in events:
                     stream.wait(event)
-        if chosen.streams:  # none: other processes run all modules of this set
+        if chosen.streams:  # empty if other processes run all modules of this set
             self._selected = chosen
         return chosen
 
     def report(self) -> str:
-        """What was asked and granted, a line per module of every set; and one of work queues."""
+        """Return the requested and granted quotas, one line per module of every set, and a line on
+        work queues."""
         lines = [f"{name}: {part}" for name, layout in self.partitions.items() for part in layout]
         return "\n".join([*lines, *filter(None, [self._backend.queues])])
 
     def close(self) -> None:
-        """End all streams; see :meth:`Backend.close`. Closing twice does nothing."""
+        """Destroy all streams; see :meth:`Backend.close`. Closing twice does nothing."""
         if not self._closed:
             self._closed = True
             self._sets.clear()

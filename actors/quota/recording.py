@@ -1,7 +1,7 @@
-"""SM-quota streams without a GPU: nothing is limited, but who ran when is written down.
+"""SM-quota streams without a GPU: nothing is limited, but usage is recorded.
 
-Work that would run on multiprocessors which another module holds at that moment is refused, so
-that a plan that oversubscribes its GPU shows on a laptop.
+Work on multiprocessors that another module holds at that moment is rejected, so that a plan that
+oversubscribes its GPU is detected on a laptop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raymm.errors import InternalError
 
 
 class QuotaSpan(NamedTuple):
-    """One use of a partition; ``start`` and ``end`` in seconds of the account's clock."""
+    """Use of a partition; ``start`` and ``end`` in seconds of the account's clock."""
 
     partition: Partition
     start: float
@@ -27,10 +27,10 @@ class QuotaSpan(NamedTuple):
 
 
 class Account:
-    """Who holds which multiprocessors of one GPU, now and before. Threads may share it.
+    """Record of the partitions of one GPU that are and were in use. Thread-safe.
 
     Args:
-        clock: gives the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -41,10 +41,10 @@ class Account:
 
     @contextmanager
     def running(self, partition: Partition) -> Iterator[None]:
-        """Hold a partition.
+        """Hold a partition for the length of the block.
 
         Raises:
-            InternalError: somebody holds some of its multiprocessors.
+            InternalError: another module holds some of its multiprocessors.
         """
         with self._lock:
             for other in self._running:
@@ -63,13 +63,13 @@ class Account:
 
     @property
     def spans(self) -> tuple[QuotaSpan, ...]:
-        """All uses that have ended, in the order of their ends."""
+        """Return all finished uses, in the order of their ends."""
         with self._lock:
             return tuple(self._spans)
 
 
 class HostStream:
-    """A stream of work that is done by the time its call returns: there is nothing to order."""
+    """Stream on the host, whose work is done when a call returns, so there is nothing to order."""
 
     def record(self) -> None:
         return None
@@ -82,7 +82,7 @@ class HostStream:
 
 
 class AccountedStream(HostStream):
-    """A partition whose uses go to an account."""
+    """Stream on a partition whose use is recorded in an account."""
 
     def __init__(self, partition: Partition, account: Account) -> None:
         self.partition = partition
@@ -90,21 +90,21 @@ class AccountedStream(HostStream):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Hold the partition.
+        """Hold the partition for the length of the block.
 
         Raises:
-            InternalError: somebody holds some of its multiprocessors.
+            InternalError: another module holds some of its multiprocessors.
         """
         with self._account.running(self.partition):
             yield
 
 
 class RecordingBackend:
-    """Streams that only keep books, in :attr:`account`.
+    """Backend whose streams record their use in :attr:`account`.
 
     Args:
-        gpu: what is pretended to be shared; by default an H100.
-        clock: gives the account's time, in seconds.
+        gpu: simulated GPU; an H100 by default.
+        clock: returns the account's time in seconds.
     """
 
     def __init__(

@@ -1,13 +1,15 @@
-"""Settings of torch that each thread has its own of, carried into another thread.
+"""Transfer of torch's thread-local settings to another thread.
 
-Thread-local in torch 2.13 (found by changing each and looking from another thread): gradient
-and inference mode, autocast, default device. Also thread-local, and *not* carried: saved-tensor
-hooks, function and dispatch modes; enter them in the work itself. Multithreaded backward is always
-off: autograd has one thread per device for the backwards of all modules, which would be issued by
-turns, and one that waits on the host would hold up the others. Without it a backward is issued by
-the thread that calls it, with its stream current, node by node on the stream of the forward.
-All else (default dtype, deterministic algorithms, SDPA backends, matmul precision, anomaly
-detection, number of threads) is the process's.
+Thread-local in torch 2.13 (found by changing each setting and reading it in another thread):
+gradient and inference mode, autocast, default device. Also thread-local, but *not* transferred:
+saved-tensor hooks, function modes and dispatch modes; enter them in the work itself. All other
+settings (default dtype, deterministic algorithms, SDPA backends, matmul precision, anomaly
+detection, number of threads) belong to the process.
+
+Multithreaded backward is always disabled. Autograd has one thread per device for the backwards of
+all modules: it would issue them in turn, and a backward that waits on the host would block the
+others. When disabled, the thread that calls a backward issues it, with its stream current, node by
+node on the stream of the forward.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class ThreadSettings:
-    """The calling thread's settings; :meth:`capture` them in one thread and use them in
-    another.
+    """Settings of the calling thread. :meth:`capture` them in one thread and apply them in another.
 
     Attributes:
-        grad, inference: whether they are on.
-        autocast: (enabled, dtype) by device type.
-        default_device: where tensors are made by default, or None if that was not set.
+        grad, inference: True if gradient and inference mode are enabled.
+        autocast: (device type, enabled, dtype).
+        default_device: default device of new tensors; None if not set.
     """
 
     grad: bool
@@ -39,9 +40,9 @@ class ThreadSettings:
 
     @classmethod
     def capture(cls) -> ThreadSettings:
-        """Those of the calling thread."""
-        # get_default_device() cannot tell "not set" from "cpu", and setting it costs a
-        # function mode around every call.
+        """Return the settings of the calling thread."""
+        # get_default_device() does not distinguish "not set" from "cpu", and setting the device
+        # adds a function mode around every call.
         device = torch.get_default_device()
         return cls(
             grad=torch.is_grad_enabled(),
@@ -55,10 +56,10 @@ class ThreadSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use them in the calling thread.
+        """Apply the settings in the calling thread for the length of the block.
 
-        Autocast does not keep cast weights: the cache is the process's, and one thread leaving
-        autocast would drop what another has in it, at a time that depends on timing.
+        Autocast does not cache cast weights: the cache belongs to the process, and a thread that
+        leaves autocast would clear entries of another thread at an unpredictable time.
         """
         with ExitStack() as stack:
             if self.default_device is not None:

@@ -1,4 +1,4 @@
-"""What a module does in a stage of the plan, and what it hands on."""
+"""Work of a module in a stage of the plan, and its output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from raymm.actors.quota.backend import Backend, QuotaStream
 
 @dataclass(frozen=True)
 class Output:
-    """What a module's work returned. The device may not have computed it yet.
+    """Output of a module's work. The device may not have computed it yet.
 
     Attributes:
-        module: whose it is.
-        value: what the work returned; for other :class:`Work`, which is ordered after it.
-        stream: that computes it.
-        event: on that stream, after the work.
-        backend: of the stream.
+        value: what the work returned; to be passed to other :class:`Work`, which then runs after
+            it.
+        stream: stream that computes the output.
+        event: event on that stream after the work.
     """
 
     module: str
@@ -31,8 +30,8 @@ class Output:
     backend: Backend
 
     def get(self) -> Any:
-        """The value, for the calling thread's current stream: what is issued to that from now
-        on runs after the work. Does not wait on the host."""
+        """Return the value for use on the calling thread's current stream: work that is issued to
+        it from now on runs after the work. Does not wait on the host."""
         current = self.backend.current()
         current.wait(self.event)
         current.keep(tensors_in(self.value))
@@ -41,26 +40,28 @@ class Output:
 
 @dataclass(frozen=True)
 class Work:
-    """One call, in the module's own thread, with the module's stream as current stream.
+    """Call in the module's own thread, with the module's stream as current stream.
 
     Attributes:
-        run: the call. It gets ``consumes`` as positional arguments, and must not wait for the
-            device. Gradients are recorded if they are where the work is submitted.
-        consumes: what it reads: :class:`Output` of earlier stages (handed on as their values),
-            or anything else. Tensors that were made on another stream must be here, not in a
-            closure: only those here are ordered and kept alive. Tensors are found in
-            lists, tuples, mappings and dataclasses. What another module computed should be
-            detached in ``run``: a backward goes through everything that is not, also through
-            modules whose turn, stream and quota this is not.
-        draws: it may draw random numbers, or save and restore the generators' state as
-            ``torch.utils.checkpoint`` does: torch, numpy and Python have one generator for all
-            threads. Such works are *issued* one after another, in the order of the mapping they
-            are submitted in, so that numbers do not depend on how threads take turns; on a GPU
-            their kernels overlap nevertheless. Where several works of one GPU talk to other
-            GPUs, that order must be the same everywhere.
-        seed: the generators are seeded with this before the call. Implies ``draws``.
-        backward_of: the module's forward, where this is its backward. Autograd runs backward
-            operators on the *forward's* stream, so that both need the same partition.
+        run: function that is called with ``consumes`` as positional arguments; it must not wait for
+            the device. Gradients are recorded if they are enabled in the submitting thread.
+        consumes: inputs: :class:`Output` of earlier stages (passed as their values), or any other
+            object. Tensors from another stream must be passed here, not in a closure, because only
+            these are ordered and kept alive. Tensors are found in lists, tuples, mappings and
+            dataclasses. Detach outputs of other modules in ``run``; a backward would otherwise
+            continue into those modules, outside of their stream and quota.
+        draws: True if the work may draw random numbers, or save and restore the generators' state
+            as ``torch.utils.checkpoint`` does. torch, NumPy and Python have one generator for all
+            threads, so such works are *issued* one after another, in the order of the mapping in
+            which they are submitted. Numbers then do not depend on thread scheduling; on a GPU the
+            kernels still overlap. If several works of one GPU communicate with other GPUs, the
+            order must be the same everywhere.
+        seed: seeds the generators before the call. Requires ``draws``.
+        backward_of: output of the module's forward, if this is its backward. Autograd runs backward
+            operators on the *forward's* stream, so both need the same partition.
+
+    Raises:
+        ValueError: ``seed`` is given without ``draws``.
     """
 
     run: Callable[..., Any]
@@ -75,7 +76,7 @@ class Work:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, mappings and dataclasses."""
+    """Yield all tensors in nested lists, tuples, sets, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A module's thread: it runs one call at a time, for as long as training lasts."""
+"""Thread of a module, which runs one call at a time for the duration of training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Task:
-    """A call that a worker was given.
+    """Call that was submitted to a worker.
 
     Attributes:
-        done: set when it has ended; then ``result`` or ``error`` hold how.
+        done: set when the call has ended; ``result`` or ``error`` is then available.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -22,27 +22,28 @@ class Task:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Make the call. Never raises."""
+        """Run the call. Never raises."""
         try:
             assert self._call is not None  # a task runs once
             self.result = self._call()
         except BaseException as error:
             self.error = error
         finally:
-            # The call holds tensors and, by its frames, the error would hold them as well.
+            # The call references tensors, and the frames of an error would keep the call alive.
             self._call = None
             self.done.set()
 
 
 class Worker:
-    """A thread by the name of its module. It does not keep the process from ending.
+    """Daemon thread named after its module.
 
-    One thread per module for all steps: cuBLAS handles and workspaces are per thread.
+    One thread per module runs all steps, because cuBLAS handles and workspaces are per thread.
     """
 
     def __init__(self, module: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # Its target must not hold the worker, or nobody could ever see that it is not used.
+        # The target must not reference the worker, which could otherwise never be
+        # garbage-collected.
         self._thread = threading.Thread(
             target=_work, args=(self._tasks,), name=f"side-by-side-{module}", daemon=True
         )
@@ -54,12 +55,12 @@ class Worker:
         return task
 
     def release(self) -> None:
-        """Let the thread end once it has done what it was given."""
+        """Let the thread end after its submitted tasks."""
         self._tasks.put(None)
 
     def close(self, timeout: float) -> bool:
-        """End the thread once it has done what it was given; whether it ended in time
-        (seconds)."""
+        """End the thread after its submitted tasks. Return True if it ended within ``timeout``
+        seconds."""
         self.release()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -68,4 +69,4 @@ class Worker:
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # or its result would live until the next one comes
+        del task  # or its result would live until the next task
