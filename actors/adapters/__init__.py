@@ -1,1 +1,1 @@
-"""Low-rank adapters: which linear layers get them, and what these then compute."""
+"""Low-rank adapters of linear layers, and the choice of the layers."""

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al. 2021; DoRA, Liu et al. 2024) of linear layers, in place.
 
-A layer keeps its name, its weight and its bias; the adapter's parameters lie beside them. So what
-cuts, shards, counts, loads and saves a model by names needs no other names, and a product that
-processes share out with its adapter takes one sum over them, not two.
+A layer keeps its name, its weight and its bias; the adapter's parameters are added to the layer. So
+code that cuts, shards, counts, loads and saves a model by names needs no other names, and a product
+that is sharded over processes needs one all-reduce with its adapter, not two.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from raymm.errors import ModelError
 
 LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 ADAPTER_NAMES = frozenset({LOW, HIGH, MAGNITUDE})
-"""Names of an adapter's parameters, as ``peft`` has them."""
+"""Names of an adapter's parameters, as in ``peft``."""
 
 
 class AdaptedLayer(nn.Module):
-    """Mixed into a linear layer with ``weight`` W (out, in): W x + bias + s B A dropout(x), where
-    A is (r, in), B (out, r) and s :attr:`LoraConfig.scaling`.
+    """Mixin for a linear layer with ``weight`` W (out, in): W x + bias + s B A dropout(x), where A
+    is (r, in), B is (out, r) and s is :attr:`LoraConfig.scaling`.
 
-    With a magnitude m (DoRA), each row of W + s B A is scaled to the norm that m says; no gradient
-    goes through the norms it has (DoRA §4.3), and dropout is of the adapted part only, as in
+    With a magnitude m (DoRA), each row of W + s B A is scaled to the norm given by m. No gradient
+    flows through the rows' norms (DoRA §4.3), and dropout applies to the adapted part only, as in
     ``peft``.
 
-    A quantised weight holds codes, and ``weight_scale`` what they are multiples of
+    A quantised weight holds codes, and ``weight_scale`` holds their scales
     (:mod:`raymm.actors.adapters.quantised`).
     """
 
@@ -59,7 +59,7 @@ class AdaptedLayer(nn.Module):
     left_out: bool = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
+        """Compute the layer: (..., in) -> (..., out)."""
         dropped = F.dropout(hidden, self.lora.dropout, self.training)
         if self.left_out:
             out = self.summed(self._product(hidden))
@@ -74,32 +74,32 @@ class AdaptedLayer(nn.Module):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """A product with what this process has of the inputs, summed over those that have the
-        rest."""
+        """Return a product with this process's shard of the inputs, summed over the processes with
+        the other shards. Overridden by sharded layers."""
         return part
 
     def summed_squares(self, part: torch.Tensor) -> torch.Tensor:
-        """As :meth:`summed`, of what needs no gradient."""
+        """Return the same sum as :meth:`summed`, without gradients."""
         return part
 
     def _matrix(self) -> torch.Tensor:
-        """W as (out, in)."""
+        """Return W as (out, in)."""
         scale = self._parameters.get(SCALE)
         return self._kept() if scale is None else dequantised(self._kept(), scale)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """(out, in)."""
+        """Return (out, in)."""
         return len(self.lora_B), self.lora_A.shape[1]
 
     @property
     def packed(self) -> bool:
-        """Whether several codes of its weight share a byte."""
+        """Return True if several codes of the weight share a byte."""
         scale = self._parameters.get(SCALE)
         return scale is not None and scale.dim() > 1
 
     def _kept(self) -> torch.Tensor:
-        """The weight as it is kept, as (out, in)."""
+        """Return the stored weight as (out, in)."""
         return self.weight.T if isinstance(self, Conv1D) else self.weight
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,8 +112,8 @@ class AdaptedLayer(nn.Module):
         return F.linear(F.linear(hidden, self.lora_A), self.lora_B) * self.lora.scaling
 
     def _scale(self) -> torch.Tensor:
-        """(out,), fp32: the magnitudes over the norms of the rows, which are constants."""
-        # As parameters are kept, not as copies for autocast that modules show.
+        """Return the magnitudes divided by the rows' norms, which are constants: (out,), fp32."""
+        # Use the stored parameters, not the copies for autocast that modules show.
         own = cast(dict[str, torch.Tensor], self._parameters)
         with torch.no_grad(), torch.autocast(own[LOW].device.type, enabled=False):
             rows = self._matrix() + self.lora.scaling * (own[HIGH] @ own[LOW])
@@ -121,11 +121,11 @@ class AdaptedLayer(nn.Module):
         return own[MAGNITUDE] / norms
 
     def plain(self, merged: bool) -> torch.Tensor:
-        """The weight of a plain layer that computes the same without dropout, or without the
-        adapter, shaped as it is kept.
+        """Return the weight of a plain layer, in the stored shape, that computes the same without
+        dropout.
 
         Args:
-            merged: whether with the adapter.
+            merged: True to include the adapter.
         """
         with torch.no_grad():
             rows = self._matrix()
@@ -141,16 +141,12 @@ class AdaptedLinear(AdaptedLayer, nn.Linear):
 
 
 class AdaptedConv1D(AdaptedLayer, Conv1D):
-    """Hugging Face's ``Conv1D`` (a linear layer whose weight lies transposed) with an adapter."""
+    """Hugging Face's ``Conv1D`` (a linear layer with a transposed weight) with an adapter."""
 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Within a block, layers compute as if they had none.
-
-    Args:
-        module: whose.
-    """
+    """Disable the adapters of a module's layers for the length of the block."""
     layers = [layer for layer in module.modules() if isinstance(layer, AdaptedLayer)]
     for layer in layers:
         layer.left_out = True
@@ -171,20 +167,20 @@ def adapt(
     module: nn.Module, targets: Iterable[str], config: LoraConfig, seed: int,
     among: Callable[[str], bool] = lambda _: True,
 ) -> nn.Module:  # fmt: skip
-    """Freeze a module, or a part of it, and put adapters into its linear layers, in place.
+    """Freeze a module, or a part of it, and add adapters to its linear layers, in place.
 
     Args:
-        module: whole, pruned to a stage, or a skeleton. Layers that a stage does not have, or has
-            no weights of, are left out.
+        module: whole module, module pruned to a stage, or skeleton. Layers that a stage lacks, or
+            has without weights, are skipped.
         targets: names of the layers (:func:`raymm.actors.adapters.targets.find_targets`).
-        config: of all adapters.
-        seed: initial values follow from it and the layer's name: A uniform as ``peft`` has it
-            (Kaiming with a = √5), B zeros, magnitudes the weights' norms.
-        among: whether a parameter, by its name, is of the part that is frozen.
+        seed: determines the initial values together with the layer's name: A is uniform as in
+            ``peft`` (Kaiming with a = √5), B is zero, magnitudes are the norms of the weight's
+            rows.
+        among: returns True for names of parameters in the part to freeze.
 
     Raises:
-        ModelError: a weight that is to be quantised belongs to another module, too, or has not
-            the inputs for it.
+        ModelError: a weight to be quantised is shared with another module, or its number of inputs
+            is not supported.
     """
     for name, parameter in module.named_parameters():
         if among(name):
@@ -250,8 +246,8 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
 
 
 def disable_dropout(module: nn.Module) -> None:
-    """Set the probability of all dropout layers and of adapters to 0, as `trl` does; dropout of
-    attention that is not a layer stays, as there.
+    """Set the probability of all dropout layers and adapters to 0, as `trl` does. Dropout inside
+    attention that is not a layer stays, as in `trl`.
 
     Args:
         module: changed in place.
@@ -264,11 +260,11 @@ def disable_dropout(module: nn.Module) -> None:
 
 
 def set_trained(module: nn.Module, trained: bool) -> None:
-    """Train or freeze a whole module; of one with adapters these.
+    """Train or freeze a whole module, or only its adapters if it has any.
 
     Args:
-        module: is changed in place.
-        trained: which of both.
+        module: changed in place.
+        trained: True to train, False to freeze.
     """
     adapters = [p for name, p in module.named_parameters() if is_adapter(name)]
     for parameter in adapters or module.parameters():
@@ -276,11 +272,12 @@ def set_trained(module: nn.Module, trained: bool) -> None:
 
 
 def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
-    """Return a copy of a whole module without adapters. Its weights have the rows of new tokens.
+    """Return a copy of a whole module without adapters, with the rows of new tokens written into
+    its weights.
 
     Args:
-        module: on any device; left as it is.
-        merged: whether weights have what the adapters add to them. Quantised ones are written out.
+        module: on any device; not changed.
+        merged: True to add the adapters to the weights. Quantised weights are dequantised.
     """
     module = copy.deepcopy(module)
     for layer in module.modules():
@@ -296,15 +293,15 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether any layer of a module has one."""
+    """Return True if a layer of a module has an adapter."""
     return any(isinstance(child, AdaptedLayer) for child in module.modules())
 
 
 def is_of_base(name: str) -> bool:
-    """Whether a parameter is one of the module without adapters, by its name."""
+    """Return True if a parameter name belongs to the module without adapters."""
     return not is_adapter(name) and name.rpartition(".")[2] != SCALE
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter, by its name."""
+    """Return True if a parameter name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER_NAMES

@@ -1,4 +1,4 @@
-"""What adapters are to be."""
+"""Configuration of adapters."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ BASES = ("int8", "int4")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters of a module's linear layers; everything else in it stays as it is.
+    """Low-rank adapters of a module's linear layers; the rest of the module is frozen.
 
     Attributes:
         r: rank.
-        alpha: what an adapter adds is scaled with ``alpha / r``, or with ``alpha / sqrt(r)`` if
-            ``use_rslora`` is true.
-        dropout: probability with which an element of an adapter's input is left out in training.
-        targets: ``"all-linear"``: all linear layers but a language model's head; another string:
-            a regular expression of whole names; several: names, or what names end with after a
-            dot, as ``q_proj`` (``target_modules`` of ``peft``).
-        dora: train the norms of the weights' rows, too (DoRA).
-        use_rslora: scale with ``alpha / sqrt(r)``, so that higher ranks do not learn more slowly
-            (rank-stabilised LoRA, Kalajdzievski 2023; ``use_rslora`` of ``peft``).
-        base: how weights under adapters are kept: None, as they are; ``"int8"``, in a byte per
-            element, with a scale per output; ``"int4"``, in half a byte, with a scale per output
-            and 32 inputs (:mod:`raymm.actors.adapters.quantised`).
+        alpha: scales an adapter's output by ``alpha / r``, or by ``alpha / sqrt(r)`` with
+            ``use_rslora``.
+        dropout: probability of dropping an element of an adapter's input in training.
+        targets: ``"all-linear"`` for all linear layers except a language model's head; another
+            string is a regular expression that matches full names; a tuple has names, or endings of
+            names after a dot, such as ``q_proj`` (``target_modules`` of ``peft``).
+        dora: True to also train the norms of the weights' rows (DoRA).
+        use_rslora: True to scale by ``alpha / sqrt(r)``, so that higher ranks do not learn more
+            slowly (rank-stabilised LoRA, Kalajdzievski 2023; ``use_rslora`` of ``peft``).
+        base: storage of the weights under adapters: None for no change; ``"int8"`` for a byte per
+            element with a scale per output; ``"int4"`` for half a byte with a scale per output and
+            32 inputs (:mod:`raymm.actors.adapters.quantised`).
 
     Raises:
-        ModelError: naming the field.
+        ModelError: an invalid field; names it.
     """
 
     r: int = 8
@@ -65,5 +65,5 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """Factor of what an adapter adds: ``alpha / r``, or ``alpha / sqrt(r)``."""
+        """Return the factor of an adapter's output: ``alpha / r``, or ``alpha / sqrt(r)``."""
         return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)

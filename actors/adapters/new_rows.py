@@ -1,8 +1,8 @@
-"""Rows of new tokens, trained alone: an embedding and an output head stay as they are, but for the
-rows of a range of token ids, which are a parameter next to the weight.
+"""Training of the rows of new tokens only. An embedding and an output head are frozen, except for
+the rows of a range of token ids, which are a separate parameter next to the weight.
 
-The weight is frozen, so no gradient, weight decay or optimizer state touches the rows of other
-tokens. A head that shares its weight with the embedding shares the new rows, too.
+The weight is frozen, so no gradient, weight decay or optimizer state affects the rows of other
+tokens. A head that shares its weight with the embedding also shares the new rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = "new_rows"
 
 
 class NewRows:
-    """Mixed into an embedding or a linear layer: its weight is read with the rows [``first``,
+    """Mixin for an embedding or a linear layer whose weight is read with the rows [``first``,
     ``first`` + n) replaced by :attr:`new_rows`, (n, hidden)."""
 
     new_rows: nn.Parameter
@@ -28,14 +28,14 @@ class NewRows:
 
 
 class EmbeddingWithRows(NewRows, nn.Embedding):
-    """Mixed into an embedding, of any class whose forward looks up rows of its weight."""
+    """Mixin for an embedding of any class whose forward looks up rows of its weight."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of token ids: (...) int64 -> (..., hidden)."""
         out = super().forward(ids)
         local = ids - self.first
         is_new = (local >= 0) & (local < len(self.new_rows))
-        # The class's own forward, as it may scale what it looks up.
+        # Call the class's own forward, because it may scale the rows.
         local = local.clamp(0, len(self.new_rows) - 1)
         shown = {"weight": self.new_rows, "padding_idx": None}
         before = {name: vars(self)[name] for name in shown if name in vars(self)}
@@ -71,15 +71,15 @@ def _class_with_rows(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def add_rows(module: nn.Module, rows: range) -> nn.Module:
-    """Train the rows of new tokens, in place, with the values that the weights have there.
+    """Train the rows of new tokens, in place, starting from their current values.
 
     Args:
-        module: a transformers model, whole, pruned to a stage, or a skeleton. Layers without
-            weights there stay as they are.
-        rows: token ids.
+        module: transformers model: whole, pruned to a stage, or a skeleton. Layers without weights
+            are skipped.
+        rows: range of token ids.
 
     Raises:
-        ModelError: the head is no plain linear layer.
+        ModelError: the head is not a plain linear layer.
     """
     model = cast(Any, module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -105,11 +105,8 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
 
 
 def merge_rows(module: nn.Module) -> None:
-    """Write new rows into the weights, in place, and make plain layers of those with rows.
-
-    Args:
-        module: whole.
-    """
+    """Write new rows into the weights of a whole module, in place, and restore the plain layer
+    classes."""
     for layer in module.modules():
         if isinstance(layer, NewRows):
             plain = cast(Any, layer)
@@ -121,5 +118,5 @@ def merge_rows(module: nn.Module) -> None:
 
 
 def is_new_rows(name: str) -> bool:
-    """Return whether a parameter is the rows of new tokens, by its name."""
+    """Return True if a parameter name belongs to the rows of new tokens."""
     return name.rpartition(".")[2] == ROWS

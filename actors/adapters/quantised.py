@@ -1,7 +1,11 @@
-"""Frozen weights of a byte per element with a scale per output (weight-only int8, with the codes,
-scales and products of ``torchao``'s ``Int8WeightOnlyConfig``), or of half a byte with a scale per
-output and :data:`GROUP` inputs (int4, with the numbers of its ``IntxWeightOnlyConfig``; codes of
-neighbouring inputs share a byte, the even one its lower half)."""
+"""Quantisation of frozen weights.
+
+- int8: a byte per element, and a scale per output (weight-only int8, with the codes, scales and
+  products of ``torchao``'s ``Int8WeightOnlyConfig``).
+- int4: half a byte per element, and a scale per output and :data:`GROUP` inputs (with the numbers
+  of ``torchao``'s ``IntxWeightOnlyConfig``). Codes of neighbouring inputs share a byte; the even
+  input is in the lower half.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,19 @@ from typing import Any
 import torch
 
 SCALE = "weight_scale"
-"""Name of the scales' parameter, beside ``weight``, which holds the codes."""
+"""Name of the parameter with the scales, next to ``weight``, which holds the codes."""
 INT8, INT4 = "int8", "int4"
 GROUP = 32
-"""Inputs that share a scale, in int4."""
+"""Number of inputs that share a scale, in int4."""
 PACKED = 2
-"""Codes of a byte, in int4."""
-# Codes are symmetric to zero but for the lowest.
+"""Number of codes per byte, in int4."""
+# Codes are symmetric around zero, except for the lowest.
 _RANGES = {INT8: (-128, 127), INT4: (-8, 7)}
 _LEAST_SCALE = torch.finfo(torch.float32).eps
 
 
 def quantise(matrix: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest codes of a matrix, and what they are multiples of.
+    """Return the nearest codes of a matrix, and their scales.
 
     Args:
         matrix: (out, in), floating point; for int4, in is a multiple of :data:`GROUP`.
@@ -53,23 +57,23 @@ def quantise(matrix: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tenso
 def dequantised(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """(out, in), what codes stand for.
+    """Return the values of codes, (out, in).
 
     Args:
-        codes, scales: as of :func:`quantise`.
-        dtype: of the result.
+        codes, scales: from :func:`quantise`.
+        dtype: dtype of the result.
     """
     if scales.dim() == 1:
         return codes.to(dtype) * scales.to(dtype)[:, None]
-    # The lower half with its sign, then the upper one.
+    # Lower half with sign extension, then the upper half.
     pairs = torch.stack([(codes << 4) >> 4, codes >> 4], dim=2)
     numbers = pairs.to(dtype).view(len(codes), -1, GROUP) * scales.to(dtype)[..., None]
     return numbers.view(len(codes), -1)
 
 
 class _Product(torch.autograd.Function):
-    """Codes become numbers of the compute dtype for the length of a product, forward and backward:
-    autograd keeps the codes alone."""
+    """Product with quantised weights. Codes are converted to the compute dtype for the product
+    only, in forward and backward, so autograd keeps only the codes."""
 
     @staticmethod
     def forward(
@@ -91,12 +95,12 @@ class _Product(torch.autograd.Function):
 def quantised_product(
     hidden: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """(..., in) -> (..., out), in autocast's dtype where there is one; a gradient goes to
-    ``hidden`` alone.
+    """Multiply by a quantised weight: (..., in) -> (..., out), in autocast's dtype if enabled. Only
+    ``hidden`` gets a gradient.
 
     Args:
         hidden: floating point.
-        codes, scales: as of :func:`quantise`.
+        codes, scales: from :func:`quantise`.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):

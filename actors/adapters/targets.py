@@ -1,4 +1,4 @@
-"""Which layers get adapters."""
+"""Choice of the layers that get adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from raymm.actors.adapters.lora_config import ALL_LINEAR, LoraConfig
 from raymm.errors import ModelError
 
-# Names that an error shows.
+# Largest number of names in an error.
 _SHOWN = 6
 
 
@@ -19,16 +19,15 @@ def find_targets(
     module: nn.Module, config: LoraConfig, among: Callable[[str], bool] = lambda _: True,
     part: str = "",
 ) -> tuple[str, ...]:  # fmt: skip
-    """Names of the linear layers that get adapters, in the module's order.
+    """Return the names of the linear layers that get adapters, in the module's order.
 
     Args:
         module: the whole module, or its skeleton, without adapters.
-        config: says which.
-        among: whether a layer, by its name, is of the part that gets some.
+        among: returns True for names of layers in the adapted part.
         part: name of that part, for errors; empty for the whole module.
 
     Raises:
-        ModelError: something of ``targets`` is no layer, or one that is not linear.
+        ModelError: an entry of ``targets`` matches no layer, or a layer that is not linear.
     """
     where = f"part {part!r} of " * bool(part) + type(module).__name__
     names = {name: child for name, child in module.named_modules() if name and among(name)}
@@ -75,6 +74,6 @@ def _matches(name: str, pattern: str, config: LoraConfig) -> bool:
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Whether a layer can get an adapter: exactly these classes, as a subclass may do something
-    else with its weight."""
+    """Return True if a layer can get an adapter. Subclasses of the supported classes cannot,
+    because they may use their weight differently."""
     return type(module) in (nn.Linear, Conv1D)

@@ -1,1 +1,1 @@
-"""Features of frozen encoders that are kept: where they lie, and how items come by theirs."""
+"""Cache of frozen encoders' features: storage, and computation per item."""

@@ -1,7 +1,7 @@
-"""Features of items in a folder, a file each: bytes with a checksum, nothing that is unpickled.
+"""Folder with one file of features per item: bytes with a checksum, without pickled data.
 
-A folder is of one frozen encoder in one precision; its name says which. What is damaged, or of
-another format, is not there: who asks computes it again.
+A folder belongs to one frozen encoder in one precision, which its name identifies. Files that are
+damaged or have another format count as missing, and their features are computed again.
 """
 
 from __future__ import annotations
@@ -19,44 +19,40 @@ import numpy as np
 import torch
 
 _MAGIC = b"raymm features 2"
-_HEAD = struct.Struct("<QI")  # checksum of all that follows; bytes of the description
+_HEAD = struct.Struct("<QI")  # checksum of everything after it; bytes of the description
 _SUFFIX = ".features"
-# Of an item, tensors by name.
+# Tensors of an item, by name.
 Features = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class FeatureFolder:
-    """Where features of one encoder lie.
+    """Folder with the features of one encoder.
 
     Attributes:
-        path: the folder; it is made by the first that is kept.
-        room: bytes that it may take; what is beyond is not kept, and so computed every time. Who
-            goes through the same items again and again has nothing of keeping the last ones.
+        path: created when the first features are stored.
+        room: largest size in bytes. Features beyond it are not stored and are computed every time.
+            Replacing stored features would not help when the same items are read repeatedly.
     """
 
     path: Path
     room: int
 
     def file(self, key: str) -> Path:
-        """Where the features of a key lie.
+        """Return the file for a key.
 
         Args:
-            key: of an item, hexadecimal.
+            key: hexadecimal key of an item.
         """
         return self.path / key[:2] / (key + _SUFFIX)
 
     def has(self, key: str) -> bool:
-        """Whether there is something under a key; whether it is whole, :meth:`read` says."""
+        """Return True if a file exists for a key; only :meth:`read` checks that it is intact."""
         return self.file(key).is_file()
 
     def read(self, key: str) -> Features | None:
-        """Features as they were written; None if they are not there or damaged, in which case
-        their file goes.
-
-        Args:
-            key: of an item.
-        """
+        """Return stored features; None if they are missing or damaged. A damaged file is
+        removed."""
         file = self.file(key)
         try:
             data = file.read_bytes()
@@ -68,14 +64,14 @@ class FeatureFolder:
         return features
 
     def write(self, key: str, features: Features) -> int:
-        """Keep an item's features, whole or not at all; returns the bytes written.
+        """Store an item's features atomically; return the bytes written.
 
         Args:
-            key: of the item.
-            features: of any shapes and dtypes, on the CPU.
+            key: key of the item.
+            features: on the CPU, of any shapes and dtypes.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         file = self.file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -91,28 +87,23 @@ class FeatureFolder:
         return len(data)
 
     def size(self, key: str, features: Features) -> int:
-        """Return the bytes that :meth:`write` would write, counted without packing.
-
-        Args:
-            key: of the item.
-            features: of any shapes and dtypes.
-        """
+        """Return the bytes that :meth:`write` would write, without packing the features."""
         values = sum(tensor.nbytes for tensor in features.values())
         return len(_MAGIC) + _HEAD.size + len(_description(key, features)) + values
 
     def bytes(self) -> int:
-        """That it takes."""
+        """Return the total size of stored features."""
         return sum(file.stat().st_size for file in self.path.glob(f"??/*{_SUFFIX}"))
 
 
 def make_room(root: Path, keep: Iterable[Path], room: int) -> list[Path]:
-    """Remove folders of other encoders, those that were changed last at the end, until all take no
-    more than there is room for; returns them.
+    """Remove folders of other encoders, least recently changed first, until all folders fit; return
+    the removed ones.
 
     Args:
-        root: of all folders.
-        keep: those that are in use.
-        room: bytes for all.
+        root: folder that contains all of them.
+        keep: folders in use.
+        room: bytes for all folders.
     """
     used = {path.resolve() for path in keep}
     there = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
@@ -128,7 +119,7 @@ def make_room(root: Path, keep: Iterable[Path], room: int) -> list[Path]:
 
 
 def _checksum(data: bytes | memoryview) -> int:
-    import xxhash  # a rank that keeps no features does not need it
+    import xxhash  # only ranks that store features need it
 
     return xxhash.xxh3_64(data).intdigest()
 

@@ -1,5 +1,5 @@
-"""What a rank does to keep features of a frozen encoder: every item by itself, so that an item's
-features do not follow from who shares its microbatch, and written behind the steps."""
+"""Storing of a frozen encoder's features on a rank. Each item is encoded separately, so that its
+features do not depend on other items of its microbatch. Files are written in the background."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from raymm.actors.features.feature_folder import FeatureFolder, Features
 from raymm.errors import InputError
 
 FEATURES = "raymm_features"
-"""What a modality's items have in place of the encoder's inputs, where their features are known:
-(items, tokens, width). Of frozen first blocks, names that begin with it have what comes beside
-their hidden state."""
+"""Input that replaces an encoder's inputs for items with stored features: (items, tokens, width).
+For frozen first blocks, names with this prefix hold the further outputs of these blocks."""
 KEYS = "raymm_feature_keys"
-"""Under which the features of a microbatch's items are kept; "" for those that are not."""
-# Items that wait to be written; a rank that is this far ahead of its disk keeps no more of them.
+"""Input with the keys under which a microbatch's features are stored; "" for items without
+storage."""
+# Largest number of items that wait to be written; further items are dropped.
 MOST_WAITING = 256
 
 
 class FeatureWriter:
-    """Writes features while steps go on, as long as there is room.
-
-    Args:
-        folder: where to.
-    """
+    """Writes features in the background as long as there is room."""
 
     def __init__(self, folder: FeatureFolder) -> None:
         self._folder = folder
@@ -38,14 +34,15 @@ class FeatureWriter:
         self._thread.start()
 
     def keep(self, keys: Sequence[str], features: Mapping[str, torch.Tensor]) -> None:
-        """Keep the features of items.
+        """Store the features of items.
 
         Args:
-            keys: of the items; what has none, or is there already, is left out.
+            keys: keys of the items; items without a key, or with stored features, are skipped.
             features: (items, ...) each, on any device.
 
         Raises:
-            InputError: they do not have a row per item, so whose each is nobody knows.
+            InputError: a tensor does not have one row per item, so features cannot be assigned to
+                items.
         """
         for name, tensor in features.items():
             if len(tensor) != len(keys):
@@ -68,7 +65,7 @@ class FeatureWriter:
             self._left -= size
 
     def wait(self) -> None:
-        """Until all that was kept is written."""
+        """Wait until all features are written."""
         self._waiting.join()
 
     def _write(self) -> None:
@@ -76,20 +73,21 @@ class FeatureWriter:
             key, features = self._waiting.get()
             try:
                 self._folder.write(key, features)
-            except OSError:  # a full disk: they are computed every time
+            except OSError:  # the disk is full: features are computed every time
                 self._left = 0
             finally:
                 self._waiting.task_done()
 
 
 def every_item(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The inputs of an encoder, item by item.
+    """Yield the inputs of an encoder for each item.
 
-    Kernels round differently for one item and for several, so what was computed together could
-    not be used in another company.
+    Kernels round differently for one item and for several, so features that were computed together
+    would not be valid in another microbatch.
 
     Args:
-        inputs: of all, tensors with items along their first dimension; the rest is every item's.
+        inputs: inputs of all items. Tensors have items in their first dimension; other values apply
+            to every item.
     """
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
     count = len(next(iter(tensors.values())))

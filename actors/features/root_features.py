@@ -1,9 +1,9 @@
-"""Features of a frozen part of a module that runs once within its forward: what the part returns,
-item by item, so that it need not run for items whose features are known.
+"""Features of a frozen part of a module that runs once within its forward. The part's outputs are
+stored per item, so that the part need not run for items with stored features.
 
-The part is a submodule, in place of whose forward a :class:`RootCall` stands. It returns what the
-forward does, or, of items that are known, their features put together; so all that the module does
-before and after (projectors, mergers) stays its own code.
+A :class:`RootCall` replaces the forward of the part, which is a submodule. It returns the part's
+output, or the joined features of known items. Everything that the module does before and after
+(projectors, mergers) remains its own code.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from raymm.errors import ForwardLeft, ModelError
 
 FEATURE = "raymm_features/"
-"""How names of features among a tower's inputs begin; what follows is their number."""
+"""Prefix of the names of features among a tower's inputs, followed by their number."""
 
 
 @dataclass(frozen=True)
 class RootForm:
-    """What a part returns.
+    """Form of a part's output.
 
     Attributes:
         place: dotted name of the part.
-        tree: structure of what it returns.
-        values: per leaf, what is there if it is no tensor.
-        kept: numbers of leaves that are read.
-        dim: along which those of several items are put together.
-        zeros_left_out: whether items of nothing but zeros are padding, of which nothing comes.
+        tree: structure of the output.
+        values: per leaf, its value if it is not a tensor.
+        kept: indices of the leaves that are used.
+        dim: dimension along which items are concatenated.
+        zeros_left_out: True if items of only zeros are padding without output.
     """
 
     place: str
@@ -43,10 +43,10 @@ class RootForm:
     zeros_left_out: bool = False
 
     def features(self, output: Any) -> list[torch.Tensor]:
-        """What is read of an output.
+        """Return the used leaves of an output.
 
         Raises:
-            ModelError: it is of another structure, or has other values.
+            ModelError: the output has another structure or other values.
         """
         leaves, tree = tree_flatten(output)
         values = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -58,13 +58,13 @@ class RootForm:
         return [leaves[n] for n in self.kept]
 
     def together(self, items: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Features of several items as those of one output.
+        """Concatenate the features of several items as in one output.
 
         Args:
-            items: of each, what :meth:`features` returned.
+            items: result of :meth:`features` for each item.
 
         Raises:
-            ModelError: items whose features differ in size beside :attr:`dim`.
+            ModelError: items differ in a dimension other than :attr:`dim`.
         """
         try:
             return [torch.cat(parts, self.dim) for parts in zip(*items, strict=True)]
@@ -72,10 +72,10 @@ class RootForm:
             raise ModelError(f"features of {self.place}: {error}") from None
 
     def output(self, features: Sequence[torch.Tensor]) -> Any:
-        """An output with these features; None where nothing is read.
+        """Return an output with these features; unused tensors are None.
 
         Args:
-            features: what :meth:`together` returned.
+            features: result of :meth:`together`.
         """
         leaves = list(self.values)
         for number, tensor in zip(self.kept, features, strict=True):
@@ -84,15 +84,15 @@ class RootForm:
 
 
 class RootCall:
-    """In place of a part's forward.
+    """Replacement of a part's forward.
 
     Args:
-        module: that has the part.
+        module: module that contains the part.
         place: dotted name of the part.
 
     Attributes:
-        output: what to return instead of running; None: to run, and leave the module's forward
-            by :class:`ForwardLeft`.
+        output: returned instead of running the part. If None, the part runs, and
+            :class:`ForwardLeft` leaves the module's forward with its output.
     """
 
     def __init__(self, module: nn.Module, place: str) -> None:

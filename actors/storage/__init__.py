@@ -1,1 +1,1 @@
-"""Where checkpoints are: a folder or a bucket, behind one interface."""
+"""Storage of checkpoints: a folder or a bucket, behind one interface."""

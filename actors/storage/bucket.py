@@ -1,5 +1,5 @@
-"""A folder in an object store, through pyarrow: the library that reads Parquet here, with one
-client for S3 and Google's store, and the one that Ray Train's ``storage_path`` goes through."""
+"""Folder in an object store, accessed through pyarrow. pyarrow also reads Parquet here, has one
+client for S3 and Google Cloud Storage, and is used by Ray Train's ``storage_path``."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from raymm.actors.storage.folder import StorageFolder
 
-# An operation that fails is tried again, after waits that double from the first to the longest
-# (each shortened by up to a half, so that ranks do not come back together), until so many seconds
-# have passed since its beginning.
+# A failed operation is retried. Waits double from the first to the longest (each shortened by up to
+# a half, so that ranks do not retry together), until RETRY_FOR_S seconds have passed.
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 16.0
 RETRY_FOR_S = 120.0
-# Of one request to S3: until there is a connection, and while nothing comes.
+# Timeouts of one request to S3 for connecting, and between received data.
 CONNECT_TIMEOUT_S = 10.0
 SILENT_TIMEOUT_S = 30.0
-# Bytes that are copied at once.
+# Bytes per copy operation.
 BLOCK = 8 * 2**20
 
-# Of a URL's query, as pyarrow's clients take them.
+# Options in a URL's query, as pyarrow's clients accept them.
 OPTIONS = {
     "s3": ("endpoint_override", "scheme", "region", "anonymous"),
     "gs": ("endpoint_override", "scheme", "anonymous"),
 }
-# Where the environment says where the server is, as AWS' own tools take it.
+# Environment variables for the server's address and region, as AWS' tools read them.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
-# Trying again does not help against these, in the words of AWS' and Google's libraries.
+# Errors that a retry cannot fix, in the words of AWS' and Google's libraries.
 _LASTING = re.compile(
     "ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_SIGNATURE"
     "|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT|EXPIRED_TOKEN|PERMISSION_DENIED|UNAUTHENTICATED"
@@ -52,17 +51,17 @@ Value = TypeVar("Value")
 
 
 class BucketFolder(StorageFolder):
-    """Objects of a bucket whose keys begin alike. Nothing is connected to before it is needed.
+    """Objects of a bucket with a common key prefix. Connects lazily.
 
-    An object appears whole when its upload has ended; of one that was cut off there is nothing to
-    see.
+    An object appears only after its upload has finished; an interrupted upload leaves nothing
+    visible.
 
     Args:
-        location: a URL, whose query has options of the connection (:data:`OPTIONS`).
-        retry_for_s: how long an operation that fails is tried again.
+        location: URL; its query has options of the connection (:data:`OPTIONS`).
+        retry_for_s: seconds for which a failed operation is retried.
 
     Raises:
-        ModuleNotFoundError: of any operation, where there is no pyarrow.
+        ModuleNotFoundError: pyarrow is not installed; raised by any operation.
     """
 
     def __init__(self, location: str, retry_for_s: float = RETRY_FOR_S) -> None:
@@ -116,7 +115,7 @@ class BucketFolder(StorageFolder):
         return self._tried(lambda: self._store.get_file_info(selector))
 
     def create(self) -> None:
-        """Nothing: a key needs no folder."""
+        """Do nothing: keys need no folder."""
 
     def read(self, name: str) -> bytes:
         def read() -> bytes:
@@ -174,10 +173,11 @@ class BucketFolder(StorageFolder):
     def remove(self) -> None:
         if files := self.files():
             raise OSError(f"{self} is not empty: it has {files[0]}")
-        self._tried(lambda: self._store.delete_dir(self._key))  # the object that stands for it
+        # the object that represents the folder
+        self._tried(lambda: self._store.delete_dir(self._key))
 
     def rename(self, name: str) -> BucketFolder:
-        """By copies: objects cannot be renamed."""
+        """Rename by copying, because objects cannot be renamed."""
         target = self.parent / name
         for file in self.files():
             with self.reading(file) as source, target.writing(file) as copy:
@@ -191,21 +191,20 @@ class BucketFolder(StorageFolder):
 
 
 def tried(operation: Callable[[], Value], retry_for_s: float) -> Value:
-    """Carry out an operation, again if it fails for reasons that may pass.
+    """Run an operation on an object store, and retry it after errors that may be temporary.
 
     Args:
-        operation: on an object store.
-        retry_for_s: how long it is tried again.
+        retry_for_s: seconds for which it is retried.
 
     Raises:
-        OSError: it failed for a reason that lasts, or for so long.
+        OSError: a permanent error, or no success in time.
     """
     end, wait = time.monotonic() + retry_for_s, FIRST_WAIT_S
     while True:
         try:
             return operation()
         except OSError as error:
-            # With a number it is of this machine's disk, or a file that is not there.
+            # An error with a number comes from the local disk or a missing file.
             lasting = error.errno is not None or _LASTING.search(str(error))
             if lasting or time.monotonic() + wait > end:
                 raise _plain(error) from None
@@ -220,7 +219,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def _plain(error: OSError) -> OSError:
-    """An error without what nobody can do anything with."""
+    """Return an error without its request id, which is of no use to a reader."""
     if error.errno is not None:
         return error
     return OSError(_REQUEST_ID.sub("", str(error)).strip())
@@ -228,21 +227,20 @@ def _plain(error: OSError) -> OSError:
 
 @functools.cache
 def connect(scheme: str, bucket: str, query: str) -> Any:
-    """The client of a bucket, with what the environment says of credentials; one per process. It
-    does not try again by itself.
+    """Return the client of a bucket, one per process, with credentials from the environment. The
+    client does not retry by itself.
 
     Args:
         scheme: ``"s3"`` or ``"gs"``.
-        bucket: its name.
-        query: of a URL, with :data:`OPTIONS`.
+        query: query of a URL, with :data:`OPTIONS`.
 
     Raises:
-        ModuleNotFoundError: there is no pyarrow.
+        ModuleNotFoundError: pyarrow is not installed.
     """
     from pyarrow import fs
 
     options: dict[str, Any] = dict(parse_qsl(query))
-    if "anonymous" in options:  # of public buckets
+    if "anonymous" in options:  # for public buckets
         options["anonymous"] = options["anonymous"] == "true"
     if scheme == "gs":
         return fs.GcsFileSystem(**options, retry_time_limit=timedelta(seconds=FIRST_WAIT_S))

@@ -1,4 +1,4 @@
-"""A folder of files, wherever it is; and one of a file system that this machine has mounted."""
+"""Interface of a folder of files, and its implementation for mounted file systems."""
 
 from __future__ import annotations
 
@@ -11,50 +11,52 @@ from pathlib import Path
 
 from raymm.actors.storage.plain_file import read_plain
 
-# Permissions of files that libraries create for their owner alone: those of all other files.
+# Permissions for files that libraries create readable by their owner only: those of other new
+# files.
 _UMASK = os.umask(0o077)
 os.umask(_UMASK)
 FILE_MODE = 0o666 & ~_UMASK
-# What a file is called until it is whole: ``.{name}`` and this.
+# Suffix of a file until it is complete: it is named ``.{name}`` plus this.
 PARTIAL = ".raymm-partial"
 
 
 class StorageFolder(ABC):
-    """A folder that every process of a run can reach by its location.
+    """Folder that every process of a run can access by its location.
 
-    A file of it is there whole or not at all, except what is written under ``writing``; who reads
-    that must have something to compare it with. Names of files may have slashes. All operations
-    raise ``OSError``; what is missing is a ``FileNotFoundError``.
+    A file is visible only when complete, except files written with ``writing``; their readers must
+    verify them. File names may contain slashes. All operations raise ``OSError``, and
+    ``FileNotFoundError`` for missing files.
     """
 
     @property
     @abstractmethod
     def location(self) -> str:
-        """What :func:`raymm.actors.storage.location.storage_folder` makes it of again."""
+        """Return the location; from it :func:`raymm.actors.storage.location.storage_folder` creates
+        this folder again."""
 
     @property
     @abstractmethod
     def place(self) -> Path | str:
-        """Its path; where it has none, its location."""
+        """Return its path; without a path, its location."""
 
     @property
     @abstractmethod
     def path(self) -> Path | None:
-        """Its path in this machine's file systems; None if it is elsewhere."""
+        """Return its path in this machine's file systems; None if it is elsewhere."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The last part of its location."""
+        """Return the last part of its location."""
 
     @property
     @abstractmethod
     def parent(self) -> StorageFolder:
-        """The folder that it is in."""
+        """Return the parent folder."""
 
     @abstractmethod
     def __truediv__(self, name: str) -> StorageFolder:
-        """A folder in it; or, to name it to people, a file."""
+        """Return a subfolder; or, for messages only, the location of a file."""
 
     @property
     def is_link(self) -> bool:
@@ -63,16 +65,16 @@ class StorageFolder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Of the files and folders in it, sorted; none if it is not there."""
+        """Return the sorted names of files and folders in it; empty if it does not exist."""
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the files in it and in the folders in it, sorted. Links count as files and are
-        not followed."""
+        """Return the sorted names of all files in it, recursively. Links count as files and are not
+        followed."""
 
     @abstractmethod
     def create(self) -> None:
-        """Make it, and the folders that it is in, where they are missing."""
+        """Create it and its missing parents."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -80,27 +82,27 @@ class StorageFolder(ABC):
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Put a file in the place of another one, in one step; it is durable when this returns."""
+        """Replace a file atomically; the new file is durable on return."""
 
     @abstractmethod
     def reading(self, name: str) -> AbstractContextManager[Path]:
-        """A local file with a file's bytes, for the length of a block."""
+        """Provide a local file with a file's bytes for the length of the block."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[Path]:
-        """Where to write a file for the length of a block. It is in the folder afterwards."""
+        """Provide a local path to write a file to; it is in the folder after the block."""
 
     @abstractmethod
     def unlink(self, name: str) -> None:
-        """Remove a file or a link, if it is there. What the link leads to stays."""
+        """Remove a file or a link if it exists. The link's target stays."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the folder, which must be empty; if it is a link, remove the link only."""
+        """Remove the folder, which must be empty; if it is a link, remove only the link."""
 
     @abstractmethod
     def rename(self, name: str) -> StorageFolder:
-        """Give the folder, or the link, another name in its parent; returns it. Not in one step."""
+        """Rename the folder, or the link, within its parent; return the new folder. Not atomic."""
 
     def __str__(self) -> str:
         return self.location
@@ -113,7 +115,7 @@ class StorageFolder(ABC):
 
 
 class LocalFolder(StorageFolder):
-    """A folder of a file system that this machine has mounted."""
+    """Folder of a mounted file system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).absolute()
@@ -146,7 +148,7 @@ class LocalFolder(StorageFolder):
         return self._path.is_symlink()
 
     def names(self) -> list[str]:
-        # A link that leads nowhere is no folder that is not there: a disk may be missing.
+        # A dangling link is not treated as a missing folder: a disk may not be mounted.
         return sorted(os.listdir(self._path)) if os.path.lexists(self._path) else []
 
     def files(self) -> list[str]:
@@ -187,15 +189,15 @@ class LocalFolder(StorageFolder):
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file by another one, atomically; on disk when this returns.
+    """Replace a file atomically; the new file is on disk on return.
 
     Raises:
-        OSError: it cannot be written; what was there is still there.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     try:
         _write_and_replace(path, data)
     except FileNotFoundError:
-        # Another run that begins in the folder may have removed the temporary file as a leftover.
+        # Another run that starts in the folder may have removed the temporary file as a leftover.
         _write_and_replace(path, data)
     sync_folder(path.parent)
 
@@ -214,8 +216,8 @@ def _write_and_replace(path: Path, data: bytes) -> None:
 
 
 def set_file_modes(folder: Path) -> None:
-    """Give the files below a folder that was just written the permissions of other new files. Links
-    and files that have other names, too, stay as they are: those are of other folders."""
+    """Give the files below a newly written folder the permissions of other new files. Links, and
+    files with further hard links, are unchanged, because they belong to other folders, too."""
     for path in folder.rglob("*"):
         state = path.lstat()
         if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:
@@ -223,7 +225,8 @@ def set_file_modes(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk: files are there after a crash only with their names."""
+    """Force a folder's entries to disk: after a crash, a file exists only if its entry was
+    written."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Locations of runs: a folder, or a URL."""
+"""Locations of runs: folders and URLs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ONE_SLASH = re.compile(r"(file|s3|gs):(?!//)")
 
 
 def is_bucket(location: str) -> bool:
-    """Whether a location that was checked is in a bucket."""
+    """Return True if a checked location is in a bucket."""
     return location.startswith(tuple(f"{scheme}://" for scheme in BUCKETS))
 
 
 def check_location(location: str) -> str:
-    """A location as it goes on from here: a URL of a bucket, or a path.
+    """Return a location in normal form: a URL of a bucket, or a path.
 
     Raises:
-        ValueError: the URL is of another kind, incomplete, or has credentials.
+        ValueError: the URL is not supported, is incomplete, or contains credentials.
         ConfigError: pyarrow is not installed.
     """
     if _ONE_SLASH.match(location):
@@ -60,14 +60,14 @@ def check_location(location: str) -> str:
 def storage_folder(
     location: str | os.PathLike[str], retry_for_s: float = RETRY_FOR_S
 ) -> StorageFolder:
-    """The folder at a location. Nothing is looked for or made.
+    """Return the folder at a location, without accessing it.
 
     Args:
         location: a path or a URL.
-        retry_for_s: how long an operation on a bucket that fails is tried again.
+        retry_for_s: seconds for which failed operations on a bucket are retried.
 
     Raises:
-        ValueError: a URL that is not accepted.
+        ValueError: the URL is not accepted.
     """
     text = check_location(os.fspath(location))
     return BucketFolder(text, retry_for_s) if is_bucket(text) else LocalFolder(Path(text))

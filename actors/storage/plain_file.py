@@ -1,4 +1,4 @@
-"""Reading small files of folders that others can write to."""
+"""Reading of small files in folders that other users can write to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-# Bytes that a file of JSON may have: a manifest of a million tensors has half as many.
+# Largest size in bytes of a JSON file: a manifest of a million tensors has half of it.
 MOST_BYTES = 256 * 2**20
 
 
@@ -16,8 +16,7 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file; links are followed.
 
     Args:
-        path: the file.
-        most: bytes that the file may have.
+        most: largest accepted size in bytes.
 
     Raises:
         OSError: the file is not regular, is larger, or cannot be read.
@@ -30,8 +29,8 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading. Opening never waits, as it would for a pipe's other end,
-    and has no effect on a device.
+    """Open a regular file for reading. Opening never blocks, as opening a pipe would, and has no
+    effect on a device.
 
     Raises:
         OSError: the file is not regular, or cannot be opened.
@@ -39,7 +38,7 @@ def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
     _check_regular(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        _check_regular(os.fstat(descriptor))  # another file may be there by now
+        _check_regular(os.fstat(descriptor))  # the file may have been replaced meanwhile
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -54,7 +53,7 @@ def _check_regular(state: os.stat_result) -> None:
 
 
 def is_plain_name(name: object) -> bool:
-    """True for the name of a file in a folder: a text without the name of another folder."""
+    """Return True for a string that is the name of a file in a folder, without path separators."""
     return isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name and (
         Path(name).name == name
     )

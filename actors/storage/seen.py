@@ -1,4 +1,4 @@
-"""Whether a process finds at a location what another one has written there."""
+"""Check that a process sees files that another process wrote to the same location."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.storage.location import storage_folder
 
-# Seconds that a file may take to be seen by other machines: NFS looks at folders again after some.
+# Seconds until a file must be visible on other machines: NFS caches folders for some seconds.
 SEEN_WITHIN_S = 10.0
-# Seconds between two looks.
+# Seconds between two checks.
 LOOK_S = 0.2
-# A bucket that a process cannot reach is refused sooner than one that goes away during a run.
+# An unreachable bucket is reported earlier at the start than during a run.
 RETRY_FOR_S = 10.0
 
 
 def problem_seeing(location: str, name: str, token: str) -> str | None:
-    """Look for a file, and write one.
+    """Look for a file that another process wrote, and write a temporary one.
 
     Args:
-        location: of the folder.
-        name: of the file.
-        token: what is in it.
+        location: location of the folder.
+        token: expected content of the file.
 
     Returns:
-        What is wrong, as a sentence goes on after the name of this process; None if all is well.
+        The problem, as the rest of a sentence that starts with the name of this process; None if
+        there is no problem.
     """
     deadline = time.monotonic() + SEEN_WITHIN_S
     own = f".seen-by-{secrets.token_hex(16)}{PARTIAL}"
