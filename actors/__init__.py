@@ -1,1 +1,1 @@
-"""What lives in Ray: placement, rank actors, channels, stages, the program executor."""
+"""Runtime on Ray: placement, rank actors, channels, stages, the program executor."""

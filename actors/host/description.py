@@ -15,15 +15,15 @@ from raymm.actors.host.memory import available_memory
 
 
 class NodeDescription(NamedTuple):
-    """What a process finds on its node.
+    """Hardware and software of a process's node.
 
     Attributes:
-        driver: version of the GPU driver, and the newest CUDA that it supports.
+        driver: version of the GPU driver, and the newest CUDA version that it supports.
         torch_cuda, nccl: versions that torch is built with.
         gpu: name of the process's GPU.
-        nvlinks: active NVLink connections of that GPU.
-        interfaces: by variable, the network interfaces that gloo and NCCL use.
-        free_memory: bytes of host memory that are available.
+        nvlinks: number of active NVLink connections of that GPU.
+        interfaces: network interfaces of gloo and NCCL, by environment variable.
+        free_memory: available host memory in bytes.
         shared_memory: free bytes and size of ``/dev/shm``.
     """
 
@@ -41,8 +41,8 @@ def describe_node(device: torch.device, address: str) -> NodeDescription:
     """Describe this process's node.
 
     Args:
-        device: of the process; CUDA is initialised if it is a GPU.
-        address: by which Ray knows the node.
+        device: device of the process; CUDA is initialised if it is a GPU.
+        address: the node's address in Ray.
     """
     gpus = read_gpus()
     driver = "none" if gpus is None else f"{gpus.driver} (CUDA {gpus.cuda[0]}.{gpus.cuda[1]})"
@@ -67,7 +67,7 @@ def _active_nvlinks(uuid: str) -> int:
     def is_active(handle: Any, link: int) -> bool:
         try:
             return pynvml.nvmlDeviceGetNvLinkState(handle, link) == pynvml.NVML_FEATURE_ENABLED
-        except pynvml.NVMLError:  # the GPU has fewer
+        except pynvml.NVMLError:  # the GPU has fewer links
             return False
 
     try:

@@ -1,4 +1,4 @@
-"""GPUs of a node as its driver reports them, and checks of what ranks on them need."""
+"""GPUs of a node as its driver reports them, and checks of a rank's requirements."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raymm.errors import ClusterError
 from raymm.packages import is_installed
 
 # Oldest driver branch for each major version of CUDA (CUDA's release notes, table of minor version
-# compatibility); within a major version, drivers run what newer minor versions compile.
+# compatibility). Within a major version, a driver runs code that newer minor versions compiled.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-# Requirement of the newest torch whose wheels are for an older major version of CUDA.
+# Requirement of the newest torch whose wheels are built for an older major version of CUDA.
 _TORCH_FOR_CUDA = {12: "torch<2.11"}
 
 
@@ -58,7 +58,8 @@ def read_gpus() -> Gpus | None:
 
 
 def check_gpu_node() -> None:
-    """Check what a rank on a GPU needs of its node; call this before CUDA is initialised.
+    """Check that the node meets the requirements of a rank on a GPU. Call this before CUDA is
+    initialised.
 
     Raises:
         ClusterError: torch is built without CUDA or for a newer driver, or Triton cannot compile.
@@ -91,7 +92,8 @@ def _driver_problem(gpus: Gpus | None) -> str | None:
 
 
 def _compiler_problem() -> str | None:
-    """Return what Triton, which compiles a module for Python at its first kernel, does not find."""
+    """Return what Triton lacks for compiling a Python module at its first kernel; None if
+    nothing."""
     if not is_installed("triton"):
         return None
     compiler = os.environ.get("CC")
@@ -101,7 +103,7 @@ def _compiler_problem() -> str | None:
             f"Triton compiles attention kernels with a C compiler, and {tried} on this node; "
             "install one (apt-get install gcc), or set CC to its path (resources.env)"
         )
-    # Debian's "posix_local" has no headers; Triton looks here, too.
+    # Debian's "posix_local" has no headers; Triton also searches here.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     if not headers.is_file():

@@ -1,4 +1,4 @@
-"""Network interface over which gloo and NCCL connect processes."""
+"""Network interface that gloo and NCCL use between processes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import socket
 
 
 def use_interface(address: str) -> None:
-    """Make gloo and NCCL listen on the interface that has an address; call this before the first
-    process group is made.
+    """Make gloo and NCCL listen on the interface with an address. Call this before the first
+    process group is created.
 
-    Left to itself, gloo listens on the address that the host name resolves to, which is 127.0.1.1
-    with the ``/etc/hosts`` of Debian and Ubuntu, and NCCL on the first interface that is up. Ray
-    knows every node by an address that other nodes reach.
+    By default, gloo listens on the address that the host name resolves to, which is 127.0.1.1 with
+    the ``/etc/hosts`` of Debian and Ubuntu, and NCCL on the first interface that is up. Ray knows
+    every node by an address that other nodes can reach.
 
-    Environment variables that are set stay as they are. So does everything if no interface has the
-    address, as behind a translated address.
+    Environment variables that are already set are kept. If no interface has the address, as behind
+    address translation, nothing is changed.
 
     Args:
         address: IPv4 or IPv6 address of this host, as Ray knows it.
@@ -23,12 +23,13 @@ def use_interface(address: str) -> None:
     name = interface_with(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # else names that begin like it
+        # without "=", NCCL also matches names with this prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def interface_with(address: str) -> str | None:
-    """Return the name of the interface that has an address; None if no interface has it."""
-    import psutil  # comes with Ray; a process that meets others without Ray may lack it
+    """Return the name of the interface with an address; None if no interface has it."""
+    import psutil  # installed with Ray; processes without Ray may lack it
 
     kinds = (socket.AF_INET, socket.AF_INET6)
     for name, addresses in psutil.net_if_addrs().items():

@@ -1,4 +1,4 @@
-"""Host memory that a process can still have, and the copies in it."""
+"""Host memory that is available to a process, and the copies that a run makes in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class CopyOptions(NamedTuple):
-    """Which copies of what trains a run makes in host memory.
+    """Copies of trained state that a run makes in host memory.
 
     Attributes:
-        checkpoints: of asynchronous checkpoints.
-        snapshots: for recoveries in place.
+        checkpoints: True for asynchronous checkpoints.
+        snapshots: True for recoveries in place.
     """
 
     checkpoints: bool = False
@@ -19,12 +19,12 @@ class CopyOptions(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Memory of a node.
+    """Available memory of a node.
 
     Attributes:
-        node: Ray's id of it.
-        name: of the host.
-        available: bytes that processes there can still have.
+        node: Ray id of the node.
+        name: host name.
+        available: bytes that processes on the node can still allocate.
     """
 
     node: str
@@ -33,19 +33,19 @@ class HostMemory(NamedTuple):
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of host memory that this process can still have: of the node's, or of its
-    container's, whichever is less.
+    """Return the bytes of host memory that this process can still allocate: the minimum for the
+    node and for its container.
 
     Args:
         cgroup: folder of the container's control group (version 2).
     """
-    import psutil  # a rank that makes no copies does not need it
+    import psutil  # only ranks that make copies need it
 
     available = psutil.virtual_memory().available
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
+    except (OSError, ValueError):  # no container, or no limit ("max")
         return available
     return min(available, limit - used + int(stat.get("inactive_file", 0)))

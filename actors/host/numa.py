@@ -1,4 +1,4 @@
-"""Binds a process to the NUMA node of its GPU."""
+"""Binding of a process to the NUMA node of its GPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 def bind_to_gpu_node(device: torch.device, sys: Path = Path("/sys")) -> int | None:
-    """Bind all threads of this process to the CPUs of the NUMA node of its GPU, where Linux then
-    allocates the memory that they first touch. CPUs that the process must not use stay unused.
+    """Bind all threads of this process to the CPUs of its GPU's NUMA node. Linux then allocates
+    memory that they touch first on that node. Excluded CPUs stay excluded.
 
     Args:
-        device: of the process.
-        sys: where sysfs is mounted.
+        device: device of the process.
+        sys: mount point of sysfs.
 
     Returns:
-        The node; None if the system does not say, or the process may use none of its CPUs.
+        The NUMA node; None if it is unknown, or the process may use none of its CPUs.
     """
     properties = torch.cuda.get_device_properties(device)
     domain, bus, slot = (
@@ -39,6 +39,6 @@ def bind_to_gpu_node(device: torch.device, sys: Path = Path("/sys")) -> int | No
     for thread in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(thread.name), allowed)
-        except ProcessLookupError:  # it has ended meanwhile
+        except ProcessLookupError:  # the thread has ended meanwhile
             continue
     return node

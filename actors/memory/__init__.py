@@ -1,1 +1,1 @@
-"""Memory: what storages live, peaks, tensors on their way to a device."""
+"""Memory measurements, and transfers of inputs to a device."""

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, and were at most: of storages that operators make."""
+"""Current and peak bytes of live tensors, counted by the storages that operators create."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches operators, and counts what they make until it is gone.
+    """Dispatch mode that counts the bytes of storages until they are freed.
 
-    On a CPU it takes the place of what a GPU's allocator knows by itself: no more and no less than
-    the tensors that are alive, without what allocators keep for later. What a kernel takes for
-    itself is not seen.
+    On a CPU it replaces the statistics of a GPU's allocator. It counts exactly the live tensors,
+    without memory that allocators cache. Memory that kernels allocate internally is not counted.
 
     Attributes:
-        now, most: bytes alive, and the most of them since :meth:`restart`.
+        now, most: current bytes, and their peak since :meth:`restart`.
     """
 
     def __init__(self) -> None:
@@ -33,20 +32,20 @@ class LiveBytes(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def restart(self) -> None:
-        """The most counts from here."""
+        """Reset the peak to the current bytes."""
         self.most = self.now
 
     def note_all(self) -> None:
-        """Count every tensor on the CPU that Python knows of."""
+        """Count every tensor on the CPU that Python's garbage collector tracks."""
         for tensor in gc.get_objects():
             if issubclass(type(tensor), torch.Tensor):
                 self._note(tensor)
-                if tensor.is_leaf and tensor.grad is not None:  # which Python may not have seen yet
+                if tensor.is_leaf and tensor.grad is not None:  # it may have no Python object yet
                     self._note(tensor.grad)
         self.restart()
 
     def __enter__(self) -> LiveBytes:
-        """Watch, also storages that change their size (FSDP's do)."""
+        """Start counting, including storages that are resized (as FSDP does)."""
         resize = self._resize
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -65,9 +64,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run an operator and take note of new storages."""
+        """Run an operator and count new storages."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it runs its parts' operators
+            return NotImplemented  # DTensor runs the operators of its local tensors
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
@@ -96,29 +95,29 @@ class LiveBytes(TorchDispatchMode):
 
 
 class DeviceBytes:
-    """The same of a GPU, by its allocator."""
+    """Current and peak bytes of a GPU, from its allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @property
     def now(self) -> int:
-        """Bytes alive."""
+        """Return the current bytes."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
     def most(self) -> int:
-        """The most of them since :meth:`restart`."""
+        """Return the peak since :meth:`restart`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def restart(self) -> None:
-        """The most counts from here."""
+        """Reset the peak to the current bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
 @contextlib.contextmanager
 def live_bytes(device: torch.device) -> Iterator[LiveBytes | DeviceBytes]:
-    """Counts the bytes that are alive on a device."""
+    """Count the live bytes of a device for the length of the block."""
     if device.type == "cuda":
         yield DeviceBytes(device)
         return

@@ -1,4 +1,4 @@
-"""Which memory is alive: every storage that operators make while this watches."""
+"""Live storages by owner: every storage that operators create while the dispatch mode is active."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveStorages(TorchDispatchMode):
-    """Watches operators, and attributes the memory of what they make to an owner.
+    """Dispatch mode that assigns the memory that operators create to an owner.
 
-    It sees what is alive for whatever reason: saved by autograd, by checkpoints that only keep
-    inputs, or by a reference in Python.
+    Memory counts as long as it is alive for any reason: saved by autograd, by checkpoints that keep
+    only inputs, or by a reference in Python.
 
     Args:
         others: tensors whose memory does not count, such as parameters.
 
     Attributes:
-        owner: who makes what comes next.
+        owner: owner of the storages that are created next.
     """
 
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:
@@ -35,7 +35,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run an operator and take note of new storages."""
+        """Run an operator and record new storages."""
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
@@ -45,12 +45,12 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def give(self, tensor: torch.Tensor, owner: int) -> None:
-        """Attribute a tensor's memory to an owner, whoever made it."""
+        """Assign a tensor's memory to an owner."""
         storage = tensor.untyped_storage()
         self._entries[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), owner
 
     def alive(self) -> Iterator[tuple[int, int]]:
-        """(owner, bytes) of every storage that is alive."""
+        """Yield (owner, bytes) of every live storage."""
         for reference, size, owner in self._entries.values():
             if not reference.expired():
                 yield owner, size

@@ -1,4 +1,4 @@
-"""The most memory that a process's stages and steps take."""
+"""Peak memory of a process's stages and steps."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ from contextlib import suppress
 import torch
 
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
-# Sets the peak of resident memory back to what is resident now (proc(5)).
+# Resets the peak of resident memory to its current value (proc(5)).
 _PEAK = b"5"
 
 
 class PeakMemory:
-    """Watches a process from here on.
+    """Peak memory of a process from its creation on.
 
-    On a GPU it is what torch's allocator handed out; on a CPU resident memory, beyond what was
-    resident at the beginning: with everything that allocators keep for later, and 0 where the
-    system does not say.
-
-    Args:
-        device: whose memory.
+    On a GPU this is the memory that torch's allocator has assigned. On a CPU it is resident memory
+    beyond the amount at creation, including memory that allocators cache; 0 if the system does not
+    report it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._status = self._clear = -1
         if device.type != "cuda":
-            # Left open: to look for the files by name takes longer than to read them.
+            # Kept open: opening the files takes longer than reading them.
             self._status, self._clear = _opened(_STATUS, os.O_RDONLY), _opened(_CLEAR, os.O_WRONLY)
         self._before = self._resident(b"VmRSS:")
 
@@ -37,15 +34,15 @@ class PeakMemory:
                 os.close(file)
 
     def restart(self) -> None:
-        """The peak starts from what is held now."""
+        """Reset the peak to the current memory."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        elif self._clear >= 0:  # else it is the peak of the process's life
+        elif self._clear >= 0:  # otherwise the peak covers the process's whole life
             with suppress(OSError):
                 os.pwrite(self._clear, _PEAK, 0)
 
     def bytes(self) -> int:
-        """The peak."""
+        """Return the peak in bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, self._resident(b"VmHWM:") - self._before)

@@ -1,4 +1,4 @@
-"""Inputs of stages, on their way to the device that runs them."""
+"""Transfer of stage inputs to the device that runs the stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Row = dict[str, Any] | None
 """Inputs of a stage for a microbatch, by name; None if the microbatch has none for it."""
 Stage = TypeVar("Stage")
 
-# Copies inputs into pinned memory while the thread of the step issues work.
+# Copies inputs into pinned memory while the step's thread issues work.
 PINNING: Executor = ThreadPoolExecutor(1, "pin-inputs")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it, in dicts too, on a device, as
-    :func:`raymm.kernels.host_copies.to_device`; the rest as it is."""
+    """Return ``value`` with every tensor in it, also in nested dicts, copied by
+    :func:`raymm.kernels.host_copies.to_device`."""
     if isinstance(value, torch.Tensor):
         return host_copies.to_device(value, device)
     if isinstance(value, dict):
@@ -32,20 +32,20 @@ def to_device(value: Any, device: torch.device) -> Any:
 def step_inputs(
     rows: Mapping[Stage, Sequence[Row]], device: torch.device
 ) -> dict[Stage, Sequence[Row]]:
-    """Return the inputs of a step on a device. On a GPU they are pinned in a thread and copied to
-    the device by microbatch, as :class:`CopiedRows` says.
+    """Return the inputs of a step on a device. On a GPU a thread pins them, and they are copied per
+    microbatch, see :class:`CopiedRows`.
 
     Args:
         rows: inputs in host memory, by stage and microbatch.
-        device: of the stages.
+        device: device of the stages.
     """
     if device.type != "cuda":
         return {stage: [to_device(row, device) for row in own] for stage, own in rows.items()}
     stream = _copy_stream(device)
-    # Memory that the stream reuses may still be read by what the device was given before.
+    # Work issued to the device before may still read memory that this stream reuses.
     stream.wait_stream(torch.cuda.current_stream(device))
     pinned: dict[Stage, list[Future[Any]]] = {stage: [] for stage in rows}
-    for microbatch in range(max(map(len, rows.values()), default=0)):  # the order of use
+    for microbatch in range(max(map(len, rows.values()), default=0)):  # in the order of use
         for stage, own in rows.items():
             if microbatch < len(own):
                 pinned[stage].append(PINNING.submit(_pinned, own[microbatch]))
@@ -54,20 +54,19 @@ def step_inputs(
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same stream in all steps: the allocator reserves memory for each."""
+    """Return the same stream in all steps, because the allocator reserves memory per stream."""
     return torch.cuda.Stream(device)
 
 
 class CopiedRows(Sequence[Row]):
     """Inputs of a stage, each copied to a GPU when its microbatch or the one before is first used.
 
-    Copies are issued to a stream of their own; the stream that is current at the first use waits
-    for them. Tensors must live until the device has finished the step.
+    Copies are issued to a separate stream; the current stream at the first use waits for them.
+    Tensors must live until the device has finished the step.
 
     Args:
         rows: in host memory, by microbatch.
         pinned: the same in pinned memory.
-        stream: for the copies.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ def _pinned(value: Any) -> Any:
 def _copied(value: Any, pinned: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         copy = host_copies.to_device(pinned, device)
-        if pinned is not value:  # the host keeps what it had, not its pinned copy
+        if pinned is not value:  # remember the original tensor, not its pinned copy
             host_copies.remember(copy, value)
         return copy
     if isinstance(value, dict):
