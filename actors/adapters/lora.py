@@ -247,11 +247,7 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
 
 def disable_dropout(module: nn.Module) -> None:
     """Set the probability of all dropout layers and adapters to 0, as `trl` does. Dropout inside
-    attention that is not a layer stays, as in `trl`.
-
-    Args:
-        module: changed in place.
-    """
+    attention that is not a layer stays, as in `trl`."""
     for layer in module.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
@@ -260,12 +256,7 @@ def disable_dropout(module: nn.Module) -> None:
 
 
 def set_trained(module: nn.Module, trained: bool) -> None:
-    """Train or freeze a whole module, or only its adapters if it has any.
-
-    Args:
-        module: changed in place.
-        trained: True to train, False to freeze.
-    """
+    """Train or freeze a whole module, or only its adapters if it has any."""
     adapters = [p for name, p in module.named_parameters() if is_adapter(name)]
     for parameter in adapters or module.parameters():
         parameter.requires_grad_(trained)
@@ -276,7 +267,6 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
     its weights.
 
     Args:
-        module: on any device; not changed.
         merged: True to add the adapters to the weights. Quantised weights are dequantised.
     """
     module = copy.deepcopy(module)

@@ -76,7 +76,6 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
     Args:
         module: transformers model: whole, pruned to a stage, or a skeleton. Layers without weights
             are skipped.
-        rows: range of token ids.
 
     Raises:
         ModelError: the head is not a plain linear layer.

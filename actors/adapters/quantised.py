@@ -57,12 +57,7 @@ def quantise(matrix: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tenso
 def dequantised(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return the values of codes, (out, in).
-
-    Args:
-        codes, scales: from :func:`quantise`.
-        dtype: dtype of the result.
-    """
+    """Return the values of codes, (out, in)."""
     if scales.dim() == 1:
         return codes.to(dtype) * scales.to(dtype)[:, None]
     # Lower half with sign extension, then the upper half.
@@ -96,12 +91,7 @@ def quantised_product(
     hidden: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """Multiply by a quantised weight: (..., in) -> (..., out), in autocast's dtype if enabled. Only
-    ``hidden`` gets a gradient.
-
-    Args:
-        hidden: floating point.
-        codes, scales: from :func:`quantise`.
-    """
+    ``hidden`` gets a gradient."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))

@@ -22,7 +22,6 @@ def find_targets(
     """Return the names of the linear layers that get adapters, in the module's order.
 
     Args:
-        module: the whole module, or its skeleton, without adapters.
         among: returns True for names of layers in the adapted part.
         part: name of that part, for errors; empty for the whole module.
 

@@ -34,7 +34,6 @@ class Colocation:
     Args:
         sets: for each set of modules that run concurrently, shares of the multiprocessors by
             module. Work that needs the whole device runs on the rank's own stream.
-        backend: makes the streams.
         timeout: seconds that the works of one group may take.
 
     Raises:
@@ -52,9 +51,6 @@ class Colocation:
     def check(self, stages: Mapping[str, Sequence[nn.Module]]) -> None:
         """Check that modules with quotas share no parameters or buffers.
 
-        Args:
-            stages: by module.
-
         Raises:
             ValueError: two modules share a tensor; names it.
         """
@@ -67,7 +63,6 @@ class Colocation:
         """Run works concurrently; see :meth:`raymm.actors.quota.ConcurrentModules.run`.
 
         Args:
-            works: by module.
             quotas: quotas of these modules, as in one of the sets.
         """
         name = next(n for n, own in self._sets.items() if quotas.items() <= own.items())

@@ -40,7 +40,6 @@ class Consumer(NamedTuple):
     """Stage that reads the output of a task's stage.
 
     Attributes:
-        output, gradient: message slots of the output and of its gradient.
         samples: samples that the consumer gets; empty for all.
         ports: ports that the message carries; None for all.
     """
@@ -64,7 +63,6 @@ class Task(NamedTuple):
         samples: samples of the microbatch that the task covers; empty for all.
         parts: for a sum of gradients, the samples that each gradient covers.
         activations: slot of what a forward keeps for its backward.
-        producers, consumers: neighbours of a computing task.
         last: True if the stage's parameters get no more gradients in this step.
     """
 
@@ -128,8 +126,6 @@ def compile_program(
     """Resolve a rank's program.
 
     Args:
-        instructions: instructions of the rank.
-        edges: all data edges of the plan, as (producer, consumer) stages.
         issues, bound: results of :func:`~raymm.scheduler.program.check_program.check_program`.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.

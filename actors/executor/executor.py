@@ -44,9 +44,6 @@ class _Part(NamedTuple):
 
     Attributes:
         task: reported as the current instruction; the first task of a group.
-        begins: starts receives and gradient sums before the task.
-        action: runs the task; None for a group.
-        group: tasks of a group with their actions, by module.
     """
 
     task: Task
@@ -63,11 +60,7 @@ class _Part(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Program that a rank can run, with the action of every task.
-
-    Attributes:
-        labels: packed labels of the tasks, for :class:`StepResult`.
-    """
+    """Program that a rank can run, with the action of every task."""
 
     program: CompiledProgram
     parts: tuple[_Part, ...]
@@ -78,12 +71,8 @@ class Executor:
     """Runs programs on the stages of one rank.
 
     Args:
-        edges: all data edges of the plan, as (producer, consumer) stages.
-        senders, receivers: channels of the rank's remote edges, by directed edge.
         collectives: function of each optimizer op; fills in the result that it is called with.
         autocast: dtype of automatic mixed precision; None for none.
-        timeout: longest wait for another rank.
-        reduction: sums gradients of shared parameters, beginning at their stage's last backward.
         sum_gradient: sums partial gradients over the processes of the rank; may work in place.
             Applied to gradients for stages of other modules on the same rank.
         agree: all-reduces bytes in host memory to their maximum over the same processes.
@@ -145,7 +134,6 @@ class Executor:
         """Resolve a program once; the result can run any number of steps.
 
         Args:
-            instructions: instructions of the rank.
             issues: receives and gradient sums, with the instruction before which each starts. A
                 receive without an issue starts when its message is needed, a gradient sum with all
                 others.
@@ -212,11 +200,7 @@ class Executor:
         inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
-        """Run one step.
-
-        Args:
-            inputs: for each stage that reads data, its inputs per microbatch.
-        """
+        """Run one step."""
         colocation = self._colocation
         try:
             for module, copies in self._copies.items():

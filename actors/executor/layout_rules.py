@@ -41,11 +41,7 @@ class _Linear(NamedTuple):
 
 
 class _Rule:
-    """Layouts of one microbatch structure. They differ in their dimensions only.
-
-    Attributes:
-        broken: True if no linear rule fits all layouts.
-    """
+    """Layouts of one microbatch structure. They differ in their dimensions only."""
 
     def __init__(self, sizes: tuple[int, ...], layout: Layout) -> None:
         self._form = _form(layout)
@@ -108,7 +104,6 @@ class LayoutRules:
 
         Args:
             key: key of the message; ignored unless it is a :class:`LayoutKey`.
-            layout: the message's actual layout.
         """
         if not isinstance(key, LayoutKey):
             return

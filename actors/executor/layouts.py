@@ -37,9 +37,6 @@ class Layouts(Generic[Route]):
     messages. So both ends decide identically although one is ahead of the other. A layout that was
     described in a step is also valid for later messages of that step, which both ends reach after
     the description.
-
-    Args:
-        route: converts a layout to a transfer plan.
     """
 
     def __init__(self, route: Callable[[Layout], Route]) -> None:
@@ -55,11 +52,7 @@ class Layouts(Generic[Route]):
         return len(self._of)
 
     def due(self, keys: Sequence[object]) -> deque[Due[Route]]:
-        """Return the messages of the next step.
-
-        Args:
-            keys: keys of the messages, in order.
-        """
+        """Return the messages of the next step."""
         self._remember()
         self._keys = list(keys)
         due: deque[Due[Route]] = deque()

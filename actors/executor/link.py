@@ -16,7 +16,6 @@ class Link:
 
     Args:
         group: group of the two processes, shared by all edges with messages in the same direction.
-        peer: process number of the other end.
         tag: number of the edge. NCCL has no tags: messages of all edges that share a group are
             received in the order in which they were sent.
         host_group: group of the same processes for host memory, used for descriptions and side

@@ -89,12 +89,7 @@ def pack(side: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Invert :func:`pack`.
-
-    Args:
-        layout: layout of the message.
-        buffer: all side entries as bytes.
-    """
+    """Invert :func:`pack`."""
     side, offset = {}, 0
     for name, shape, dtype in layout.side:
         size = _nbytes(shape, dtype)

@@ -30,7 +30,6 @@ class _Buffer(NamedTuple):
     """Receive buffer for a process's part of a tensor.
 
     Attributes:
-        shape: shape of the whole tensor.
         size: shape of the buffer, which is a flat share if several processes receive the tensor.
         parts: (link, start, stop) of the elements from each sender; None if all come from one
             sender.
@@ -51,12 +50,7 @@ class _Incoming(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """Message that is being received.
-
-    Attributes:
-        shares: buffer of every tensor, filled by ``works``.
-        side: buffer of side entries in host memory, filled by ``host_work``; None without any.
-    """
+    """Message that is being received."""
 
     due: Due[_Incoming]
     route: _Incoming
@@ -71,10 +65,6 @@ class RecvChannel:
 
     Args:
         links: links to the senders of its messages, by index among the senders.
-        device: device on which tensors are received.
-        timeout: longest time to wait for a message.
-        resharding: numbers of processes at both ends.
-        index: index of this process among the receivers.
         gathered: group of all receivers; None for a single receiver.
         outputs: if messages are gradients, the channel that sent the corresponding outputs.
         in_order: True to post receives exactly when :meth:`post` is called, even if that has to

@@ -56,7 +56,6 @@ class _Outgoing(NamedTuple):
         parts: per tensor (link, start, stop), the range of elements of the tensor, or of this
             process's share of the sum, for each receiver; None to send all of it to the only
             receiver.
-        nbytes: all bytes sent.
         side_bytes: the bytes of side tensors among them.
     """
 
@@ -71,9 +70,6 @@ class SendChannel:
 
     Args:
         links: links to the receivers of its messages, by index among the receivers.
-        device: device of the tensors.
-        resharding: numbers of processes at both ends.
-        index: index of this process among the senders.
         summed: group of the senders if each has a partial sum of the message; None if every sender
             has the whole message.
         gradients: True if messages are gradients of what this process received on the reverse edge.

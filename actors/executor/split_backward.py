@@ -34,7 +34,6 @@ class _Boundary(NamedTuple):
 
     Attributes:
         height: length of the node's longest path to an input.
-        cuts: edges of the node out of the chain.
         parameters: all parameters that these edges lead to, if no other boundary leads to them;
             else empty.
     """
@@ -168,7 +167,6 @@ class _Split:
         due: nodes outside the gradient chain that lead to other parameters.
         boundaries: nodes of the chain with edges to ``due``, in any order.
         shared_parameters: parameters that several boundaries or outputs lead to.
-        height: length of the longest path to an input, for every node of the chain.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:

@@ -55,8 +55,6 @@ class Surroundings:
     """Objects and functions that all stages of a rank share.
 
     Attributes:
-        local: the rank's stages.
-        observer: checks outputs, gradients and losses for non-finite values.
         precision: makes the context of a forward in mixed precision; None for none.
         sum_gradient: sums partial gradients over the processes of the rank; may work in place.
             Applied to gradients for stages of other modules on the same rank.
@@ -72,9 +70,6 @@ class Surroundings:
 
 class StageActions:
     """Makes the actions of one stage's tasks.
-
-    Args:
-        around: shared with the rank's other stages.
 
     Attributes:
         draws: True if the stage draws random numbers; None until its first forward has shown it.

@@ -22,20 +22,12 @@ class StepState:
     """State of a step in progress. The compiled program numbers the slots of messages and
     activations.
 
-    Args:
-        messages, activations: numbers of slots.
-        inputs, meta: see :meth:`raymm.actors.executor.executor.Executor.run`.
-
     Attributes:
         learns: True if the step computes gradients.
         messages: messages until they are used or sent.
         saved: leaves and output of forwards that wait for their backward.
         received: inputs of forwards that wait for their recomputation.
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
-        losses: by (stage, microbatch).
-        routed: routing results of mixtures of experts, by (stage, microbatch).
-        by_source, scores: see :class:`StepResult`.
-        result: filled in as far as it is known.
     """
 
     __slots__ = (

@@ -48,7 +48,6 @@ class ClusterObserver:
 
     Attributes:
         lost: message that says what was lost; None if nothing was.
-        lost_nodes: ids of lost nodes.
         gcs_is_lost: True if calls that change the cluster would hang.
     """
 
@@ -122,7 +121,6 @@ class ClusterObserver:
         """Check if the node of a process that has died is gone, too; sets :attr:`lost`.
 
         Args:
-            node: Ray id of the node.
             pauses: seconds before each check.
         """
         server = self._servers.get(node)

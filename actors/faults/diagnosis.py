@@ -21,7 +21,6 @@ class Failure:
     """Failure of ranks.
 
     Attributes:
-        message: names the rank at fault.
         kind: makes the error, unless a rank's code raised one.
         lost: ranks whose processes are gone or unusable; None if replacing processes would not
             help.
@@ -49,12 +48,7 @@ class Failure:
 def death(
     rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
 ) -> Failure:
-    """Diagnose the death of a rank's process.
-
-    Args:
-        names: names of all ranks.
-        addresses: addresses of the ranks that have started.
-    """
+    """Diagnose the death of a rank's process."""
     looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
     said = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
@@ -68,11 +62,7 @@ def death(
 
 
 def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:
-    """Diagnose an error that a rank's own code raised, as opposed to a lost connection.
-
-    Args:
-        names: names of all ranks.
-    """
+    """Diagnose an error that a rank's own code raised, as opposed to a lost connection."""
     cause = cause_of(error)
     kind = failure_kind(cause)
     reason = f"{type(cause).__name__}: {cause}"
@@ -100,10 +90,6 @@ def blamed(
     closed.
 
     Args:
-        inquiry: the ranks' reports.
-        reason: trigger of the inquiry.
-        names: names of all ranks.
-        addresses: addresses of the ranks that have started.
         culprits: the rank at fault, followed by further ranks to end; empty if unknown.
     """
     looks = look_from_outside(addresses, end=[rank for rank in culprits if rank in addresses])

@@ -25,10 +25,6 @@ def accusation(
     """Describe the rank at fault, and what every rank was doing.
 
     Args:
-        names: names of the ranks.
-        inquiry: the ranks' reports.
-        looks: the ranks as seen from outside.
-        reason: trigger of the inquiry.
         culprit: rank at fault; None if unknown.
 
     Returns:

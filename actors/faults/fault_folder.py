@@ -27,9 +27,6 @@ def faults_kept_in(run_folder: Path) -> Iterator[None]:
 def keep(texts: Mapping[str, str]) -> str:
     """Write files into a new folder.
 
-    Args:
-        texts: by file name.
-
     Returns:
         The folder; or the reason why it cannot be written, because the caller reports a more
         important error.

@@ -46,12 +46,7 @@ def _base(pid: int) -> Path:
 
 
 def records_text(names: Sequence[str], looks: Mapping[int, Recorded]) -> str:
-    """Return one line per rank that names its flight recorder files; empty without files.
-
-    Args:
-        names: names of the ranks.
-        looks: ranks as seen from outside.
-    """
+    """Return one line per rank that names its flight recorder files; empty without files."""
     return "".join(
         f"\nNCCL's flight recorder (torch.distributed.flight_recorder.fr_trace) of {names[rank]}: "
         f"{', '.join(look.records)}"

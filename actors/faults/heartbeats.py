@@ -51,7 +51,6 @@ class Heartbeats:
         largest factor; None if no process does.
 
         Args:
-            inquiry: reports of the processes that have started.
             now: current time in seconds.
             look: returns processes as seen from outside, by number.
         """

@@ -54,7 +54,6 @@ class Inquiry:
 
         Args:
             long: seconds of computing after which others may have given up waiting.
-            aborted: dead processes that ended by SIGABRT.
         """
         victims = sorted(self.dead.keys() & set(aborted))
         if causes := [*sorted(self.dead.keys() - set(aborted)), *sorted(self.silent)]:
@@ -102,7 +101,6 @@ def look_from_outside(
     answer within :data:`LOOK_TIMEOUT_S` are omitted.
 
     Args:
-        processes: by number.
         end: processes to kill afterwards; a stopped process does not react to Ray.
     """
     return _on_their_nodes(processes, end, everywhere=True, look=True)
@@ -112,7 +110,6 @@ def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True)
     """Kill processes on their own nodes; a stopped process does not react to Ray.
 
     Args:
-        processes: by number.
         everywhere: False to kill processes of this node only.
     """
     _on_their_nodes(processes, processes, everywhere, look=False)
@@ -122,8 +119,6 @@ def visit(processes: Mapping[int, Address], end: Collection[int], look: bool) ->
     """Inspect processes of this node, all at once, and then kill some.
 
     Args:
-        processes: by number.
-        end: processes to kill.
         look: False to skip the inspection.
     """
     looks: dict[int, Look] = {}

@@ -43,7 +43,6 @@ class ObservedActor:
         describe: returns the text of an instruction of the actor's programs.
 
     Attributes:
-        whereabouts: current operation of the actor.
         answers: methods that answer queries while the actor works.
         writes: methods that write files in the background.
         hands_over: methods that return data copied in memory.
@@ -83,8 +82,6 @@ class ObservedActor:
         """Check that this process finds a file that the driver wrote (:func:`problem_seeing`).
 
         Args:
-            location: location of the run's folder.
-            name: name of the file.
             token: content of the file.
         """
         return problem_seeing(location, name, token)

@@ -31,7 +31,6 @@ class Address(NamedTuple):
     """Location of a process's stacks.
 
     Attributes:
-        node: Ray id of the node.
         descriptor: file descriptor of the stack file in the process.
         errors: path of the log for the process's standard error on its node; empty if unknown.
     """
@@ -47,8 +46,6 @@ class Look(NamedTuple):
 
     Attributes:
         state: state that the operating system reports.
-        stacks: stacks of its threads.
-        records: files of NCCL's flight recorder.
         aborted: True if SIGABRT ended the process.
     """
 

@@ -53,11 +53,7 @@ class Report(NamedTuple):
 
 
 class Whereabouts:
-    """Record of what a process is doing. One thread writes it; any thread may read it.
-
-    Args:
-        describe: returns the text of an instruction.
-    """
+    """Record of what a process is doing. One thread writes it; any thread may read it."""
 
     def __init__(self, describe: Callable[[Any], str] = str) -> None:
         self._said = describe

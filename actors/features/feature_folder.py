@@ -30,7 +30,6 @@ class FeatureFolder:
     """Folder with the features of one encoder.
 
     Attributes:
-        path: created when the first features are stored.
         room: largest size in bytes. Features beyond it are not stored and are computed every time.
             Replacing stored features would not help when the same items are read repeatedly.
     """
@@ -67,7 +66,6 @@ class FeatureFolder:
         """Store an item's features atomically; return the bytes written.
 
         Args:
-            key: key of the item.
             features: on the CPU, of any shapes and dtypes.
 
         Raises:
@@ -101,8 +99,6 @@ def make_room(root: Path, keep: Iterable[Path], room: int) -> list[Path]:
     the removed ones.
 
     Args:
-        root: folder that contains all of them.
-        keep: folders in use.
         room: bytes for all folders.
     """
     used = {path.resolve() for path in keep}

@@ -60,9 +60,6 @@ class RootForm:
     def together(self, items: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Concatenate the features of several items as in one output.
 
-        Args:
-            items: result of :meth:`features` for each item.
-
         Raises:
             ModelError: items differ in a dimension other than :attr:`dim`.
         """
@@ -72,11 +69,7 @@ class RootForm:
             raise ModelError(f"features of {self.place}: {error}") from None
 
     def output(self, features: Sequence[torch.Tensor]) -> Any:
-        """Return an output with these features; unused tensors are None.
-
-        Args:
-            features: result of :meth:`together`.
-        """
+        """Return an output with these features; unused tensors are None."""
         leaves = list(self.values)
         for number, tensor in zip(self.kept, features, strict=True):
             leaves[number] = tensor
@@ -85,10 +78,6 @@ class RootForm:
 
 class RootCall:
     """Replacement of a part's forward.
-
-    Args:
-        module: module that contains the part.
-        place: dotted name of the part.
 
     Attributes:
         output: returned instead of running the part. If None, the part runs, and

@@ -20,8 +20,6 @@ class NodeDescription(NamedTuple):
     Attributes:
         driver: version of the GPU driver, and the newest CUDA version that it supports.
         torch_cuda, nccl: versions that torch is built with.
-        gpu: name of the process's GPU.
-        nvlinks: number of active NVLink connections of that GPU.
         interfaces: network interfaces of gloo and NCCL, by environment variable.
         free_memory: available host memory in bytes.
         shared_memory: free bytes and size of ``/dev/shm``.
@@ -42,7 +40,6 @@ def describe_node(device: torch.device, address: str) -> NodeDescription:
 
     Args:
         device: device of the process; CUDA is initialised if it is a GPU.
-        address: the node's address in Ray.
     """
     gpus = read_gpus()
     driver = "none" if gpus is None else f"{gpus.driver} (CUDA {gpus.cuda[0]}.{gpus.cuda[1]})"

@@ -24,9 +24,7 @@ class Gpus(NamedTuple):
     """GPUs of a node.
 
     Attributes:
-        driver: version of the driver, such as ``"580.65.06"``.
         cuda: newest version of CUDA that the driver supports, as (major, minor).
-        names: by index.
     """
 
     driver: str

@@ -16,9 +16,6 @@ def use_interface(address: str) -> None:
 
     Environment variables that are already set are kept. If no interface has the address, as behind
     address translation, nothing is changed.
-
-    Args:
-        address: IPv4 or IPv6 address of this host, as Ray knows it.
     """
     name = interface_with(address)
     if name is not None:

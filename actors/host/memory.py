@@ -7,12 +7,7 @@ from typing import NamedTuple
 
 
 class CopyOptions(NamedTuple):
-    """Copies of trained state that a run makes in host memory.
-
-    Attributes:
-        checkpoints: True for asynchronous checkpoints.
-        snapshots: True for recoveries in place.
-    """
+    """Copies of trained state that a run makes in host memory."""
 
     checkpoints: bool = False
     snapshots: bool = False
@@ -22,8 +17,6 @@ class HostMemory(NamedTuple):
     """Available memory of a node.
 
     Attributes:
-        node: Ray id of the node.
-        name: host name.
         available: bytes that processes on the node can still allocate.
     """
 
@@ -34,11 +27,7 @@ class HostMemory(NamedTuple):
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of host memory that this process can still allocate: the minimum for the
-    node and for its container.
-
-    Args:
-        cgroup: folder of the container's control group (version 2).
-    """
+    node and for its container."""
     import psutil  # only ranks that make copies need it
 
     available = psutil.virtual_memory().available

@@ -12,10 +12,6 @@ def bind_to_gpu_node(device: torch.device, sys: Path = Path("/sys")) -> int | No
     """Bind all threads of this process to the CPUs of its GPU's NUMA node. Linux then allocates
     memory that they touch first on that node. Excluded CPUs stay excluded.
 
-    Args:
-        device: device of the process.
-        sys: mount point of sysfs.
-
     Returns:
         The NUMA node; None if it is unknown, or the process may use none of its CPUs.
     """

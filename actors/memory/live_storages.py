@@ -19,9 +19,6 @@ class LiveStorages(TorchDispatchMode):
 
     Args:
         others: tensors whose memory does not count, such as parameters.
-
-    Attributes:
-        owner: owner of the storages that are created next.
     """
 
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:

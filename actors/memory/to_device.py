@@ -33,12 +33,7 @@ def step_inputs(
     rows: Mapping[Stage, Sequence[Row]], device: torch.device
 ) -> dict[Stage, Sequence[Row]]:
     """Return the inputs of a step on a device. On a GPU a thread pins them, and they are copied per
-    microbatch, see :class:`CopiedRows`.
-
-    Args:
-        rows: inputs in host memory, by stage and microbatch.
-        device: device of the stages.
-    """
+    microbatch, see :class:`CopiedRows`."""
     if device.type != "cuda":
         return {stage: [to_device(row, device) for row in own] for stage, own in rows.items()}
     stream = _copy_stream(device)
@@ -63,10 +58,6 @@ class CopiedRows(Sequence[Row]):
 
     Copies are issued to a separate stream; the current stream at the first use waits for them.
     Tensors must live until the device has finished the step.
-
-    Args:
-        rows: in host memory, by microbatch.
-        pinned: the same in pinned memory.
     """
 
     def __init__(

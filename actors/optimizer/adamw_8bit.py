@@ -44,9 +44,6 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 class Blocks:
     """Quantisation blocks of a whole parameter, in element order. A process holds a part of them.
 
-    Args:
-        part: part of the parameter that this process holds.
-
     Attributes:
         quantised: True if the parameter has 8-bit moments.
         aligned: True if every process holds whole blocks only.
@@ -82,7 +79,6 @@ class Blocks:
         """Return ``operation(value, scale)`` of each element and the scale of its block.
 
         Args:
-            operation: elementwise function.
             values: local values, contiguous.
             scales: (blocks,).
         """
@@ -223,12 +219,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self, parameter: nn.Parameter, mean: torch.Tensor, square: torch.Tensor,
         again: bool | torch.Tensor,
     ) -> tuple[torch.Tensor | Moment, torch.Tensor | Moment]:
-        """Return the moments in the form in which they are stored until the next step.
-
-        Args:
-            mean, square: moments in fp32.
-            again: True if they were restored from stored moments.
-        """
+        """Return the moments in the form in which they are stored until the next step."""
         blocks = self._blocks(parameter)
         if not blocks.quantised:
             return mean, square

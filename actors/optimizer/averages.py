@@ -27,9 +27,6 @@ class ParameterAverages:
     the average of a parameter that was never trained equals its weight.
 
     Args:
-        updated: plain tensors, by stage and name.
-        frozen: frozen parameters of this process, by stage and name.
-        in_bf16: parameters among them that are kept in bf16, by id.
         config: None to keep no averages.
     """
 
@@ -68,11 +65,7 @@ class ParameterAverages:
         return {AVERAGE_NAME: self._values[key]} if key in self._values else {}
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
-        """Invert :meth:`state`. Stored averages are dropped if the run keeps none.
-
-        Args:
-            state: the parameter's state; other entries are ignored.
-        """
+        """Invert :meth:`state`. Stored averages are dropped if the run keeps none."""
         if self._config is not None and AVERAGE_NAME in state:
             self._values[key] = state[AVERAGE_NAME].to(self._parameter(key).device)
 

@@ -34,7 +34,6 @@ class Bf16Parameter:
         parameter: fp32 parameter, which is converted to bf16 in place.
         master: True to keep the fp32 values.
         part: part of the whole parameter that this process holds; None for all of it.
-        seed: seed of the run; random numbers depend on it, the step and the whole parameter.
 
     Attributes:
         wide: fp32 values; empty between steps without a master.
@@ -93,7 +92,6 @@ def rounded_at_random(
     preserve the mean. Values that bf16 represents exactly are unchanged.
 
     Args:
-        values: fp32.
         part: part of a whole parameter that the values are; the other parts round as if all values
             were here. None if they are the whole parameter.
     """
@@ -133,9 +131,6 @@ def keep_in_bf16(
     id.
 
     Args:
-        parameters: trained parameters.
-        modules: modules of these parameters.
-        parts: parts of sharded parameters that this process holds.
         elsewhere: parameters that another process updates; it holds their master.
     """
     products = products_of(modules)

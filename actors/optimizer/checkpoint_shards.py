@@ -44,7 +44,6 @@ class ShardFile(NamedTuple):
     """Expected size and checksum of a file.
 
     Attributes:
-        size: in bytes.
         checksum: 128-bit XXH3 of all bytes, as 32 hexadecimal digits.
     """
 
@@ -101,11 +100,6 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
 def store_shard(location: str, file: str, tensors: dict[str, torch.Tensor]) -> WrittenShard:
     """Write a shard into a checkpoint's folder; see :func:`write_shard`.
 
-    Args:
-        location: location of the folder.
-        file: file name in the folder.
-        tensors: by stored name.
-
     Raises:
         CheckpointError: the file or the bucket cannot be written.
     """
@@ -145,7 +139,6 @@ def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     Args:
         file: opened at its beginning. The safetensors format starts with the length of the JSON
             header in 8 bytes; the header has the offsets of every tensor.
-        tensors: contiguous, in host memory.
     """
     length = file.read(8)
     header = file.read(int.from_bytes(length, "little"))
@@ -166,7 +159,6 @@ def verify_shard(
     """Verify a file against its expected size, checksum and tensors.
 
     Args:
-        names: names of tensors that the file must contain.
         name: name of the file in errors; its path by default.
 
     Raises:
@@ -201,9 +193,6 @@ def verify_shards(
     """Verify several files in parallel; see :func:`verify_shard`.
 
     Args:
-        folder: folder of the checkpoint.
-        files: expected size and checksum of all files, by name.
-        index: file name of each stored name.
         chosen: files to verify; None for all.
         reading: provides a local copy of a file; by default ``folder.reading``.
 
@@ -245,8 +234,6 @@ def stored_shards(
     itself for the whole tensor, else ``name[dim:start:stop]`` for every range.
 
     Args:
-        name: full name in the checkpoint.
-        tensor: this process's part of the tensor.
         own: dimension and ranges of the part; None for the whole tensor.
     """
     if own is None:
@@ -265,7 +252,6 @@ def copy_tensors(
     """Copy stored tensors into a model's tensors, in place.
 
     Args:
-        stored: by name.
         own: (name, tensor) of the model, where a name may occur more than once. Tensors that are
             not stored are unchanged.
 

@@ -23,7 +23,6 @@ class Saved(NamedTuple):
     """State that a process saves.
 
     Attributes:
-        files: tensors in their current memory.
         widened: names of tensors that files store in fp32.
         temporary: True if some tensors were created for this save.
     """
@@ -47,11 +46,7 @@ class WrittenCopy(NamedTuple):
 
 class HostCopy:
     """Copy of saved state in host memory, at most one at a time. Its memory is released once it is
-    written.
-
-    Args:
-        staging: copies the tensors.
-    """
+    written."""
 
     def __init__(self, staging: HostStaging) -> None:
         self._staging = staging
@@ -132,12 +127,7 @@ class SavingActor(ABC):
         """
 
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
-        """Write this process's shards; return the written shards by file.
-
-        Args:
-            folder: location of an existing, uncommitted checkpoint folder.
-            skip_frozen: modules whose frozen weights are stored elsewhere and not saved.
-        """
+        """Write this process's shards; return the written shards by file."""
         saved = self._files_to_save(skip_frozen)
         return {
             file: store_shard(
@@ -161,11 +151,7 @@ class SavingActor(ABC):
         return self._host_copy.copy(self._files_to_save(skip_frozen))
 
     def write_copy(self, folder: str) -> WrittenCopy:
-        """Write the last copy, in a separate thread.
-
-        Args:
-            folder: location of an existing, uncommitted checkpoint folder.
-        """
+        """Write the last copy, in a separate thread."""
         if self._host_copy is None:
             raise CheckpointError(f"there is no copied state to write into {folder}")
         return self._host_copy.write(folder)

@@ -33,13 +33,11 @@ class Place(NamedTuple):
     Attributes:
         kind: a stage's output, the gradient that it returned, or the gradients of its parameters,
             summed over microbatches, replicas and processes.
-        stage: stage that produced the values.
         batch: number among the batches whose gradients were accumulated; -1 if unknown.
         microbatch: -1 if unknown.
         of: stage whose output or output gradient it is.
         rows: indices in the tensor's first dimension of non-finite rows; empty if unknown.
         count: number of rows of the whole microbatch.
-        names: names of parameters.
     """
 
     kind: Literal["output", "gradient", "parameters"]
@@ -88,7 +86,6 @@ class FiniteObserver:
     """Observer of the batches of an update. Only :meth:`places` waits for the device.
 
     Args:
-        device: device of the stages.
         modules: the stages. Forwards change running statistics (batch norm), so these are copied
             before the first batch, in case the update is skipped.
     """
@@ -263,12 +260,7 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 def named_tensors(
     modules: Mapping[StageId, nn.Module], state: Mapping[tuple[StageId, str, str], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a process's parameters and optimizer state under their checkpoint names.
-
-    Args:
-        modules: by stage.
-        state: by stage, parameter and key.
-    """
+    """Yield a process's parameters and optimizer state under their checkpoint names."""
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
             yield f"{stage.module}/{name}", local_part(parameter.detach())

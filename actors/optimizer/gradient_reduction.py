@@ -49,7 +49,6 @@ class SharedParameter:
     """Parameter, or shard of one, whose gradient is summed over its holders.
 
     Attributes:
-        references: the parameter in every process that holds it.
         owner: process that keeps the optimizer state and updates the parameter for all holders
             (ZeRO-1); None if every holder updates it.
     """
@@ -78,11 +77,9 @@ class _Bucket:
     """Parameters that are reduced together.
 
     Attributes:
-        members: parameters of one dtype and one owner.
         ready: ids of first holders whose gradient is final.
         flat: gradients, followed by the number of processes that have one per member, while the sum
             is in flight.
-        present: per member, True if this process has a gradient.
     """
 
     members: list[_Member]
@@ -116,7 +113,6 @@ class _Bucket:
         """Wait for the sum and distribute it to the holders. A missing gradient counts as zero.
 
         Args:
-            process: number of this process.
             alone: True if this process is the only holder. A parameter without a gradient then
                 stays without one, so that AdamW skips it.
 
@@ -165,7 +161,6 @@ class _ReductionGroupState:
     """Buckets of a family.
 
     Attributes:
-        of: the family.
         unfinished: stages on this process whose backward of this step has not finished.
     """
 
@@ -189,10 +184,7 @@ class GradientReduction:
     """Gradient sums that one process takes part in.
 
     Args:
-        process: number of this process.
-        parameters: trainable parameters by (stage, name).
         shared: shared parameters with a holder here, in an order common to all processes.
-        groups: process group of every family with several processes.
         limit: bytes per bucket; only a single larger parameter exceeds it.
 
     Attributes:
@@ -250,11 +242,7 @@ class GradientReduction:
                         )
 
     def renew(self, groups: Mapping[ReductionGroup, dist.ProcessGroup]) -> None:
-        """Drop sums in flight, and use other groups of the same processes from now on.
-
-        Args:
-            groups: see the class.
-        """
+        """Drop sums in flight, and use other groups of the same processes from now on."""
         self._armed, self._sums = None, False
         self._begun.clear()
         self.perhaps_absent.clear()
@@ -282,11 +270,7 @@ class GradientReduction:
 
     def begin(self, stages: tuple[StageId, ...]) -> None:
         """Allow the sums of a family to start as soon as its gradients are final. Does nothing in a
-        step that does not end in :meth:`wait`.
-
-        Args:
-            stages: stages of a :class:`ReductionGroup`.
-        """
+        step that does not end in :meth:`wait`."""
         if not self._sums:
             return
         buckets = [

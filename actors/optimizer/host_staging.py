@@ -33,9 +33,6 @@ class HostStaging:
     copying, and torch's allocator rounds each pinned tensor up to a power of two. The training
     thread waits only in :meth:`wait`, before the tensors change. On a CPU tensors are copied at
     once.
-
-    Args:
-        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

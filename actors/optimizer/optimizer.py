@@ -70,26 +70,14 @@ class RankOptimizer:
     rate of step n is the schedule's rate for n.
 
     Args:
-        process: number of this process.
-        parameters: trainable parameters by (stage, name).
-        parameter_ownership: duties for parameters that other processes hold, too.
-        groups: process group of every reduction group.
-        device: device of the parameters.
-        modules: modules of these parameters.
-        parts: parts of sharded parameters that this process holds.
         agree: all-reduces a tensor in place to its elementwise maximum over the processes that
             share a parameter.
-        seed: seed of the run, for stochastic rounding.
         frozen: frozen parameters of this process by (stage, name), whose averages continue.
 
     Attributes:
         updated: parameters that this process updates, as plain tensors: the local part of sharded
             parameters, without parameters that another process owns.
-        reduction: sums gradients over holders.
         in_bf16: parameters that are kept in bf16, by id.
-        averages: averages of the updated parameters, and of frozen parameters that were trained.
-        frozen: frozen parameters of this process.
-        observer: records non-finite values.
     """
 
     def __init__(
@@ -320,11 +308,7 @@ class RankOptimizer:
 
     def not_finite_tensors(self, modules: Mapping[StageId, nn.Module]) -> list[str]:
         """Return the checkpoint names of parameters and optimizer state with non-finite values,
-        each with the number of these values.
-
-        Args:
-            modules: by stage, including frozen parameters.
-        """
+        each with the number of these values."""
         return not_finite(named_tensors(modules, self.state_tensors()))
 
     @property
@@ -357,8 +341,6 @@ class RankOptimizer:
         """Invert :meth:`state_tensors`.
 
         Args:
-            tensors: by (stage, name, key).
-            step: number of finished steps.
             whole: False if parameters and state come from a step that did not finish.
         """
         self._finished_steps, self._steps = step, step if whole else step + 1

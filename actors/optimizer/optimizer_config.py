@@ -47,7 +47,6 @@ class UpdateRule:
             ``transformers.Trainer`` exempts: biases, parameters of ``torch.nn.LayerNorm`` and
             parameters with a norm in their names. Otherwise patterns for names within the module,
             such as ``"*.bias"`` or ``"*norm*"``; an empty list decays everything.
-        momentum: Muon's momentum.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr`` at
             ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. The rates equal those
             of ``transformers.get_scheduler`` at every step. Steps after ``total_steps`` have the
@@ -212,11 +211,7 @@ class OptimizerConfig(UpdateRule):
                 raise ValueError(f"modules.{module}.{error}") from None
 
     def rule(self, name: str) -> UpdateRule:
-        """Return the rule of a module or of an encoder's projector.
-
-        Args:
-            name: as in :attr:`modules`.
-        """
+        """Return the rule of a module or of an encoder's projector."""
         values = {f.name: getattr(self, f.name) for f in fields(UpdateRule)}
         values |= self.modules.get(name, {})
         for several in ("betas", "no_decay"):
@@ -225,12 +220,7 @@ class OptimizerConfig(UpdateRule):
         return UpdateRule(**values)
 
     def notes(self, steps: int, modules: Iterable[str]) -> Iterator[str]:
-        """Yield a line for modules whose learning rate is 0 in all steps of a run.
-
-        Args:
-            steps: number of steps of the run, at least 1.
-            modules: names of trained modules, as in :attr:`modules`.
-        """
+        """Yield a line for modules whose learning rate is 0 in all steps of a run."""
         idle = {
             name: rule.warmup_steps for name in modules
             if (rule := self.rule(name)).lr and not any(map(rule.factor, range(steps)))
@@ -247,7 +237,6 @@ class OptimizerConfig(UpdateRule):
         """Return the rule of a parameter.
 
         Args:
-            module: module of the parameter's stage.
             parameter: name in the stage, which begins with ``module.`` or ``projector.``.
         """
         projector = parameter.startswith("projector.")
@@ -260,7 +249,6 @@ def check_number(
     """Check that a hyperparameter is a finite number in its range.
 
     Args:
-        name: name of the field.
         accepted: description of accepted values, for the error.
         fits: returns True for accepted finite numbers.
 

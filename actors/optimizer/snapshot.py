@@ -42,7 +42,6 @@ class Snapshot(NamedTuple):
     """Trained state of a process.
 
     Attributes:
-        progress: progress of the process.
         trained: trainable parameters, and buffers of modules with trainable parameters, by stage
             and name.
         optimizer: optimizer state, by stage, name and key.
@@ -58,11 +57,6 @@ def copy_of(
 ) -> Callable[[], Snapshot]:
     """Start copying the trained state to host memory. The state may change once ``staging`` has
     waited.
-
-    Args:
-        stages: stages of the process.
-        optimizer: optimizer of their parameters.
-        staging: copies the tensors.
 
     Returns:
         A function that waits for the copy and returns it.
@@ -89,12 +83,7 @@ def copy_of(
 
 
 def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> None:
-    """Restore a copy made by :func:`copy_of`.
-
-    Args:
-        snapshot: with tensors, or with packed tensors from :func:`packed`.
-        stages, optimizer: see :func:`copy_of`.
-    """
+    """Restore a copy made by :func:`copy_of`."""
     with torch.no_grad():
         for place, tensor, _ in _trained(stages):
             tensor.copy_(_unpacked(snapshot.trained[place]))
@@ -180,8 +169,6 @@ class SnapshotActor:
         process holds it. Runs in a separate thread.
 
         Args:
-            rank: number of the other process.
-            step: step of the snapshot.
             part: list with Ray's reference to the part, so that the wait for it delays no other
                 call.
             newest: older snapshots are dropped.

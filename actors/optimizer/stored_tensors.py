@@ -42,7 +42,6 @@ class StoredTensors:
     """Tensors of a checkpoint.
 
     Args:
-        folder: location of the checkpoint.
         index: file name of each stored name; names as in
             :func:`raymm.actors.optimizer.checkpoint_shards.stored_shards`.
         files: expected size and checksum of the files. A file is verified before its first read.

@@ -68,11 +68,9 @@ class ParameterUpdates:
     """Updates parameters according to their modules' rules.
 
     Args:
-        parameters: plain tensors, by stage and name.
         matrices: ids of the parameters that Muon may update.
         layer_norms: ids of the parameters in a ``torch.nn.LayerNorm``.
         in_bf16: parameters that are kept in bf16, by id.
-        parts: parts of sharded parameters that this process holds.
         agree: all-reduces a tensor in place to its elementwise maximum over the processes that
             share a parameter.
     """
@@ -125,7 +123,6 @@ class ParameterUpdates:
         """Update parameters that have gradients.
 
         Args:
-            parameters: subset of the parameters.
             refused: scalar, 1 to change nothing, else 0.
             step: number of the step, from 0.
         """

@@ -37,13 +37,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True)
 class NodeType:
-    """Type of nodes.
-
-    Attributes:
-        name: name of the worker group.
-        resources: resources of each node.
-        most: largest number of nodes.
-    """
+    """Type of nodes."""
 
     name: str
     resources: Resources
@@ -145,12 +139,7 @@ def reachable_resources() -> dict[str, float]:
 
 def without_room(bundles: Sequence[Resources], types: Sequence[NodeType]) -> str | None:
     """Return the reason why bundles can never be placed together; None if no reason is found. Only
-    Ray can determine if all of them fit.
-
-    Args:
-        bundles: resources of each process, which must be on one node.
-        types: types of nodes.
-    """
+    Ray can determine if all of them fit."""
     counts: dict[tuple[tuple[str, float], ...], int] = {}
     for bundle in bundles:
         key = tuple(sorted(bundle.items()))

@@ -59,7 +59,6 @@ class PlacementOptions:
     """Resources that are reserved in addition to the ranks', and how long nodes may take to arrive.
 
     Attributes:
-        worker_bundles: bundles of data workers.
         spares: number of spare processes, each with a rank's resources.
         degrees: degrees of each rank. The processes of a rank are placed on one node if possible.
             Empty to place processes in the order of the bundles.
@@ -77,11 +76,7 @@ class PlacementOptions:
     check: Callable[[], None] = lambda: None
 
     def bundles_beside(self, rank: Bundle) -> tuple[Bundle, ...]:
-        """Return the bundles of all processes next to the ranks.
-
-        Args:
-            rank: bundle of each rank.
-        """
+        """Return the bundles of all processes next to the ranks."""
         return (*(rank,) * self.spares, *self.worker_bundles)
 
     def waits(self) -> float:
@@ -96,11 +91,7 @@ ONLY_RANKS = PlacementOptions()
 
 
 class Placement:
-    """Reserved places, one per process. An unreferenced placement is released.
-
-    Args:
-        bundles: resources of each process of the plan.
-    """
+    """Reserved places, one per process. An unreferenced placement is released."""
 
     def __init__(self, bundles: Sequence[Bundle], options: PlacementOptions) -> None:
         self._bundles = [dict(each) for each in (*bundles, *options.bundles_beside(bundles[0]))]
@@ -185,9 +176,6 @@ class Placement:
 
     def leave(self, nodes: frozenset[str]) -> None:
         """Wait until Ray has moved the places that were on lost nodes.
-
-        Args:
-            nodes: Ray ids of the lost nodes.
 
         Raises:
             ClusterError: Ray found no other places in time.

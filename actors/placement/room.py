@@ -53,8 +53,6 @@ def count_places(
     """Return the number of bundles that there is room for.
 
     Args:
-        nodes: free resources of each node.
-        bundle: resources of each process.
         others: further bundles to place; each goes to the node where it costs the fewest places.
     """
     free = [dict(node) for node in nodes]

@@ -50,7 +50,6 @@ class Backend(Protocol):
         """Create a stream on a partition.
 
         Args:
-            partition: partition of :attr:`gpu`.
             colocated: partitions that run at the same time.
         """
         ...

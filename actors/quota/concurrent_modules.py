@@ -69,7 +69,6 @@ class ConcurrentModules:
 
         Args:
             streams: streams of the modules; may include further modules.
-            works: by module.
 
         Returns:
             Outputs by module, in the order of ``works``.

@@ -65,7 +65,6 @@ class CudaBackend:
     """Green contexts of one GPU.
 
     Args:
-        device: the current CUDA device by default.
         coscheduled: see :class:`raymm.actors.quota.green_context.GreenContexts`.
 
     Raises:

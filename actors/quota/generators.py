@@ -71,11 +71,7 @@ class Ticket:
     """Position in a queue for the generators. It can be entered once the ticket before was left.
 
     Args:
-        before: previous ticket; None for the first.
         timeout: seconds to wait for the previous ticket.
-
-    Attributes:
-        entered: True once the ticket was entered.
     """
 
     def __init__(self, before: Ticket | None, timeout: float) -> None:

@@ -40,14 +40,11 @@ class GreenContexts:
     destroyed with every green context. Not thread-safe.
 
     Args:
-        driver: ``cuda.bindings.driver``.
-        ordinal: index of the device for the driver and torch.
         capability: the device's major compute capability.
         coscheduled: True to keep multiprocessors together that thread block clusters need. False
             gives groups of 2 and finer shares, but large clusters may fail to launch.
 
     Attributes:
-        gpu: the GPU's multiprocessors.
         queues: text that says if contexts have separate work queues, and if not, why.
 
     Raises:

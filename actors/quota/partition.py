@@ -68,7 +68,6 @@ class Partition:
     Attributes:
         quota: requested share of the GPU.
         sms: multiprocessors granted.
-        total: multiprocessors of the GPU.
         first_group, groups: range of groups; all groups if ``whole``.
         whole: True if the GPU is not split: the module runs alone, on all multiprocessors,
             including those outside of any group.

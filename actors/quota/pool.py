@@ -17,11 +17,7 @@ from raymm.errors import PlanError
 
 @dataclass(frozen=True)
 class StreamSet:
-    """Streams of the modules that run concurrently in one stage of the plan.
-
-    Attributes:
-        streams: by module, in the order of the plan.
-    """
+    """Streams of the modules that run concurrently in one stage of the plan."""
 
     name: str
     streams: Mapping[str, QuotaStream]
@@ -50,7 +46,6 @@ class StreamPool:
 
     Args:
         backend: creates the streams; closed with the pool.
-        sets: quotas by module, by name of the set.
         modules: modules of this process, if other processes run the rest; all by default.
 
     Raises:

@@ -104,7 +104,6 @@ class RecordingBackend:
 
     Args:
         gpu: simulated GPU; an H100 by default.
-        clock: returns the account's time in seconds.
     """
 
     def __init__(

@@ -28,7 +28,6 @@ class ThreadSettings:
     """Settings of the calling thread. :meth:`capture` them in one thread and apply them in another.
 
     Attributes:
-        grad, inference: True if gradient and inference mode are enabled.
         autocast: (device type, enabled, dtype).
         default_device: default device of new tensors; None if not set.
     """

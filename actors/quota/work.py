@@ -19,8 +19,6 @@ class Output:
     Attributes:
         value: what the work returned; to be passed to other :class:`Work`, which then runs after
             it.
-        stream: stream that computes the output.
-        event: event on that stream after the work.
     """
 
     module: str

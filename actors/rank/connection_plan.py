@@ -41,7 +41,6 @@ class ConnectionPlan:
     """Groups and channels that one process connects.
 
     Attributes:
-        meetings: groups that the process belongs to, by number.
         p2p_groups: (directed edge, number of the edge that is the same on all processes, senders
             and receivers).
         link_ctas: multiprocessors of a GPU that one message may occupy.
@@ -63,11 +62,6 @@ def connection_plans(
     Edges with messages from one process to the same other process share a link. Each ordered pair
     of processes has its own link, so a send or a receive never waits for a receive from another
     process.
-
-    Args:
-        p2p_groups: for every directed edge between ranks, the processes that send and receive.
-        groups: every group of several processes of one rank.
-        reductions: all groups of processes that hold the same parameters.
     """
     pairs = connected_pairs(p2p_groups)
     unnumbered = [

@@ -43,15 +43,12 @@ class Connections:
     deadlock.
 
     Args:
-        place: creates the groups.
         whereabouts: records the group that is being connected, for failure diagnosis.
 
     Attributes:
         data, samples, tokens, tensors: groups of processes of this rank that work on the same
             microbatch, split its samples, split the samples' tokens, or split each token's
             computation. None if this process is the only member.
-        senders, receivers: channels by directed edge.
-        reductions: process groups that sum gradients.
 
     Raises:
         ChannelError: the members of a group did not connect within the timeout; names them.

@@ -25,7 +25,6 @@ class DoctorSpec:
     """Description of one measuring process.
 
     Attributes:
-        rank, world_size: number of the process, and number of processes.
         device: ``"cpu"`` or ``"cuda"``.
         timeout_s: longest time to wait for another process, in seconds.
     """
@@ -85,11 +84,7 @@ class DoctorActor(MeetingActor):
 
     @task("meeting the other processes")
     def connect(self, actors: Mapping[int, Any]) -> None:
-        """Connect to all processes, and to both neighbours in the ring.
-
-        Args:
-            actors: actor handles of the spec's peers, by process number.
-        """
+        """Connect to all processes, and to both neighbours in the ring."""
         if self._device.type == "cuda":
             check_gpu_node()
         spec, rank = self._spec, self._spec.rank

@@ -20,9 +20,6 @@ def layer_peaks(
     """Measure peak bytes per layer.
 
     Args:
-        run: runs the module's forward and returns its output.
-        layers: the module's layers, in order.
-        live: byte counter.
         held: bytes that each layer keeps for its backward.
 
     Returns:
@@ -73,7 +70,6 @@ class _Marks:
     """Peak bytes of every layer's forward and backward.
 
     Attributes:
-        forward, backward: peak bytes per layer.
         after: bytes alive after the layer's forward, including its output.
     """
 

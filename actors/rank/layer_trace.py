@@ -21,13 +21,11 @@ class LayerTrace:
     """Time marks and activation bytes of one forward and backward.
 
     Args:
-        layers: number of layers.
         storages: tracks the bytes alive; None to measure time only.
 
     Attributes:
         held: bytes that each layer keeps for its backward.
         output_bytes: bytes of the hidden state that each layer returns.
-        output_shape: shape of the module's output.
         entering: shape of the hidden state that enters the first block.
     """
 
@@ -52,7 +50,6 @@ class LayerTrace:
 
         Args:
             layers: the first submodule of each layer.
-            has_blocks: True if the first layer is a block.
             leaf: True to make the first layer's input a leaf of the autograd graph.
         """
         handles = []

@@ -76,10 +76,6 @@ class MeetingPlace:
     one process, and so does the name from ``use_local_synchronization``. Both differ among members
     that have created different numbers of groups.
 
-    Args:
-        device: device of this process's tensors.
-        store: key-value store for the rendezvous.
-
     Attributes:
         device: as given, with an index, which NCCL needs.
 
@@ -133,7 +129,6 @@ class MeetingPlace:
         :meth:`new_group` otherwise.
 
         Args:
-            number, ranks: those of ``group``.
             group: group of the same processes; returned itself on CPUs.
         """
         if self.device.type != "cuda":
@@ -150,8 +145,6 @@ class MeetingPlace:
         Like :meth:`new_group` otherwise.
 
         Args:
-            number: number of the link among all groups of all processes, from 1.
-            sender, receiver: process numbers in the default group.
             ctas: on a GPU, largest number of multiprocessors that a message may occupy.
 
         Returns:
@@ -243,7 +236,6 @@ class MeetingActor(ObservedActor):
     """Base class of actors that create process groups with each other.
 
     Args:
-        number: number of the process.
         describe: returns the text of an instruction of the actor's programs.
     """
 
@@ -260,11 +252,7 @@ class MeetingActor(ObservedActor):
         self._changing = threading.Lock()
 
     def receive_news(self, news: Sequence[News], generation: int = 0) -> None:
-        """Store keys that other processes have set, while this process waits for them.
-
-        Args:
-            generation: rendezvous that the keys belong to.
-        """
+        """Store keys that other processes have set, while this process waits for them."""
         if (store := self._store_of(generation)) is not None:
             store.receive_news(news)
 
@@ -283,13 +271,7 @@ class MeetingActor(ObservedActor):
     def _meeting(
         self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any], generation: int = 0
     ) -> Iterator[None]:
-        """Open the rendezvous store for the length of the block, so that groups can be created.
-
-        Args:
-            members: members of each group, by group number.
-            actors: actors of the processes that receive keys from this one.
-            generation: number of earlier rendezvous.
-        """
+        """Open the rendezvous store for the length of the block, so that groups can be created."""
         store = self._store_of(generation)
         assert store is not None
         with self._changing:

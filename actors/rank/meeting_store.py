@@ -39,11 +39,7 @@ class News(NamedTuple):
 
 def peers(me: int, groups: Iterable[Sequence[int]]) -> set[int]:
     """Return the receivers of a process's keys: all other members of the groups in which the
-    process is the first member, and the first member of each other group.
-
-    Args:
-        groups: members of each group of the process ``me``.
-    """
+    process is the first member, and the first member of each other group."""
     receivers: set[int] = set()
     for members in groups:
         receivers.update(members if members[0] == me else members[:1])
@@ -57,8 +53,6 @@ class MeetingStore(Store):
     created; ``TORCH_DIST_INIT_BARRIER``, which would need counters, cannot be set.
 
     Args:
-        me: number of the process.
-        timeout: default timeout of a wait.
         generation: number of earlier rendezvous.
     """
 
@@ -82,10 +76,6 @@ class MeetingStore(Store):
 
         At the end of the block, all keys of this process have been sent. All members of a group
         that has been used have received the keys that they waited for.
-
-        Args:
-            members: members of each group that the process will create, by group number.
-            actors: actors of its :func:`peers` in these groups, by process number.
         """
         with self._changed:
             self._members, self._actors, self._open = dict(members), actors, True

@@ -84,7 +84,6 @@ class ModuleTimes:
         samples, tokens: counts of samples and tokens in the hidden state (samples, length, width)
             that enters the blocks, or in the module's output if that hidden state has another
             shape.
-        output_shape: shape of the module's output.
     """
 
     layers: tuple[LayerTimes, ...]
@@ -180,19 +179,11 @@ class ModuleProfiler:
         return ModuleTimes(layers, shape[0], shape[0] * shape[1], kept.output_shape)
 
     def halve(self, plans: Mapping[str, ShardPlan]) -> None:
-        """Shard the module as one of two processes with tensor parallelism holds it.
-
-        Args:
-            plans: shard plans of the module and of its projector.
-        """
+        """Shard the module as one of two processes with tensor parallelism holds it."""
         self._stage.shard_tensors(cast(Any, plans), LoneMember(2))
 
     def layer_bytes(self, request: ProfileRequest) -> tuple[LayerBytes, ...]:
-        """Measure the memory of every layer.
-
-        Args:
-            request: see :meth:`measure`.
-        """
+        """Measure the memory of every layer."""
         inputs, received = self._tensors_of(request)
         held, working, forward = self._bytes(inputs, received)
         options: list[tuple[LayerOption, ...]] = [()] * len(held)

@@ -57,11 +57,7 @@ class RankActor(StoredRank):
 
     def warm_up(self, *specs: RankSpec) -> None:
         """Prepare a spare process: unpickling the specs imports the code of their stages, and a
-        tensor initializes the device.
-
-        Args:
-            *specs: specs of ranks with different modules.
-        """
+        tensor initializes the device."""
         torch.zeros(1, device=self._device)
 
     def become(self, spec: RankSpec) -> None:
@@ -80,7 +76,6 @@ class RankActor(StoredRank):
         """Join the group of all processes, and create all groups and channels.
 
         Args:
-            actors: actor handles of the spec's peers, by process number.
             generation: number of earlier rendezvous.
         """
         # OpenMP's thread count is per thread, and ``__init__`` ran in another thread.
@@ -136,11 +131,8 @@ class RankActor(StoredRank):
     @task("meeting the other ranks again")
     def renew(self, actors: Mapping[int, Any], generation: int) -> None:
         """Reconnect a surviving process after :meth:`leave`, to the other survivors and to the
-        replacements. Stages, parameters and optimizer state are kept; loaded programs are dropped.
-
-        Args:
-            actors, generation: see :meth:`connect`.
-        """
+        replacements. Stages, parameters and optimizer state are kept; loaded programs are
+        dropped."""
         if dist.is_initialized():  # aborted groups of NCCL are gone already
             dist.destroy_process_group()
         self._meet(actors, generation)
@@ -301,8 +293,6 @@ class RankActor(StoredRank):
         """Compile a program for :meth:`run_step`.
 
         Args:
-            key: identifies the program in :meth:`run_step`.
-            instructions: instructions of this rank.
             issues: receives and gradient sums, with the instruction before which each starts.
             bound: largest number of messages per edge in flight; None for no limit.
         """
@@ -322,7 +312,6 @@ class RankActor(StoredRank):
             layout: (stage, microbatch) of each entry of ``inputs``; entries of the same stage and
                 microbatch are merged. Inputs are separate arguments so that Ray resolves the object
                 references among them before the call.
-            *inputs: keyword arguments of a stage, by name.
         """
         with self._unless_failed():
             return self._run_step(key, meta, layout, inputs)
@@ -355,12 +344,7 @@ class RankActor(StoredRank):
         return result
 
     def run_packed_step(self, call: bytes, layout: bytes, *inputs: dict[str, Any]) -> bytes:
-        """Run :meth:`run_step` with pickled arguments (:mod:`raymm.actors.rank.step_calls`).
-
-        Args:
-            call: pickled key and metadata.
-            layout: pickled layout of the inputs.
-        """
+        """Run :meth:`run_step` with pickled arguments (:mod:`raymm.actors.rank.step_calls`)."""
         return pack_result(self.run_step(*unpack_call(call, layout), *inputs))
 
     @task("the optimizer's step")

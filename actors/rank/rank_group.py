@@ -38,14 +38,11 @@ class RankGroup(ObservedRanks):
     Actors have ``max_restarts=0``, so a killed process is reported within tens of milliseconds.
 
     Args:
-        specs: one per rank, in order.
         labels: stages of each rank, for error messages (``"vision.0, llm.0"``).
-        resources: resources that each rank reserves.
         placement: resources that are reserved in addition, and how long nodes may take to arrive.
 
     Attributes:
         places: host and process id of each rank, in order.
-        placement: the reservation.
 
     Raises:
         ClusterError: the cluster cannot hold the ranks, or not in time.
@@ -190,11 +187,7 @@ class RankGroup(ObservedRanks):
             return [call.remote(*args) for call in calls]
 
     def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        """Call a method with a different argument on each rank; see :meth:`call`.
-
-        Args:
-            args: arguments by rank, or references to them.
-        """
+        """Call a method with a different argument on each rank; see :meth:`call`."""
         self.check_running()
         with self._order:
             refs = [
@@ -244,7 +237,6 @@ class RankGroup(ObservedRanks):
         """Start a step on all ranks without waiting. Steps run in submission order.
 
         Args:
-            key: key from :meth:`load_program`.
             inputs: per rank, (stage, microbatch, dict or ObjectRef of a dict).
 
         Raises:
@@ -336,8 +328,6 @@ class RankGroup(ObservedRanks):
         single node nothing is stored.
 
         Args:
-            step: step of the snapshot.
-            parts: references to the parts, by rank.
             newest: older snapshots are dropped.
 
         Returns:

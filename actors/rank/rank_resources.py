@@ -80,10 +80,6 @@ def check_capacity(
     """Compare the resources that a plan needs with those of the connected cluster, including the
     nodes that an autoscaler can add.
 
-    Args:
-        num_ranks: number of ranks of the plan.
-        options: resources of data workers and spares, and how long nodes may take to arrive.
-
     Raises:
         ClusterError: the cluster cannot hold the ranks and data workers, even when idle and with
             all its nodes.

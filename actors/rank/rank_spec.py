@@ -41,13 +41,8 @@ class RankSpec:
     """Specification of one process.
 
     Attributes:
-        rank, world_size: number of the process, and number of processes.
         builders: per stage, a picklable function that builds the stage module.
-        edges: data edges from and to the rank's stages.
-        connections: groups and channels to create.
-        process_groups: processes of this rank.
         shard_specs: per module, the shard of each parameter that a process holds.
-        parameter_ownership: duties for parameters that other processes hold, too.
         autocast: name of the torch dtype for automatic mixed precision, or None.
         exact_autocast: True to leave fully sharded parameters to autocast, instead of gathering
             them in its dtype.
@@ -134,7 +129,6 @@ class RankPlace(NamedTuple):
 
     Attributes:
         label: stages of the rank.
-        host: host name of its node.
     """
 
     label: str

@@ -54,8 +54,6 @@ class StepHandle(Generic[Result]):
     """Submitted step.
 
     Args:
-        group: runs the step.
-        refs: references to the ranks' results.
         unpack: converts what a rank returned to its result; None if no conversion is needed.
     """
 
@@ -143,11 +141,7 @@ def _pack_layout(layout: Sequence[tuple[StageId, int]]) -> bytes:
 def unpack_call(
     common: bytes, layout: bytes
 ) -> tuple[str, StepMeta, Sequence[tuple[StageId, int]]]:
-    """Return the key, the metadata, and (stage, microbatch) of every input.
-
-    Args:
-        common, layout: first two arguments from :func:`pack_calls`.
-    """
+    """Return the key, the metadata, and (stage, microbatch) of every input."""
     return *pickle.loads(common), pickle.loads(layout) if layout else ()
 
 

@@ -161,9 +161,6 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         """Read parameters, buffers and optimizer state from files that match the manifest.
 
         Args:
-            folder: location of the checkpoint.
-            index: file name of each tensor, by tensor name.
-            files: size and checksum of each file, as in the manifest.
             step: step of the checkpoint, for the learning rate.
 
         Returns:

@@ -30,7 +30,6 @@ class SurfaceRequest:
     """Request to measure a module.
 
     Attributes:
-        request: samples of one GPU.
         input_gradients: True if encoder outputs that the module receives need gradients.
         quotas: shares of the device's multiprocessors; on a CPU only 1.
     """
@@ -48,7 +47,6 @@ class SurfaceTimes:
         seconds: time of a forward and backward, by quota; without quotas that the device cannot
             grant.
         activation_bytes: activations of each layer, as if all of its parameters were trained.
-        output_shape: shape of the module's output.
     """
 
     seconds: dict[float, float]
@@ -205,8 +203,6 @@ class ColocationProfiler:
         modules run concurrently nearly all the time.
 
         Args:
-            requests: by module.
-            groups: quotas by module.
             expected: for each group, approximate seconds by module at these quotas.
             backend: of the device; :class:`CudaBackend` by default.
         """

@@ -18,12 +18,7 @@ LEAVE_S = 30.0
 
 
 def cut(actors: Collection[Any], generation: int) -> None:
-    """Shut down connections, so that ranks which wait for others fail at once. Does not wait.
-
-    Args:
-        actors: actors of the ranks.
-        generation: generation of the connections.
-    """
+    """Shut down connections, so that ranks which wait for others fail at once. Does not wait."""
     for actor in actors:
         actor.cut.remote(generation)
 
@@ -34,8 +29,6 @@ def leave(
     """Make ranks leave the step in progress; return the progress of the ranks that did.
 
     Args:
-        actors: by rank.
-        generation: generation of their connections.
         timeout: seconds for all ranks.
     """
     cut(list(actors.values()), generation)
@@ -52,12 +45,7 @@ def leave(
 
 
 def end(actors: Mapping[int, Any], addresses: Mapping[int, Address]) -> None:
-    """Kill processes, whatever they are doing.
-
-    Args:
-        actors: by rank.
-        addresses: known addresses, by rank.
-    """
+    """Kill processes, whatever they are doing."""
     kill_from_outside({rank: addresses[rank] for rank in actors if rank in addresses})
     for actor in actors.values():
         ray.kill(actor, no_restart=True)

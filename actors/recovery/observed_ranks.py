@@ -31,7 +31,6 @@ class ObservedRanks(ABC):
     """Actors of ranks, and their state.
 
     Args:
-        labels: stages of each rank.
         patience: longest time that a rank may wait for another, in seconds.
 
     Attributes:
@@ -94,7 +93,6 @@ class ObservedRanks(ABC):
         for it.
 
         Args:
-            refs: one per rank.
             ranks: rank of each reference; all ranks in order if None.
             timeout: seconds without a result. None to wait until no rank has started an instruction
                 for as long as a rank may wait for another (``timeout_s``).
@@ -198,7 +196,6 @@ class ObservedRanks(ABC):
         it.
 
         Args:
-            rank: rank to replace.
             why: text that follows the rank's name in the message.
 
         Raises:
@@ -337,7 +334,6 @@ def lost_node_error(nodes: frozenset[str], preempted: bool) -> partial[RunFailed
     driver's own node is lost, the error is the loss of the cluster.
 
     Args:
-        nodes: Ray ids.
         preempted: True if Ray reported a preemption for a process on these nodes.
     """
     if not nodes or ray.get_runtime_context().get_node_id() in nodes:

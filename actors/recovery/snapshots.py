@@ -35,12 +35,10 @@ class TakenSnapshot:
     """Snapshot that is complete or being taken.
 
     Attributes:
-        step: steps that the ranks have finished in the snapshot's state.
         steps: references that are ready once a rank has returned its part, or once a process on
             another node has stored it. They resolve to the step.
         parts: parts of the ranks in Ray's object store. The process that requested them owns them,
             so they outlive the ranks.
-        kept: the caller's data that belong to the snapshot.
     """
 
     step: int
@@ -58,12 +56,7 @@ class Snapshots:
         self._under_way: list[TakenSnapshot] = []
 
     def take(self, step: int, kept: Any = None) -> None:
-        """Take a snapshot of the state after all calls that have been submitted. Does not wait.
-
-        Args:
-            step: steps that the ranks have finished by then.
-            kept: data to store with the snapshot.
-        """
+        """Take a snapshot of the state after all calls that have been submitted. Does not wait."""
         newest = self.newest()
         self._ranks.start("copy_snapshot")
         handed = self._ranks.start("hand_over_snapshot", returns=2)
@@ -107,11 +100,7 @@ class Snapshots:
 
 def keepers(nodes: Mapping[int, str]) -> dict[int, int]:
     """Return, for each rank, the next rank (cyclically) that is on another node. Ranks without such
-    a rank are omitted.
-
-    Args:
-        nodes: by rank.
-    """
+    a rank are omitted."""
     ranks = sorted(nodes)
     keeper_of: dict[int, int] = {}
     for at, rank in enumerate(ranks):

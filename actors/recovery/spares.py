@@ -22,11 +22,7 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Warm processes, each in its own place.
-
-    Args:
-        places: places for spare processes.
-    """
+    """Warm processes, each in its own place."""
 
     def __init__(self, places: Sequence[Any] = ()) -> None:
         self._free = list(places)

@@ -193,9 +193,6 @@ class BucketFolder(StorageFolder):
 def tried(operation: Callable[[], Value], retry_for_s: float) -> Value:
     """Run an operation on an object store, and retry it after errors that may be temporary.
 
-    Args:
-        retry_for_s: seconds for which it is retried.
-
     Raises:
         OSError: a permanent error, or no success in time.
     """
@@ -232,7 +229,6 @@ def connect(scheme: str, bucket: str, query: str) -> Any:
 
     Args:
         scheme: ``"s3"`` or ``"gs"``.
-        query: query of a URL, with :data:`OPTIONS`.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.

@@ -62,10 +62,6 @@ def storage_folder(
 ) -> StorageFolder:
     """Return the folder at a location, without accessing it.
 
-    Args:
-        location: a path or a URL.
-        retry_for_s: seconds for which failed operations on a bucket are retried.
-
     Raises:
         ValueError: the URL is not accepted.
     """

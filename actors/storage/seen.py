@@ -20,7 +20,6 @@ def problem_seeing(location: str, name: str, token: str) -> str | None:
     """Look for a file that another process wrote, and write a temporary one.
 
     Args:
-        location: location of the folder.
         token: expected content of the file.
 
     Returns:
