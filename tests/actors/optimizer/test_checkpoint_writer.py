@@ -66,7 +66,7 @@ def test_a_copy_is_written_as_what_it_was_copied_from(
     for file in files:
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
         assert set(load_file(folders[0] / file)) == set(files[file])
-    with pytest.raises(CheckpointError, match="nothing to write"):  # it is gone
+    with pytest.raises(CheckpointError, match="no copied state"):  # it is gone
         process.write_copy(str(folders[0]))
 
 

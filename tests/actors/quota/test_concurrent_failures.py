@@ -40,7 +40,7 @@ def test_a_backward_elsewhere_than_its_forward_is_refused(side):
 
 def test_a_module_without_a_stream_is_refused(streams, side):
     for run in (side.run, one_after_another):
-        with pytest.raises(ValueError, match="name module 'llm'; accepted: those of set 's'"):
+        with pytest.raises(ValueError, match="no stream for module 'llm'; accepted: modules of"):
             run(streams, {"llm": Work(print)})
 
 

@@ -150,7 +150,7 @@ def test_another_folder_of_the_same_name_is_noticed(folder, monkeypatch):
     folder.replace("token", b"mine")
     assert problem_seeing(folder.location, "token", "mine") is None
     assert folder.names() == ["token"]
-    assert "another file" in (problem_seeing(folder.location, "token", "other") or "")
+    assert "a different file" in (problem_seeing(folder.location, "token", "other") or "")
     for elsewhere in ((folder / "elsewhere").location, "/dev/null/run"):
         problem = problem_seeing(elsewhere, "token", "mine")
         assert problem is not None
