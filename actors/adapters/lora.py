@@ -89,12 +89,10 @@ class AdaptedLayer(nn.Module):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return (out, in)."""
         return len(self.lora_B), self.lora_A.shape[1]
 
     @property
     def packed(self) -> bool:
-        """Return True if several codes of the weight share a byte."""
         scale = self._parameters.get(SCALE)
         return scale is not None and scale.dim() > 1
 
@@ -122,11 +120,7 @@ class AdaptedLayer(nn.Module):
 
     def plain(self, merged: bool) -> torch.Tensor:
         """Return the weight of a plain layer, in the stored shape, that computes the same without
-        dropout.
-
-        Args:
-            merged: True to include the adapter.
-        """
+        dropout, including the adapter if ``merged``."""
         with torch.no_grad():
             rows = self._matrix()
             if merged:
@@ -246,8 +240,8 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
 
 
 def disable_dropout(module: nn.Module) -> None:
-    """Set the probability of all dropout layers and adapters to 0, as `trl` does. Dropout inside
-    attention that is not a layer stays, as in `trl`."""
+    """Set the probability of all dropout layers and adapters to 0 in place, as `trl` does. Dropout
+    inside attention that is not a layer stays, as in `trl`."""
     for layer in module.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
@@ -263,8 +257,8 @@ def set_trained(module: nn.Module, trained: bool) -> None:
 
 
 def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
-    """Return a copy of a whole module without adapters, with the rows of new tokens written into
-    its weights.
+    """Return a copy of a whole module without adapters, with new tokens' rows written into its
+    weights.
 
     Args:
         merged: True to add the adapters to the weights. Quantised weights are dequantised.
@@ -283,7 +277,6 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Return True if a layer of a module has an adapter."""
     return any(isinstance(child, AdaptedLayer) for child in module.modules())
 
 
@@ -293,5 +286,4 @@ def is_of_base(name: str) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if a parameter name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER_NAMES

@@ -1,7 +1,7 @@
 """Training of the rows of new tokens only. An embedding and an output head are frozen, except for
 the rows of a range of token ids, which are a separate parameter next to the weight.
 
-The weight is frozen, so no gradient, weight decay or optimizer state affects the rows of other
+Because the weight is frozen, no gradient, weight decay or optimizer state affects the rows of other
 tokens. A head that shares its weight with the embedding also shares the new rows.
 """
 
@@ -71,11 +71,8 @@ def _class_with_rows(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def add_rows(module: nn.Module, rows: range) -> nn.Module:
-    """Train the rows of new tokens, in place, starting from their current values.
-
-    Args:
-        module: transformers model: whole, pruned to a stage, or a skeleton. Layers without weights
-            are skipped.
+    """Train the rows of new tokens, in place, starting from their current values. The module is
+    whole, pruned to a stage, or a skeleton; layers without weights are skipped.
 
     Raises:
         ModelError: the head is not a plain linear layer.
@@ -117,5 +114,4 @@ def merge_rows(module: nn.Module) -> None:
 
 
 def is_new_rows(name: str) -> bool:
-    """Return True if a parameter name belongs to the rows of new tokens."""
     return name.rpartition(".")[2] == ROWS

@@ -67,8 +67,8 @@ def dequantised(
 
 
 class _Product(torch.autograd.Function):
-    """Product with quantised weights. Codes are converted to the compute dtype for the product
-    only, in forward and backward, so autograd keeps only the codes."""
+    """Product with quantised weights, whose codes are converted to the compute dtype in forward and
+    backward only, so that autograd keeps only the codes."""
 
     @staticmethod
     def forward(

@@ -73,6 +73,6 @@ def _matches(name: str, pattern: str, config: LoraConfig) -> bool:
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Return True if a layer can get an adapter. Subclasses of the supported classes cannot,
-    because they may use their weight differently."""
+    """Return True if a layer can get an adapter. Subclasses cannot: they may use their weight
+    differently."""
     return type(module) in (nn.Linear, Conv1D)

@@ -1,10 +1,10 @@
 """Modules colocated on one rank: their streams and threads, each with its quota.
 
 A module without a partner has the whole device, because limiting it would leave the rest idle.
-Works start after all work issued to the rank's stream before. Everything issued to that stream
-afterwards waits for their events: messages, gradient sums (which hooks do not start meanwhile), and
-the optimizer. A tensor that crosses streams is recorded on the stream that reads it. Works that
-draw random numbers are issued one after another, because a process has one generator per device.
+Works start after all earlier work of the rank's stream, and later work of that stream waits for
+them: messages, gradient sums (which hooks do not start meanwhile), and the optimizer. A tensor that
+crosses streams is recorded on the stream that reads it. Works that draw random numbers are issued
+one after another, because a process has one generator per device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Colocation:
     step.
 
     Args:
-        sets: for each set of modules that run concurrently, shares of the multiprocessors by
-            module. Work that needs the whole device runs on the rank's own stream.
+        sets: for each set of modules that run concurrently, shares of the multiprocessors. Work
+            that needs the whole device runs on the rank's own stream.
         timeout: seconds that the works of one group may take.
 
     Raises:
@@ -60,11 +60,8 @@ class Colocation:
             )
 
     def run(self, works: Mapping[str, Work], quotas: Mapping[str, float]) -> dict[str, Output]:
-        """Run works concurrently; see :meth:`raymm.actors.quota.ConcurrentModules.run`.
-
-        Args:
-            quotas: quotas of these modules, as in one of the sets.
-        """
+        """Run works concurrently; see :meth:`raymm.actors.quota.ConcurrentModules.run`. ``quotas``
+        must be contained in one of the sets."""
         name = next(n for n, own in self._sets.items() if quotas.items() <= own.items())
         return self._concurrent.run(self._pool.select(name), works)
 
@@ -73,8 +70,7 @@ class Colocation:
         """Issue the calling thread's work to a module's stream for the length of the block.
 
         The stream is that of the first set with the module, or the rank's stream if no set has it.
-        The block's work runs after work issued to the rank's stream before, and before work issued
-        to it later.
+        The block's work is ordered with the work of the rank's stream before and after it.
         """
         name = next((name for name, quotas in self._sets.items() if module in quotas), None)
         if name is None:
@@ -92,7 +88,6 @@ class Colocation:
         return self._pool.report()
 
     def close(self) -> None:
-        """End the threads and destroy the streams."""
         self._concurrent.close()
         self._pool.close()
 

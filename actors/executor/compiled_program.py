@@ -21,10 +21,9 @@ class Producer(NamedTuple):
 
     Attributes:
         name: key of the output in the inputs of the task's stage.
-        needs_gradient: True if the producer receives a gradient.
         output, gradient: message slots of the output and of its gradient.
         samples: samples of the microbatch in the output's slot; empty for all.
-        reads: the samples among them that the task's stage reads and computes gradients of.
+        reads: samples among them that the task's stage reads and computes gradients of.
     """
 
     stage: StageId
@@ -156,8 +155,6 @@ def compile_program(
 
 
 class _Resolver:
-    """Converts a rank's instructions to tasks."""
-
     def __init__(
         self, instructions: Sequence[Instruction], edges: Sequence[Edge],
         every: Collection[tuple[str, str]], ports: Mapping[Edge, EdgePorts],
@@ -224,8 +221,8 @@ class _Resolver:
     def _reads(
         self, producer: StageId, consumer: StageId, microbatch: int
     ) -> tuple[Range, ...] | None:
-        """Return the samples of an output on this rank that a stage of this rank reads; None if it
-        reads nothing."""
+        """Return the samples of an output on this rank that one of its stages reads; None for
+        nothing."""
         place = producer, microbatch
         has = self.arrivals.get(place, self.forwards.get(place))
         if has is None or (consumer, microbatch) not in self.forwards:
@@ -238,19 +235,16 @@ class _Resolver:
     def _gets(
         self, producer: StageId, consumer: StageId, microbatch: int
     ) -> tuple[Range, ...] | None:
-        """Return the samples that a stage sends to another stage of this or another rank; None for
-        nothing."""
+        """Return the samples that a stage sends to another stage; None for nothing."""
         sent = self.messages_to.get((producer, consumer, microbatch))
         return self._reads(producer, consumer, microbatch) if sent is None else sent
 
     def _shared(
         self, i: Instruction
     ) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]]:
-        """Return the slots of a message and the samples of each part.
-
-        A received output has a slot for each stage that reads it. A returned gradient is the sum of
-        the gradients of these stages, each with its samples.
-        """
+        """Return the slots of a message and the samples of each part. A received output has a slot
+        for each stage that reads it. A returned gradient is the sum of the gradients of these
+        stages."""
         m = i.microbatch
         if (i.op is Op.RECV) is not (i.direction is Direction.FORWARD):
             return (self._message(*i.edge, m),), ()
@@ -268,7 +262,6 @@ class _Resolver:
 
 
 def between_modules(producer: StageId, consumer: StageId) -> bool:
-    """Return True if two stages belong to different modules."""
     return producer.module != consumer.module
 
 

@@ -40,11 +40,7 @@ class _Timed(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One task or one group of concurrent tasks, with its callables.
-
-    Attributes:
-        task: reported as the current instruction; the first task of a group.
-    """
+    """One task or one group of concurrent tasks; ``task`` is the reported instruction."""
 
     task: Task
     begins: tuple[Callable[[], None], ...]
@@ -60,7 +56,7 @@ class _Part(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Program that a rank can run, with the action of every task."""
+    """Program that a rank can run, with the action and the packed label of every task."""
 
     program: CompiledProgram
     parts: tuple[_Part, ...]
@@ -260,11 +256,9 @@ class Executor:
         self, group: Mapping[str, Sequence[tuple[Task, Action]]], step: StepState,
         clock: StepClock, timed: _Timed,
     ) -> None:  # fmt: skip
-        """Run every module's tasks of a group in its thread, on its quota. Work that this thread
-        issues afterwards (messages, gradient sums, the optimizer's step) runs after the group.
-
-        Gradient sums start after the group, because their hooks support one backward at a time.
-        """
+        """Run every module's tasks of a group in its thread, on its quota. Later work of this
+        thread runs after the group, as do gradient sums: their hooks support one backward at a
+        time."""
         works = {module: self._work(tasks, step, clock) for module, tasks in group.items()}
         assert self._colocation is not None  # only colocation creates groups
         quotas = {module: tasks[0][0].quota for module, tasks in group.items()}
@@ -307,14 +301,12 @@ def _receive(place: int, recv: Callable[[], Message], step: StepState) -> None:
 
 
 def _receive_for(places: Sequence[int], recv: Callable[[], Message], step: StepState) -> None:
-    """Receive one message for several stages, which must not change it."""
     message = recv()
     for place in places:
         step.messages[place] = message
 
 
 def _send_sum(task: Task, send: Callable[[Message], None], step: StepState) -> None:
-    """Send the sum of the gradients that several stages have computed for one output."""
     parts = [step.take(place) for place in (task.message, *task.further)]
     offsets = step.meta.offsets_of(task.microbatch, task.peer.module)
     send(summed_gradients(parts, task.parts, task.samples, offsets))

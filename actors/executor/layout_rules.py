@@ -1,5 +1,5 @@
-"""Rules that predict a message's layout from the sizes of a microbatch's data. They are learned
-from earlier messages.
+"""Rules that predict a message's layout from the sizes of a microbatch's data, learned from
+messages.
 
 With text of varying length, nearly every microbatch has a new shape. Its layouts equal earlier ones
 except for some dimensions. Each of these is linear in one of the data's sizes, divided by a stride
@@ -100,11 +100,8 @@ class LayoutRules:
         self._rules: OrderedDict[int, _Rule] = OrderedDict()
 
     def learn(self, key: object, layout: Layout) -> None:
-        """Learn from a layout that was not predicted.
-
-        Args:
-            key: key of the message; ignored unless it is a :class:`LayoutKey`.
-        """
+        """Learn from a layout that was not predicted. Keys other than :class:`LayoutKey` are
+        ignored."""
         if not isinstance(key, LayoutKey):
             return
         rule = self._rules.get(key.structure)

@@ -20,8 +20,8 @@ class Due(NamedTuple, Generic[Route]):
 
     Attributes:
         route: transfer plan of the message; None if a description has to be sent first.
-        expected: True if the layout is a prediction; a byte in host memory then confirms or rejects
-            it.
+        expected: True if the layout is a prediction, which a byte in host memory confirms or
+            rejects.
     """
 
     key: object
@@ -34,9 +34,8 @@ class Layouts(Generic[Route]):
     remembered; the least recently used one is evicted.
 
     Changes between two calls of :meth:`due` take effect at the next call, in the order of the
-    messages. So both ends decide identically although one is ahead of the other. A layout that was
-    described in a step is also valid for later messages of that step, which both ends reach after
-    the description.
+    messages, so both ends decide identically although one is ahead. A layout described in a step is
+    also valid for later messages of that step.
     """
 
     def __init__(self, route: Callable[[Layout], Route]) -> None:
@@ -81,20 +80,19 @@ class Layouts(Generic[Route]):
 
     def described(self, key: object) -> Route | None:
         """Return the transfer plan of a message whose key was described earlier in this step; None
-        if there was no description."""
+        otherwise."""
         described = self._described.get(key)
         return None if described is None else described[1]
 
     def describe(self, key: object, layout: Layout) -> Route:
-        """Record the layout of a message that was unknown or differs from the prediction; return
-        its transfer plan."""
+        """Record the layout of a message that was not predicted correctly; return its transfer
+        plan."""
         described = self._described.get(key)
         if described is None or described[0] != layout:
             described = self._described[key] = layout, self._route(layout)
         return described[1]
 
     def confirm(self, key: object) -> None:
-        """Record that a message had the predicted layout."""
         self._confirmed.add(key)
 
     def certain(self, key: object) -> Layout | None:

@@ -18,8 +18,7 @@ class Link:
         group: group of the two processes, shared by all edges with messages in the same direction.
         tag: number of the edge. NCCL has no tags: messages of all edges that share a group are
             received in the order in which they were sent.
-        host_group: group of the same processes for host memory, used for descriptions and side
-            tensors. Defaults to ``group``, which must then transfer host memory.
+        host_group: group for descriptions and side tensors in host memory; ``group`` by default.
 
     Attributes:
         isend, irecv: start sending a contiguous tensor, or receiving into one.
@@ -48,6 +47,5 @@ def _operations(group: PointToPoint, tag: int) -> tuple[Operation, Operation]:
 
 
 def name_ranks(links: Mapping[int, Link]) -> str:
-    """Return the names of the processes at the other end, for errors."""
     peers = sorted(link.peer for link in links.values())
     return f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"

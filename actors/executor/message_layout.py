@@ -41,14 +41,13 @@ class Layout(NamedTuple):
         return not (message.side or self.side) or self == Layout.of(message)
 
     def of_gradients(self) -> Layout:
-        """Return the layout of the gradients of the message's tensors. Named tensors have an
-        additional byte each (:func:`raymm.actors.modules.message_samples.used_tensors`)."""
+        """Return the layout of the tensors' gradients. Named tensors have an additional byte each
+        (:func:`raymm.actors.modules.message_samples.used_tensors`)."""
         count = len(self.names)
         return Layout(self.tensors, ((USED, (count,), torch.uint8),) if count else ())
 
     @property
     def side_bytes(self) -> int:
-        """Return the total bytes of all side entries."""
         return sum(_nbytes(shape, dtype) for _, shape, dtype in self.side)
 
     def encode(self) -> bytes:

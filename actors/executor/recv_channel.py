@@ -1,5 +1,5 @@
-"""Receiving end of a directed edge between two ranks. :mod:`raymm.actors.executor.send_channel` is
-the sending end."""
+"""Receiving end of a directed edge; :mod:`raymm.actors.executor.send_channel` is the sending
+end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class _Buffer(NamedTuple):
 
     Attributes:
         size: shape of the buffer, which is a flat share if several processes receive the tensor.
-        parts: (link, start, stop) of the elements from each sender; None if all come from one
-            sender.
+        parts: (link, start, stop) of the elements from each sender; None for a single sender.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +49,7 @@ class _Incoming(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """Message that is being received."""
+    """Message that is being received: ``works`` fill ``shares``, ``host_work`` fills ``side``."""
 
     due: Due[_Incoming]
     route: _Incoming
@@ -102,8 +101,8 @@ class RecvChannel:
         self._posted: deque[_Posted] = deque()
 
     def expect(self, keys: Sequence[object]) -> None:
-        """Announce the keys of the step's messages, in order. Unless order matters, post as many
-        receives as messages may be in flight."""
+        """Announce the keys of the step's messages, in order. Unless order matters, post receives
+        ahead."""
         self._due = self._layouts.due(keys) if self._outputs is None else deque(
             Due(key, None) for key in keys
         )
@@ -198,8 +197,8 @@ class RecvChannel:
         return _Posted(due, route, tuple(shares), tuple(works), side, host_work)
 
     def recv(self) -> Message:
-        """Return the next message, with its side tensors in host memory. On a CPU this waits for
-        the message; on a GPU work that is issued next to the device waits for the tensors.
+        """Return the next message, with its side tensors in host memory. On a GPU the device waits
+        for the tensors, not the host.
 
         Raises:
             ChannelError: the message did not arrive in time, or the peer is gone.
@@ -241,7 +240,6 @@ class RecvChannel:
         return route, tuple(to_device(t, self._device) for t in posted.shares), posted.side
 
     def _whole(self, share: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
-        """Return the whole tensor, gathering the shares of all receivers if there are several."""
         if self._gathered is not None:
             share = gather_shares(share, self._gathered)[: prod(buffer.shape)]
         return share.view(buffer.shape)

@@ -1,5 +1,4 @@
-"""Sending end of a directed edge between two ranks. :mod:`raymm.actors.executor.recv_channel` is
-the receiving end.
+"""Sending end of a directed edge; :mod:`raymm.actors.executor.recv_channel` is the receiving end.
 
 A message is its tensors plus one byte buffer with all side tensors. Once a layout is known, nothing
 but data is transferred: the step's metadata gives each microbatch a key that determines its layout.
@@ -9,12 +8,11 @@ rejection the data already sent are discarded, and the message follows with its 
 host memory. Gradients have the layouts of the corresponding outputs and need no description.
 
 Receives are posted ahead of time: on a GPU where the program schedules them, on a CPU a few
-messages ahead, so that a message is transferred as soon as it is sent. A sent tensor is kept until
-its send has completed.
+messages ahead. A sent tensor is kept until its send has completed.
 
 Side tensors are read by the host (lengths, labels, assignment of items), so they are transferred
-between hosts, and the receiving host need not wait for its device to read them. The host does not
-wait for the tensors either: on a GPU, work issued next runs after them in the device's order.
+between hosts, and the host waits for no device. On a GPU, work issued next runs after the tensors
+in the device's order.
 
 If an end has several processes, each sends or receives its share of every tensor
 (:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares. A receiver gets the
@@ -53,10 +51,9 @@ class _Outgoing(NamedTuple):
     """Send plan for messages of one layout.
 
     Attributes:
-        parts: per tensor (link, start, stop), the range of elements of the tensor, or of this
-            process's share of the sum, for each receiver; None to send all of it to the only
-            receiver.
-        side_bytes: the bytes of side tensors among them.
+        parts: per tensor (link, start, stop) for each receiver, a range of elements of the tensor
+            or of this process's share of the sum; None to send all of it to the only receiver.
+        side_bytes: bytes of side tensors among ``nbytes``.
     """
 
     layout: Layout
@@ -70,8 +67,7 @@ class SendChannel:
 
     Args:
         links: links to the receivers of its messages, by index among the receivers.
-        summed: group of the senders if each has a partial sum of the message; None if every sender
-            has the whole message.
+        summed: group of the senders if each has a partial sum of the message; None otherwise.
         gradients: True if messages are gradients of what this process received on the reverse edge.
     """
 
@@ -108,7 +104,7 @@ class SendChannel:
         self.sent_bytes = 0
         """Bytes sent so far, without descriptions."""
         self.sent_side_bytes = 0
-        """Bytes of side tensors among them."""
+        """Bytes of side tensors among ``sent_bytes``."""
 
     def expect(self, keys: Sequence[object]) -> None:
         """Announce the keys of the step's messages, in order. Keys determine the layouts."""
@@ -121,10 +117,8 @@ class SendChannel:
 
     def send(self, message: Message) -> None:
         """Start sending the next message. Returns at once, unless partial sums have to be reduced
-        or too many messages are in flight.
-
-        Args:
-            message: detached from autograd; its tensors are kept until the receiver has them.
+        or too many messages are in flight. Tensors of ``message``, which are detached, are kept
+        until they are received.
 
         Raises:
             ChannelError: an earlier message with this key had another layout, or the peer is gone.
@@ -242,7 +236,6 @@ class SendChannel:
 
     @property
     def held(self) -> int:
-        """Return the number of sent messages that are kept alive."""
         return len(self._under_way)
 
     def _let_go(self, timeout: timedelta | None) -> None:
@@ -259,9 +252,9 @@ class SendChannel:
     def end_step(self, timeout: timedelta) -> None:
         """Release messages sent before the step that ends now; on a GPU, all messages.
 
-        A gloo send completes only when it is waited for, and its tensor must live until then.
-        Waiting one step later is free, because the peer has received the message by then. On a GPU
-        the device waits, and released memory is reused after that.
+        A gloo send completes only when it is waited for. Waiting one step later is free, because
+        the peer has received the message by then. On a GPU the device waits, and memory is reused
+        after that.
 
         Raises:
             ChannelError: the peer is gone.

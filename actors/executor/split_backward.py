@@ -34,8 +34,7 @@ class _Boundary(NamedTuple):
 
     Attributes:
         height: length of the node's longest path to an input.
-        parameters: all parameters that these edges lead to, if no other boundary leads to them;
-            else empty.
+        parameters: parameters that these edges lead to, if no other boundary does; else empty.
     """
 
     node: Node
@@ -52,7 +51,7 @@ def backward_input(
     """Run pass one: compute gradients of ``inputs``, which are leaves that require grad.
 
     Args:
-        outputs: outputs of the stage; outputs that do not require grad are ignored.
+        outputs: outputs that do not require grad are ignored.
         gradients: gradient of each output; None for a scalar means one.
         inputs: leaves. All other leaves of the graph that require grad are parameters.
 
@@ -85,7 +84,6 @@ def backward_input(
 
 
 def _variable(node: Node) -> torch.Tensor:
-    """Return the parameter that a leaf node accumulates into."""
     return cast(Any, node).variable
 
 
@@ -103,14 +101,11 @@ class DeferredWeights:
         ]
 
     def add(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        """Store a gradient for an edge outside the gradient chain."""
         self._roots.append((edge, gradient))
 
     def run(self) -> None:
-        """Accumulate gradients into ``parameter.grad`` and free the graph. Can run once.
-
-        Nodes run from the outputs to the inputs, so that activations are freed along the way.
-        """
+        """Accumulate gradients into ``parameter.grad`` and free the graph; can run once. Nodes run
+        from the outputs to the inputs, so that activations are freed along the way."""
         levels = _levels(self._boundaries)
         self._boundaries = ()
         while levels:
@@ -125,7 +120,6 @@ class DeferredWeights:
             torch.autograd.backward(edges, gradients, inputs=self._due)
 
     def _run_level(self, level: list[tuple[int, _Boundary]]) -> None:
-        """Run nodes that are not above each other, in one engine run for all of them."""
         for alone in (True, False):
             roots: list[GradientEdge] = []
             gradients: list[torch.Tensor] = []
@@ -150,7 +144,7 @@ class DeferredWeights:
 
 
 def _capture(captured: dict[int, Gradients], index: int):
-    """Return a hook that keeps what flows into a node in pass one and repeats it in pass two. A
+    """Return a hook that keeps what flows into a node in pass one and repeats it in pass two; a
     tensor's own hooks would otherwise be applied twice."""
 
     def hook(gradients: Gradients) -> Gradients:
@@ -202,9 +196,9 @@ class _Split:
         return leads
 
     def _early(self, parents: dict[Node, set[Node]], free: list[Node]) -> set[Node]:
-        """Return the nodes whose parameters pass one must compute, and all nodes below them. These
-        are nodes that the chain enters in several places, in one place both directly and through
-        another node, or from a custom function."""
+        """Return the nodes whose parameters pass one must compute, and all nodes below them: nodes
+        that the chain enters in several places, directly and through another node, or from a custom
+        function."""
         several = {
             node for node, above in parents.items()
             if len(above) > 1 or any(isinstance(upper, BackwardCFunction) for upper in above)

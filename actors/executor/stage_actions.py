@@ -1,5 +1,5 @@
-"""Actions of a stage's tasks, chosen when a program is compiled. A task that draws no random
-numbers, sums nothing and needs no casts runs none of the code for it."""
+"""Actions of a stage's tasks, chosen when a program is compiled, so that a task runs only the code
+that it needs for random numbers, sums and casts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ Action = Callable[[StepState], None]
 """Function that runs a task."""
 Forward = Callable[[StepState, Received], tuple[Leaves, Message]]
 HandBack = Callable[[StepState, list[torch.Tensor], Gradients, Leaves], None]
-"""Function that returns gradients to the producers, given the gradients of all received tensors
-once with zeros and once with None where a tensor has none."""
+"""Function that returns gradients to the producers. Missing gradients are zeros in the first list
+of gradients and None in the second."""
 
 
 _ALL = (None, 0)  # result of :func:`_rows` for all samples
@@ -56,9 +56,7 @@ class Surroundings:
 
     Attributes:
         precision: makes the context of a forward in mixed precision; None for none.
-        sum_gradient: sums partial gradients over the processes of the rank; may work in place.
-            Applied to gradients for stages of other modules on the same rank.
-        agree: all-reduces bytes in host memory to their maximum over the same processes.
+        observer, sum_gradient, agree: see :class:`~raymm.actors.executor.executor.Executor`.
     """
 
     local: frozenset[StageId]
@@ -83,7 +81,6 @@ class StageActions:
         self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
 
     def action(self, task: Task) -> Action:
-        """Return the action of a computing task of the stage."""
         match task.op:
             case Op.FORWARD:
                 return self._forward(task)
@@ -193,9 +190,8 @@ class StageActions:
         self, step: StepState, inputs: dict[str, Any] | None, named: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """Run the stage with random numbers that depend on the step, the module and the microbatch.
-        A stage that draws nothing leaves the generators alone, because other threads may be using
-        them."""
+        """Run the stage with random numbers that depend on step, module and microbatch. A stage
+        that draws nothing leaves the generators alone, because other threads may be using them."""
         drawn, meta = self.draws, step.meta
         if drawn is False:
             return self._stage.run(inputs, named, context)
@@ -337,8 +333,8 @@ class StageActions:
 def _rows(
     meta: StepMeta, task: Task, module: str, samples: tuple[Range, ...]
 ) -> tuple[tuple[int, int], int]:
-    """Return the range of rows of some samples among all rows of a module's microbatch, and the
-    number of all rows."""
+    """Return the range of rows of some samples in a module's microbatch, and the number of all
+    rows."""
     offsets = meta.offsets_of(task.microbatch, module)
     rows = rows_of(Range(samples[0].lo, samples[-1].hi), offsets)
     if offsets is not None:
@@ -347,8 +343,8 @@ def _rows(
 
 
 def _in_parts(task: Task) -> bool:
-    """Return True if replicas of a producer each made a share of the samples that the stage reads,
-    or if a producer made more samples than the stage reads."""
+    """Return True if several replicas made the samples that the stage reads, or one made more than
+    these."""
     names = [p.name for p in task.producers]
     return len(set(names)) < len(names) or any(p.reads != p.samples for p in task.producers)
 

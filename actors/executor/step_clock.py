@@ -33,12 +33,11 @@ class HostClock:
         self._wall = time.time() - time.perf_counter()
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
-        """See :class:`StepClock`."""
         return [self._wall + mark for mark in marks]
 
 
 class DeviceClock:
-    """Clock for a GPU, where work runs asynchronously: marks are events on the current stream.
+    """Clock for a GPU: marks are events on the current stream.
 
     The stream is idle when the clock starts, because the previous step waited for its last event.
     The first event therefore passes at once, at a known time.
@@ -49,14 +48,12 @@ class DeviceClock:
         self._wall = time.time()
 
     def mark(self) -> torch.cuda.Event:
-        """Mark this moment."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     @waits_for_others  # the device waits for messages of other processes
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """See :class:`StepClock`."""
         if marks:
             marks[-1].synchronize()
         return [self._wall + self._first.elapsed_time(mark) / 1e3 for mark in marks]

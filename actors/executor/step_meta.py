@@ -22,8 +22,7 @@ class LayoutKey(NamedTuple):
     Attributes:
         identity: equal for microbatches with the same layouts.
         structure: equal for microbatches whose layouts differ in dimensions only.
-        sizes: sizes that dimensions may depend on; the same number of them for all microbatches of
-            one structure.
+        sizes: sizes that dimensions may depend on; equally many within one structure.
     """
 
     identity: int
@@ -42,11 +41,8 @@ class StepMeta(NamedTuple):
     """Metadata of a step that every rank receives.
 
     Attributes:
-        step: number of the step, for seeds.
-        label_tokens: divisor of the loss: number of label tokens, or of pairs of answers, in the
-            whole step.
+        label_tokens: divisor of the loss: label tokens, or pairs of answers, in the whole step.
         keys: per microbatch, a value that determines every message's layout.
-        sample_ids: per microbatch, the ids of its samples.
         sample_counts: per microbatch, the number of its samples, if they have no ids.
         training: False for evaluation, which disables dropout everywhere.
         batch: number of batches whose gradients the step has accumulated before, for seeds.
@@ -54,10 +50,8 @@ class StepMeta(NamedTuple):
             its count over the whole step.
         offsets: per microbatch, for each module whose outputs do not have one row per sample, the
             first row of each sample, followed by the number of rows.
-        decode: texts that the step generates; its scores are then their next tokens. None if it
-            generates none.
-        first_samples: if samples have noise, per microbatch the number of its first sample in the
-            batch.
+        decode: texts that the step generates, or None; its scores are then their next tokens.
+        first_samples: if samples have noise, per microbatch the number of its first sample.
         reference: True to skip adapters and return the log-probability of each row's labels.
         counting: for mixtures of experts, True for the pass before a training step that counts
             where routers send the step's tokens.
@@ -109,16 +103,15 @@ class StepResult:
 
     Attributes:
         losses: share of the loss, by (stage, microbatch), of stages that compute a loss.
-        by_source: (sum of cross entropies, number of labels) by source number, by (stage,
-            microbatch), for microbatches whose samples name their source.
-        scores: by (stage, microbatch), the rows' log-probabilities for pairs of answers, or the
-            next tokens for generated texts.
+        by_source: like ``losses``, (sum of cross entropies, number of labels) by source number, for
+            microbatches whose samples name their source.
+        scores: like ``losses``, log-probabilities of the rows for pairs of answers, or the next
+            tokens for generated texts.
         labels: packed labels of the tasks (:func:`pack_labels`), the same in every step of a
             program.
         times: start times of all tasks, then end times: seconds on this host's wall clock, packed
             float64.
-        peak_bytes: peak memory of the process during the step
-            (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
+        peak_bytes: see :class:`raymm.actors.memory.peak_memory.PeakMemory`.
         grad_norm, learning_rate: of the update, if the step ends with one that is applied.
         not_finite: for an update that was not applied, the non-finite values of this process.
         loads: number of the step's tokens for each expert, by name of the layer's experts.
@@ -152,11 +145,7 @@ class StepResult:
 
 
 def pack_labels(labels: Sequence[SpanLabel]) -> bytes:
-    """Pickle the labels of a program's tasks, which do not change from step to step.
-
-    Args:
-        labels: in the order in which the tasks' times are recorded.
-    """
+    """Pickle the labels of a program's tasks, in the order in which their times are recorded."""
     return pickle.dumps(list(labels), pickle.HIGHEST_PROTOCOL)
 
 

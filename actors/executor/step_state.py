@@ -70,13 +70,11 @@ class StepState:
         return result
 
     def take(self, place: int) -> Message:
-        """Remove and return a message."""
         message = self.messages[place]
         assert message is not None  # verified by check_program
         self.messages[place] = None
         return message
 
     def stage_inputs(self, stage: StageId, microbatch: int) -> dict[str, Any] | None:
-        """Return the inputs that a stage reads for a microbatch."""
         rows = self.inputs.get(stage)
         return rows[microbatch] if rows else None

@@ -1,9 +1,9 @@
 """Observer that detects the loss of the cluster under a run.
 
-Ray reports losses late. It reports a lost node server (raylet) after about 15 s, during which the
-node's processes continue. Without the cluster's control server (GCS), Ray ends this process after a
-minute. A run needs neither for its steps, so it would not notice, and would fail at its end. Both
-servers listen on TCP ports: if the host refuses the connection, the server is gone.
+Ray reports a lost node server (raylet) after about 15 s, during which the node's processes
+continue. Without the cluster's control server (GCS), Ray ends this process after a minute. A run
+needs neither for its steps, so it would not notice, and would fail at its end. Both servers listen
+on TCP ports: if the host refuses the connection, the server is gone.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ GCS_TIMEOUT_S = 20.0
 
 
 class Server(NamedTuple):
-    """Address and name of a server."""
-
     host: str
     port: int
     name: str
@@ -71,13 +69,11 @@ class ClusterObserver:
         threading.Thread(target=self._observer, name="cluster-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop observing."""
         self._ended.set()
 
     def gcs_answers(self) -> bool:
-        """Check the GCS now. Return False if it is gone or stopped, so that calls which change the
-        cluster would hang. A GCS that never answered may be behind a firewall and counts as
-        present."""
+        """Check the GCS now. Return False if it is gone or stopped, so that calls would hang. A GCS
+        that never answered may be behind a firewall and counts as present."""
         if self.gcs_is_lost:
             return False
         return self._gcs_seen is None or answers(self._gcs)
@@ -107,8 +103,8 @@ class ClusterObserver:
         self.lost = f"node {names} is gone: {sign}; it was killed, or the machine was shut down"
 
     def look_at_nodes(self) -> None:
-        """Check all reachable nodes after something was lost, in case one of them is the cause;
-        sets :attr:`lost`. Waits :data:`BOTH_LOOKS_S` for a node that is just going down."""
+        """Check all reachable nodes after a loss that one of them may have caused; sets
+        :attr:`lost`. Waits :data:`BOTH_LOOKS_S` for a node that is just going down."""
         for pause in (0.0, BOTH_LOOKS_S):
             if self.lost is not None:
                 return
@@ -118,11 +114,8 @@ class ClusterObserver:
                 self._lose(gone, "its Ray server (raylet) does not listen any more")
 
     def look_at_node(self, node: str, pauses: Sequence[float] = (0.0, BOTH_LOOKS_S)) -> None:
-        """Check if the node of a process that has died is gone, too; sets :attr:`lost`.
-
-        Args:
-            pauses: seconds before each check.
-        """
+        """Check if the node of a process that has died is gone, too; sets :attr:`lost`. ``pauses``
+        are the seconds before each check."""
         server = self._servers.get(node)
         for pause in pauses:
             if server is None or self.lost is not None:

@@ -1,10 +1,9 @@
 """Shuts down the connections of this process while other threads wait on them.
 
-gloo cannot abort an operation (``ProcessGroupGloo.abort`` does nothing). A process that waits for a
-process which itself waits for a lost one would therefore wait for the whole timeout. Each
-connection was accepted by one of its ends, at a port on which that process listens. If every
-process shuts down the connections that it has accepted, none is left, and all operations fail at
-once.
+gloo cannot abort an operation (``ProcessGroupGloo.abort`` does nothing), so a process that waits
+for a lost one, even indirectly, would wait for the whole timeout. Each connection was accepted by
+one of its ends, at a port on which that process listens. If every process shuts down the
+connections that it has accepted, none is left, and all operations fail at once.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class OwnConnections:
-    """Connections that are created after this object, until :meth:`cut`.
-
-    Everything else that listens in this process (Ray) must already be listening.
-    """
+    """Connections created after this object, until :meth:`cut`. Everything else that listens in
+    this process (Ray) must already be listening."""
 
     def __init__(self) -> None:
         self._of_others = _listening()
 
     def cut(self) -> int:
-        """Shut down the connections, from any thread. Operations in flight and later ones fail.
-        Return the number of accepted connections that were shut down."""
+        """Shut down the connections, from any thread; operations in flight and later ones fail.
+        Return the number of accepted connections."""
         _abort_nccl()
         ports = _listening() - self._of_others
         count = 0
@@ -69,8 +66,8 @@ def _listens(connection: socket.socket) -> bool:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Yield TCP sockets of this process, with duplicated descriptors, so that a descriptor that is
-    closed and reused meanwhile is not mistaken for a socket."""
+    """Yield TCP sockets of this process, with duplicated descriptors: a descriptor may be closed
+    and reused meanwhile."""
     names = os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else []
     for name in names:
         try:

@@ -40,15 +40,12 @@ class Failure:
         return self.raised is not None and self.lost == frozenset()
 
     def error(self, message: str) -> RunFailedError:
-        """Return the error to raise, with ``message`` as its text, which may be longer than
-        :attr:`message`."""
         return self.kind(message) if self.raised is None else RankFailedError(message, self.raised)
 
 
 def death(
     rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
 ) -> Failure:
-    """Diagnose the death of a rank's process."""
     looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
     said = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
@@ -77,7 +74,6 @@ def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:
 
 
 def cause_of(error: RayTaskError) -> BaseException:
-    """Return the error that the task raised."""
     return error if error.cause is None else error.cause
 
 
@@ -85,13 +81,10 @@ def blamed(
     inquiry: Inquiry, reason: str, names: Sequence[str], addresses: Mapping[int, Address],
     culprits: Sequence[int],
 ) -> Failure:
-    """Diagnose the rank that the others wait for, and report what each rank was doing. Kills the
-    culprits: the other ranks leave their operations only after the connections to a hung rank are
-    closed.
-
-    Args:
-        culprits: the rank at fault, followed by further ranks to end; empty if unknown.
-    """
+    """Diagnose the rank that the others wait for, and report what each rank was doing. Kills
+    ``culprits``, the rank at fault and further ranks to end: the other ranks leave their operations
+    only after the connections to a hung rank are closed. Empty ``culprits`` mean that the cause is
+    unknown."""
     looks = look_from_outside(addresses, end=[rank for rank in culprits if rank in addresses])
     message, texts = accusation(names, inquiry, looks, reason, next(iter(culprits), None))
     return Failure(message, RankFailedError, frozenset({*inquiry.dead, *culprits}), texts)

@@ -22,10 +22,7 @@ def accusation(
     reason: str,
     culprit: int | None,
 ) -> tuple[str, dict[str, str]]:
-    """Describe the rank at fault, and what every rank was doing.
-
-    Args:
-        culprit: rank at fault; None if unknown.
+    """Describe the rank at fault (None if unknown), and what every rank was doing.
 
     Returns:
         The message, with the rank at fault in its first line if known; and the text of a file per
@@ -69,8 +66,8 @@ def first_line(error: BaseException) -> str:
 
 
 def raised_at(traceback: str) -> str:
-    """Return the error and its location from a formatted traceback: ``"KeyError: 'a', raised in
-    build (model.py, line 3)"``."""
+    """Return error and location from a traceback: ``"KeyError: 'a', raised in build (model.py, line
+    3)"``."""
     lines = [line for line in traceback.splitlines() if line.strip()]
     places = [n for n, line in enumerate(lines) if _PLACE.match(line)]
     if not places:

@@ -48,11 +48,11 @@ _LINE = "(failure kind: {})"
 
 
 def failure_kind(error: BaseException) -> FailureKind:
-    """Return the kind of an error.
+    """Return the kind of an error: the first one found among the error and its causes
+    (``__cause__``).
 
-    The kind is the first one found among the error and the errors that it was raised from
-    (``__cause__``). For a library's OSError without a number, the context counts as its cause. A
-    kind that was determined before, possibly in another process, is kept.
+    For an OSError without a number, the context counts as its cause. A kind that was determined
+    before, possibly in another process, is kept.
     """
     carried = getattr(error, _ATTRIBUTE, None)
     if isinstance(carried, FailureKind):
@@ -67,15 +67,15 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 def carry_kind(error: BaseException) -> None:
     """Determine an error's kind where it is raised and attach it to the error. Pickling keeps
-    attributes but drops tracebacks and causes. An error whose class pickles without attributes is
-    classified again by its type on arrival."""
+    attributes but drops tracebacks and causes. An error that pickles without attributes is
+    classified on arrival."""
     with suppress(AttributeError, TypeError):
         setattr(error, _ATTRIBUTE, failure_kind(error))
 
 
 def judging_errors(constructor: Callable[..., None]) -> Callable[..., None]:
     """Decorate an actor's constructor so that its errors carry their kind. Ray sends only the
-    traceback of such an error, as text, so the kind is added as the last line of that text."""
+    traceback of such an error, as text, so the kind is added as its last line."""
 
     @functools.wraps(constructor)
     def construct(*args: Any, **kwargs: Any) -> None:
@@ -140,8 +140,8 @@ def _is_of_ray(error: BaseException, *names: str) -> bool:
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Return True for a programming error that raymm's own code raised. raymm's errors that
-    describe a user's mistake do not count."""
+    """Return True for a programming error that raymm's own code raised. Errors that describe a
+    user's mistake do not count."""
     if not isinstance(error, _PROGRAMMING):
         return False
     if isinstance(error, Error) and not isinstance(error, InternalError):

@@ -15,8 +15,7 @@ _run_folder: ContextVar[Path | None] = ContextVar("run_folder", default=None)
 
 @contextmanager
 def faults_kept_in(run_folder: Path) -> Iterator[None]:
-    """Save faults that occur within the block in ``run_folder/faults``. Outside of such a block
-    they are saved in Ray's log folder."""
+    """Save faults that occur in the block in ``run_folder/faults``, instead of Ray's log folder."""
     token = _run_folder.set(run_folder)
     try:
         yield
@@ -25,12 +24,8 @@ def faults_kept_in(run_folder: Path) -> Iterator[None]:
 
 
 def keep(texts: Mapping[str, str]) -> str:
-    """Write files into a new folder.
-
-    Returns:
-        The folder; or the reason why it cannot be written, because the caller reports a more
-        important error.
-    """
+    """Write files, given as name -> text, into a new folder. Return the folder, or the reason why
+    it cannot be written, because the caller reports a more important error."""
     folder = _base() / "faults" / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

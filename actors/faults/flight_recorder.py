@@ -1,5 +1,5 @@
-"""NCCL's flight recorder. A process writes its last NCCL operations to a file when the watchdog or
-another process's failure ends it, for torch's ``torch.distributed.flight_recorder.fr_trace``."""
+"""NCCL's flight recorder: a process that fails writes its last NCCL operations to a file, for
+torch's ``torch.distributed.flight_recorder.fr_trace``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ _SETTINGS = {
 
 
 class Recorded(Protocol):
-    """Process that may have written flight recorder files."""
-
     @property
     def records(self) -> tuple[str, ...]: ...
 
 
 def record_flight() -> None:
     """Enable the flight recorder in this process, with files where :func:`records` finds them.
-    Variables that are already set are kept. Call this before the first GPU operation."""
+    Variables that are set are kept. Call this before the first GPU operation."""
     for name, (value, older) in _SETTINGS.items():
         if older not in os.environ:
             os.environ.setdefault(name, value or str(_base(os.getpid())))

@@ -32,11 +32,8 @@ class Overdue(NamedTuple):
 
 
 class Heartbeats:
-    """Durations that processes have reported so far.
-
-    Args:
-        patience: longest time that any operation may take, in seconds.
-    """
+    """Durations that processes have reported so far. ``patience`` is the longest time that any
+    operation may take, in seconds."""
 
     def __init__(self, patience: float) -> None:
         # A process that waits for a late one reports it first, when its wait times out.
@@ -48,12 +45,8 @@ class Heartbeats:
         self, inquiry: Inquiry, now: float, look: Callable[[Collection[int]], Mapping[int, Look]]
     ) -> Overdue | None:
         """Record the processes' reports, and return the process that exceeds its limit by the
-        largest factor; None if no process does.
-
-        Args:
-            now: current time in seconds.
-            look: returns processes as seen from outside, by number.
-        """
+        largest factor; None if no process does. ``now`` is in seconds; ``look`` returns processes
+        as seen from outside."""
         late: list[tuple[float, Overdue]] = []
         for number, report in inquiry.reports.items():
             self._silent_since.pop(number, None)
@@ -71,8 +64,7 @@ class Heartbeats:
         return max(late, default=(0.0, None), key=lambda each: each[0])[1]
 
     def forget(self, number: int) -> None:
-        """Forget a process's durations, so that its next operations may take as long as first ones.
-        For a new process, or after a wrong suspicion."""
+        """Forget a process's durations, so that its operations may take as long as first ones."""
         self._silent_since.pop(number, None)
         self._longest.pop(number, None)
 
@@ -109,8 +101,8 @@ class Heartbeats:
     def _of_silent(
         self, silent: Mapping[int, float], look: Callable[[Collection[int]], Mapping[int, Look]]
     ) -> list[tuple[float, Overdue]]:
-        """Return silent processes that exceed their limit. A stopped process has the shortest
-        limit; a process that holds the interpreter's lock may be computing."""
+        """Return silent processes that exceed their limit, which is shortest for stopped processes.
+        A process that holds the interpreter's lock may be computing."""
         if not silent:
             return []
         looks, late = look(silent.keys()), []

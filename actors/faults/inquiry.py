@@ -48,12 +48,9 @@ class Inquiry:
         """Return the processes at fault, the most likely one first.
 
         These are dead processes, then processes that do not answer; otherwise the process that has
-        computed for longest while another one waits for it, if it has computed for ``long``
-        seconds. Dead processes that ended by SIGABRT come last, because NCCL's watchdog ends
-        processes that wait for another one in this way.
-
-        Args:
-            long: seconds of computing after which others may have given up waiting.
+        computed for longest while another one waits for it, if for at least ``long`` seconds. Dead
+        processes that ended by SIGABRT (``aborted``) come last: NCCL's watchdog ends waiting
+        processes in this way.
         """
         victims = sorted(self.dead.keys() & set(aborted))
         if causes := [*sorted(self.dead.keys() - set(aborted)), *sorted(self.silent)]:
@@ -71,12 +68,7 @@ class Inquiry:
 
 
 def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inquiry:
-    """Query what processes are doing, all at once.
-
-    Args:
-        actors: handles of :class:`raymm.actors.faults.observed_actor.ObservedActor`, by number.
-        timeout: seconds for all answers.
-    """
+    """Query what processes are doing, all at once, with ``timeout`` seconds for all answers."""
     refs = {number: actor.where.remote() for number, actor in actors.items()}
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
     reports: dict[int, Report] = {}
@@ -97,30 +89,19 @@ def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inq
 def look_from_outside(
     processes: Mapping[int, Address], end: Collection[int] = ()
 ) -> dict[int, Look]:
-    """Return states and stacks of processes, each inspected on its own node. Nodes that do not
-    answer within :data:`LOOK_TIMEOUT_S` are omitted.
-
-    Args:
-        end: processes to kill afterwards; a stopped process does not react to Ray.
-    """
+    """Return states and stacks of processes, each inspected on its own node, and kill those in
+    ``end``. Nodes that do not answer within :data:`LOOK_TIMEOUT_S` are omitted."""
     return _on_their_nodes(processes, end, everywhere=True, look=True)
 
 
 def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True) -> None:
-    """Kill processes on their own nodes; a stopped process does not react to Ray.
-
-    Args:
-        everywhere: False to kill processes of this node only.
-    """
+    """Kill processes on their own nodes, or those of this node only. Unlike Ray, this ends stopped
+    ones."""
     _on_their_nodes(processes, processes, everywhere, look=False)
 
 
 def visit(processes: Mapping[int, Address], end: Collection[int], look: bool) -> dict[int, Look]:
-    """Inspect processes of this node, all at once, and then kill some.
-
-    Args:
-        look: False to skip the inspection.
-    """
+    """Inspect processes of this node, all at once, and then kill those in ``end``."""
     looks: dict[int, Look] = {}
     if look:
         with ThreadPoolExecutor(max(1, len(processes))) as threads:

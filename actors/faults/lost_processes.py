@@ -15,8 +15,8 @@ from raymm.kernels.collectives.waiting import is_communication
 @contextmanager
 def reporting_lost_processes(what: Callable[[], str]) -> Iterator[None]:
     """Convert errors of communication (a lost or late peer) to :class:`ChannelError`, after which
-    the driver looks for the process at fault. The location where an error was raised decides, never
-    its text, so errors of modules are unchanged."""
+    the driver looks for the process at fault. The location where an error was raised decides, so
+    errors of modules are unchanged, whatever their text."""
     try:
         yield
     except RuntimeError as error:

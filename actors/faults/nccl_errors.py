@@ -20,8 +20,7 @@ RECORD_S = 5.0
 
 def only_abort() -> None:
     """Configure NCCL's watchdog to abort failed communicators without ending this process, unless a
-    mode is set. Ranks that have lost a peer can then reconnect. Call this before the first group is
-    created."""
+    mode is set. Ranks can then reconnect. Call this before the first group is created."""
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY)
 
@@ -43,8 +42,7 @@ def nccl_error() -> str:
 
 def end_after_timeouts() -> None:
     """Start a thread that ends this process by SIGABRT after NCCL's watchdog has recorded a
-    timeout. If the driver knows of the failure, it has the groups aborted first, and the process
-    continues."""
+    timeout, unless the driver has the groups aborted first."""
     threading.Thread(target=_end_after_timeout, name="nccl-timeouts", daemon=True).start()
 
 

@@ -22,8 +22,8 @@ KEEP = "keep"
 
 @cache
 def remote_class(actor_class: type[ObservedActor]) -> Any:
-    """Return an actor's class wrapped by Ray. Cached, because Ray exports each wrapped class, which
-    takes longer than starting an actor. Imports Ray lazily."""
+    """Return an actor's class wrapped by Ray. Cached, because exporting a class takes Ray longer
+    than starting an actor. Imports Ray lazily."""
     import ray
 
     groups = {
@@ -66,7 +66,6 @@ class ObservedActor:
         self._device_name = device
 
     def describe(self) -> dict[str, Any]:
-        """Return host, process id, device and address of this process."""
         import ray
 
         address = Address(
@@ -79,11 +78,7 @@ class ObservedActor:
         }
 
     def sees(self, location: str, name: str, token: str) -> str | None:
-        """Check that this process finds a file that the driver wrote (:func:`problem_seeing`).
-
-        Args:
-            token: content of the file.
-        """
+        """Check that this process finds a file that the driver wrote (:func:`problem_seeing`)."""
         return problem_seeing(location, name, token)
 
     def where(self) -> Report:

@@ -1,4 +1,4 @@
-"""Stacks of a process, even if it holds the interpreter's lock or waits in C code. On a signal, C
+"""Stacks of a process, even if it holds the interpreter's lock or waits in C code: on a signal, C
 code writes them to an unnamed file, which is reached through the process's descriptor."""
 
 from __future__ import annotations
@@ -42,12 +42,8 @@ class Address(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Process as seen from outside.
-
-    Attributes:
-        state: state that the operating system reports.
-        aborted: True if SIGABRT ended the process.
-    """
+    """Process as seen from outside: its state in the operating system, the stacks of its threads,
+    files of NCCL's flight recorder, and True in ``aborted`` if SIGABRT ended it."""
 
     state: str
     stacks: str
@@ -89,7 +85,7 @@ def error_log() -> str:
 
 def _aborted(errors: str) -> bool:
     """Return True if a log ends with the message of Python's fault handler for SIGABRT, which Ray
-    enables in its workers."""
+    enables."""
     try:
         with Path(errors).open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))

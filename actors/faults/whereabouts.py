@@ -109,7 +109,6 @@ class Whereabouts:
             self._longest[task] = max(time.monotonic() - start, self._longest.get(task, 0.0))
 
     def report(self) -> Report:
-        """Return what the process is doing now."""
         instruction, since = self._now
         now = time.monotonic()
         return Report(
@@ -127,8 +126,8 @@ class Whereabouts:
 
 
 def _kind(instruction: Any) -> Any:
-    """Return the key under which the longest duration is stored. Each stage has its own keys,
-    because its first forward may compile."""
+    """Return the key of an instruction's longest duration. Each stage has its own keys, because its
+    first forward may compile."""
     op = getattr(instruction, "op", None)
     return instruction if op is None else (op, getattr(instruction, "stage", ""))
 

@@ -27,22 +27,14 @@ Features = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class FeatureFolder:
-    """Folder with the features of one encoder.
-
-    Attributes:
-        room: largest size in bytes. Features beyond it are not stored and are computed every time.
-            Replacing stored features would not help when the same items are read repeatedly.
-    """
+    """Folder with the features of one encoder, of at most ``room`` bytes. Features beyond it are
+    computed every time: replacing stored ones would not help when the same items are read
+    repeatedly."""
 
     path: Path
     room: int
 
     def file(self, key: str) -> Path:
-        """Return the file for a key.
-
-        Args:
-            key: hexadecimal key of an item.
-        """
         return self.path / key[:2] / (key + _SUFFIX)
 
     def has(self, key: str) -> bool:
@@ -63,10 +55,8 @@ class FeatureFolder:
         return features
 
     def write(self, key: str, features: Features) -> int:
-        """Store an item's features atomically; return the bytes written.
-
-        Args:
-            features: on the CPU, of any shapes and dtypes.
+        """Store an item's features on the CPU, of any shapes and dtypes, atomically; return the
+        bytes written.
 
         Raises:
             OSError: the file cannot be written.
@@ -85,22 +75,16 @@ class FeatureFolder:
         return len(data)
 
     def size(self, key: str, features: Features) -> int:
-        """Return the bytes that :meth:`write` would write, without packing the features."""
         values = sum(tensor.nbytes for tensor in features.values())
         return len(_MAGIC) + _HEAD.size + len(_description(key, features)) + values
 
     def bytes(self) -> int:
-        """Return the total size of stored features."""
         return sum(file.stat().st_size for file in self.path.glob(f"??/*{_SUFFIX}"))
 
 
 def make_room(root: Path, keep: Iterable[Path], room: int) -> list[Path]:
-    """Remove folders of other encoders, least recently changed first, until all folders fit; return
-    the removed ones.
-
-    Args:
-        room: bytes for all folders.
-    """
+    """Remove folders of other encoders, least recently changed first, until all folders fit into
+    ``room`` bytes; return the removed ones."""
     used = {path.resolve() for path in keep}
     there = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     sizes = {path: FeatureFolder(path, 0).bytes() for path in there}

@@ -24,8 +24,6 @@ MOST_WAITING = 256
 
 
 class FeatureWriter:
-    """Writes features in the background as long as there is room."""
-
     def __init__(self, folder: FeatureFolder) -> None:
         self._folder = folder
         self._left = folder.room - folder.bytes()
@@ -65,7 +63,6 @@ class FeatureWriter:
             self._left -= size
 
     def wait(self) -> None:
-        """Wait until all features are written."""
         self._waiting.join()
 
     def _write(self) -> None:
@@ -80,14 +77,11 @@ class FeatureWriter:
 
 
 def every_item(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the inputs of an encoder for each item.
+    """Yield the inputs of an encoder for each item. Tensors have items in their first dimension;
+    other values apply to every item.
 
     Kernels round differently for one item and for several, so features that were computed together
     would not be valid in another microbatch.
-
-    Args:
-        inputs: inputs of all items. Tensors have items in their first dimension; other values apply
-            to every item.
     """
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
     count = len(next(iter(tensors.values())))

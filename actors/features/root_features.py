@@ -27,8 +27,6 @@ class RootForm:
     """Form of a part's output.
 
     Attributes:
-        place: dotted name of the part.
-        tree: structure of the output.
         values: per leaf, its value if it is not a tensor.
         kept: indices of the leaves that are used.
         dim: dimension along which items are concatenated.
@@ -77,12 +75,8 @@ class RootForm:
 
 
 class RootCall:
-    """Replacement of a part's forward.
-
-    Attributes:
-        output: returned instead of running the part. If None, the part runs, and
-            :class:`ForwardLeft` leaves the module's forward with its output.
-    """
+    """Replacement of a part's forward. It returns ``output``; if that is None, it runs the part and
+    leaves the module's forward with the part's output, through :class:`ForwardLeft`."""
 
     def __init__(self, module: nn.Module, place: str) -> None:
         part = module.get_submodule(place)

@@ -36,11 +36,8 @@ class NodeDescription(NamedTuple):
 
 
 def describe_node(device: torch.device, address: str) -> NodeDescription:
-    """Describe this process's node.
-
-    Args:
-        device: device of the process; CUDA is initialised if it is a GPU.
-    """
+    """Describe this process's node, with its address in Ray. Initialises CUDA if ``device`` is a
+    GPU."""
     gpus = read_gpus()
     driver = "none" if gpus is None else f"{gpus.driver} (CUDA {gpus.cuda[0]}.{gpus.cuda[1]})"
     name, nvlinks, nccl = "none", 0, "none"

@@ -21,11 +21,8 @@ _TORCH_FOR_CUDA = {12: "torch<2.11"}
 
 
 class Gpus(NamedTuple):
-    """GPUs of a node.
-
-    Attributes:
-        cuda: newest version of CUDA that the driver supports, as (major, minor).
-    """
+    """GPUs of a node; ``cuda`` is the newest version that the driver supports, as (major,
+    minor)."""
 
     driver: str
     cuda: tuple[int, int]

@@ -7,18 +7,16 @@ from typing import NamedTuple
 
 
 class CopyOptions(NamedTuple):
-    """Copies of trained state that a run makes in host memory."""
+    """Copies of trained state in host memory: for asynchronous checkpoints, and for recoveries in
+    place."""
 
     checkpoints: bool = False
     snapshots: bool = False
 
 
 class HostMemory(NamedTuple):
-    """Available memory of a node.
-
-    Attributes:
-        available: bytes that processes on the node can still allocate.
-    """
+    """Bytes of memory that processes on a node, given by Ray id and host name, can still
+    allocate."""
 
     node: str
     name: str

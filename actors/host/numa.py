@@ -9,8 +9,8 @@ import torch
 
 
 def bind_to_gpu_node(device: torch.device, sys: Path = Path("/sys")) -> int | None:
-    """Bind all threads of this process to the CPUs of its GPU's NUMA node. Linux then allocates
-    memory that they touch first on that node. Excluded CPUs stay excluded.
+    """Bind all threads of this process to the CPUs of its GPU's NUMA node, without excluded CPUs.
+    Linux then allocates memory that they touch first on that node.
 
     Returns:
         The NUMA node; None if it is unknown, or the process may use none of its CPUs.

@@ -18,7 +18,7 @@ class LiveBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of storages until they are freed.
 
     On a CPU it replaces the statistics of a GPU's allocator. It counts exactly the live tensors,
-    without memory that allocators cache. Memory that kernels allocate internally is not counted.
+    without memory that allocators cache or kernels allocate internally.
 
     Attributes:
         now, most: current bytes, and their peak since :meth:`restart`.
@@ -64,7 +64,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run an operator and count new storages."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs the operators of its local tensors
         result = func(*args, **(kwargs or {}))
@@ -102,16 +101,13 @@ class DeviceBytes:
 
     @property
     def now(self) -> int:
-        """Return the current bytes."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
     def most(self) -> int:
-        """Return the peak since :meth:`restart`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def restart(self) -> None:
-        """Reset the peak to the current bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 

@@ -12,13 +12,11 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveStorages(TorchDispatchMode):
-    """Dispatch mode that assigns the memory that operators create to an owner.
+    """Dispatch mode that assigns the memory that operators create to the current ``owner``.
 
     Memory counts as long as it is alive for any reason: saved by autograd, by checkpoints that keep
-    only inputs, or by a reference in Python.
-
-    Args:
-        others: tensors whose memory does not count, such as parameters.
+    only inputs, or by a reference in Python. Memory of ``others``, such as parameters, does not
+    count.
     """
 
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:
@@ -32,7 +30,6 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run an operator and record new storages."""
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:

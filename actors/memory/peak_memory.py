@@ -16,8 +16,7 @@ class PeakMemory:
     """Peak memory of a process from its creation on.
 
     On a GPU this is the memory that torch's allocator has assigned. On a CPU it is resident memory
-    beyond the amount at creation, including memory that allocators cache; 0 if the system does not
-    report it.
+    beyond the amount at creation, including cached memory; 0 if the system does not report it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +41,6 @@ class PeakMemory:
                 os.pwrite(self._clear, _PEAK, 0)
 
     def bytes(self) -> int:
-        """Return the peak in bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, self._resident(b"VmHWM:") - self._before)

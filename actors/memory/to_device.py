@@ -32,8 +32,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 def step_inputs(
     rows: Mapping[Stage, Sequence[Row]], device: torch.device
 ) -> dict[Stage, Sequence[Row]]:
-    """Return the inputs of a step on a device. On a GPU a thread pins them, and they are copied per
-    microbatch, see :class:`CopiedRows`."""
+    """Return a step's inputs, by stage and microbatch, on a device. On a GPU a thread pins them,
+    and they are copied per microbatch, see :class:`CopiedRows`."""
     if device.type != "cuda":
         return {stage: [to_device(row, device) for row in own] for stage, own in rows.items()}
     stream = _copy_stream(device)

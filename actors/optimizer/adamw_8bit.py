@@ -19,8 +19,8 @@ Agree = Callable[[nn.Parameter, torch.Tensor], None]
 BLOCK = 256
 """Number of elements that share a scale."""
 LEAST_QUANTISED = 4096
-"""Smallest number of elements of a parameter with 8-bit moments. Smaller parameters, and parameters
-whose size is not a multiple of :data:`BLOCK`, have fp32 moments, however they are sharded."""
+"""Smallest number of elements with 8-bit moments. Smaller parameters, and parameters whose size is
+not a multiple of :data:`BLOCK`, have fp32 moments, however they are sharded."""
 _EXPONENT_BITS = 7
 _LEAST_SCALE = 2.0**-40
 # Bits of a scale's mantissa. With so few bits, a scale survives a multiplication and a division
@@ -59,10 +59,7 @@ class Blocks:
         """Return (2, blocks): the largest value of each block, and of its negated values.
 
         If blocks are not aligned, the result has all blocks of the whole parameter. Elements of
-        other processes then count as zeros.
-
-        Args:
-            values: local values, contiguous.
+        other processes then count as zeros. ``values`` are local and contiguous.
         """
         if self.aligned:
             blocks = values.view(-1, BLOCK)
@@ -76,18 +73,13 @@ class Blocks:
     def apply(
         self, operation: Callable[..., torch.Tensor], values: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``operation(value, scale)`` of each element and the scale of its block.
-
-        Args:
-            values: local values, contiguous.
-            scales: (blocks,).
-        """
+        """Return ``operation(value, scale)`` of each element and the scale of its block. ``values``
+        are local and contiguous, ``scales`` (blocks,)."""
         if self.aligned:
             return operation(values.view(-1, BLOCK), scales[:, None]).view(values.shape)
         return operation(values, scales[self._numbers(scales.device)].view(values.shape))
 
     def _numbers(self, device: torch.device) -> torch.Tensor:
-        """Return the block number of each local element, flat."""
         outer, length, inner = self._part.folded
         places = torch.cat([
             torch.arange(start, stop, device=device) for start, stop in self._part.ranges
@@ -98,8 +90,7 @@ class Blocks:
 
 
 class Moment(NamedTuple):
-    """Quantised moment of a parameter: codes in the parameter's shape, and the scales of their
-    blocks."""
+    """Quantised moment of a parameter: codes in its shape, and the scales of their blocks."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -187,8 +178,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update one parameter after another, with its moments in fp32 meanwhile. Sharded
-        parameters are updated in the same order on all processes."""
+        """Update one parameter after another, with its moments in fp32 meanwhile; sharded
+        parameters in the same order on all processes."""
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
         for parameter, group in sorted(pairs, key=lambda pair: self._order.get(id(pair[0]), -1)):
             if parameter.grad is not None:

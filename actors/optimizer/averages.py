@@ -23,11 +23,8 @@ class ParameterAverages:
     ``average = decay * average + (1 - decay) * weight`` after every ``every``-th step, starting
     from the weights before a parameter's first update. Skipped steps change nothing. Averages are
     fp32, or wider like the parameter. The average of a parameter that was trained and then frozen
-    continues to follow its weight. Such averages come from checkpoints and snapshots only, because
-    the average of a parameter that was never trained equals its weight.
-
-    Args:
-        config: None to keep no averages.
+    continues to follow its weight; it comes from a checkpoint or snapshot. Without ``config`` none
+    are kept.
     """
 
     def __init__(
@@ -41,19 +38,14 @@ class ParameterAverages:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Initialize missing averages before an update."""
         if self._config is not None:
             for key in self._updated.keys() - self._values.keys():
                 self._values[key] = self._weight(key).clone()
 
     @torch.no_grad()
     def follow(self, refused: torch.Tensor, step: int) -> None:
-        """Update the averages after a step.
-
-        Args:
-            refused: scalar, 1 if the step was skipped, else 0.
-            step: number of the step, from 0.
-        """
+        """Update the averages after a step; ``refused`` is a scalar, 1 if the step was skipped,
+        else 0."""
         if self._config is None or (step + 1) % self._config.every:
             return
         share = (1 - self._config.decay) * (1 - refused)
@@ -61,7 +53,6 @@ class ParameterAverages:
             value.lerp_(self._weight(key), share.to(value.dtype))
 
     def state(self, key: Key) -> dict[str, torch.Tensor]:
-        """Return a parameter's checkpoint entries."""
         return {AVERAGE_NAME: self._values[key]} if key in self._values else {}
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
@@ -76,12 +67,8 @@ class ParameterAverages:
 
     @torch.no_grad()
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace parameters by their averages until :meth:`hide`.
-
-        Args:
-            parameters: trained parameters that may change until :meth:`hide`; their values are
-                copied to host memory.
-        """
+        """Replace parameters by their averages until :meth:`hide`. The values of ``parameters``,
+        which may change until then, are copied to host memory."""
         if self._hidden or self._config is None:
             return
         averaged = (self._frozen[key] for key in self._values if key in self._frozen)

@@ -1,8 +1,8 @@
 """Trained weights in bf16, with gradients in bf16. Used for weights of matrix products, which
 autocast would round to bf16 anyway.
 
-Updates are computed in fp32. They change either a fp32 master copy, or the bf16 weights themselves:
-these are rounded up or down at random according to the distance (stochastic rounding).
+Updates are computed in fp32. They change either an fp32 master copy, or the bf16 weights
+themselves: these are rounded up or down at random according to the distance (stochastic rounding).
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class Bf16Parameter:
     """Trained parameter in bf16, with the fp32 values that its updates use.
 
     Args:
-        key: stage and name of the parameter; random numbers depend on both.
+        key: stage and name; random numbers depend on them, ``seed``, the step and the whole
+            parameter.
         parameter: fp32 parameter, which is converted to bf16 in place.
         master: True to keep the fp32 values.
         part: part of the whole parameter that this process holds; None for all of it.
 
     Attributes:
         wide: fp32 values; empty between steps without a master.
-        scale: scalar on the device, applied to the gradient in fp32. Clipping in bf16 would round
-            the gradient a second time.
+        scale: scalar on the device, applied to the gradient in fp32, because clipping in bf16 would
+            round it a second time.
     """
 
     def __init__(
@@ -89,12 +90,8 @@ def rounded_at_random(
     values: torch.Tensor, seed: int, part: ParameterPart | None = None
 ) -> torch.Tensor:
     """Round fp32 values to one of the two neighbouring bf16 values, with probabilities that
-    preserve the mean. Values that bf16 represents exactly are unchanged.
-
-    Args:
-        part: part of a whole parameter that the values are; the other parts round as if all values
-            were here. None if they are the whole parameter.
-    """
+    preserve the mean. Values that bf16 represents exactly are unchanged. ``part`` (None for the
+    whole parameter) rounds as if the whole parameter were here."""
     noise = _noise(part or ParameterPart.from_whole(values.shape), seed, values.device)
     bits = values.contiguous().view(torch.int32) + noise.view(values.shape)
     rounded = (bits >> _DROPPED << _DROPPED).view(torch.float32)
@@ -103,7 +100,7 @@ def rounded_at_random(
 
 def _noise(part: ParameterPart, seed: int, device: torch.device) -> torch.Tensor:
     """Return the part's int32 random numbers below 2**16. Each block of whole rows has its own
-    seed, so a part of the rows is drawn without the others."""
+    seed, so rows can be drawn without the others."""
     generator = torch.Generator(device)
     count, *rest = part.shape
     height = max(1, NOISE_BLOCK // max(1, prod(rest)))
@@ -128,11 +125,7 @@ def keep_in_bf16(
     parts: Mapping[Key, ParameterPart], seed: int, elsewhere: Collection[Key] = (),
 ) -> dict[int, Bf16Parameter]:
     """Convert parameters to bf16 in place, according to the rules of their modules; return them by
-    id.
-
-    Args:
-        elsewhere: parameters that another process updates; it holds their master.
-    """
+    id. Parameters in ``elsewhere`` have their master in another process."""
     products = products_of(modules)
     kept: dict[int, Bf16Parameter] = {}
     for key, parameter in parameters.items():

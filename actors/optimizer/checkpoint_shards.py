@@ -41,31 +41,22 @@ CHECKSUM_THREADS = 8
 
 
 class ShardFile(NamedTuple):
-    """Expected size and checksum of a file.
-
-    Attributes:
-        checksum: 128-bit XXH3 of all bytes, as 32 hexadecimal digits.
-    """
+    """Expected size of a file in bytes, and 128-bit XXH3 of all bytes as 32 hexadecimal digits."""
 
     size: int
     checksum: str
 
 
 class WrittenShard(NamedTuple):
-    """Shard that was written: the names of its tensors, and the size and checksum of the file."""
+    """Shard that was written: the names of its tensors, and size and checksum of the file."""
 
     names: list[str]
     file: ShardFile
 
 
 class Loaded(NamedTuple):
-    """Tensors that a process has read from a checkpoint.
-
-    Attributes:
-        lacking: names of trainable parameters that the checkpoint lacks.
-        taken: names of all tensors that were read (:func:`stored_names`), including optimizer
-            state.
-    """
+    """Trainable parameters that a checkpoint lacks, and names of all tensors that were read from it
+    (:func:`stored_names`), including optimizer state."""
 
     lacking: list[str]
     taken: list[str]
@@ -133,13 +124,10 @@ def checksum(path: Path) -> ShardFile:
 
 
 def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
-    """Compute the :func:`checksum` of a shard from its header and the tensors in memory. Only the
-    header is read back, so bytes that were written wrongly do not match the checksum.
-
-    Args:
-        file: opened at its beginning. The safetensors format starts with the length of the JSON
-            header in 8 bytes; the header has the offsets of every tensor.
-    """
+    """Compute the :func:`checksum` of a shard from its header and the tensors in host memory. Only
+    the header is read back, so bytes that were written wrongly do not match. The safetensors format
+    starts with the length of the JSON header in 8 bytes; the header has the offsets of every
+    tensor."""
     length = file.read(8)
     header = file.read(int.from_bytes(length, "little"))
     digest = _digest(length + header)
@@ -156,10 +144,8 @@ def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
 def verify_shard(
     path: Path, expected: ShardFile, names: Collection[str], name: str | None = None
 ) -> None:
-    """Verify a file against its expected size, checksum and tensors.
-
-    Args:
-        name: name of the file in errors; its path by default.
+    """Verify a file against its expected size, checksum and tensors; ``name`` replaces its path in
+    errors.
 
     Raises:
         CheckpointError: the file differs; says how.
@@ -231,11 +217,7 @@ def stored_shards(
     name: str, tensor: torch.Tensor, own: ParameterShard | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors under which a process's part of a tensor is stored: ``name``
-    itself for the whole tensor, else ``name[dim:start:stop]`` for every range.
-
-    Args:
-        own: dimension and ranges of the part; None for the whole tensor.
-    """
+    itself for the whole tensor (``own`` is None), else ``name[dim:start:stop]`` for every range."""
     if own is None:
         yield name, tensor
         return
@@ -249,11 +231,8 @@ def stored_shards(
 def copy_tensors(
     stored: Mapping[str, torch.Tensor], own: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Copy stored tensors into a model's tensors, in place.
-
-    Args:
-        own: (name, tensor) of the model, where a name may occur more than once. Tensors that are
-            not stored are unchanged.
+    """Copy stored tensors into a model's (name, tensor) pairs, in place. A name may occur more than
+    once; tensors that are not stored are unchanged.
 
     Raises:
         CheckpointError: shapes or dtypes differ; nothing was copied then.

@@ -1,5 +1,5 @@
-"""Writing of a process's checkpoint files: at once, or from a copy in host memory while training
-continues."""
+"""Writing of a process's checkpoint files: at once, or from a copy in host memory during
+training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WrittenCopy(NamedTuple):
 
 
 class HostCopy:
-    """Copy of saved state in host memory, at most one at a time. Its memory is released once it is
+    """Copy of saved state in host memory, at most one at a time, whose memory is released once
     written."""
 
     def __init__(self, staging: HostStaging) -> None:
@@ -74,10 +74,8 @@ class HostCopy:
         )
 
     def write(self, location: str) -> WrittenCopy:
-        """Write the last copy. Callable from any thread.
-
-        Args:
-            location: location of an existing, uncommitted checkpoint folder.
+        """Write the last copy into an existing, uncommitted checkpoint folder. Callable from any
+        thread.
 
         Raises:
             CheckpointError: the copy failed, cannot be written, or does not exist.
@@ -112,22 +110,17 @@ def _whole_names(files: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[
 
 
 class SavingActor(ABC):
-    """Base class of actors that save state."""
-
     _staging: HostStaging
     _host_copy: HostCopy | None = None
 
     @abstractmethod
     def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:
-        """Return this process's part of the state. State that several processes hold is in the part
-        of one of them.
-
-        Args:
-            skip_frozen: modules whose frozen weights are stored elsewhere and not saved.
-        """
+        """Return this process's part of the state, without frozen weights of the modules
+        ``skip_frozen``. State that several processes hold is in the part of one of them."""
 
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
-        """Write this process's shards; return the written shards by file."""
+        """Write this process's shards into an existing, uncommitted checkpoint folder; return them
+        by file."""
         saved = self._files_to_save(skip_frozen)
         return {
             file: store_shard(
@@ -144,8 +137,8 @@ class SavingActor(ABC):
         }
 
     def copy_state(self, skip_frozen: frozenset[str]) -> int:
-        """Start copying the state that :meth:`save` writes to host memory, for :meth:`write_copy`.
-        Return the bytes of the copy."""
+        """Start copying the state that :meth:`save` writes to host memory; return the bytes of the
+        copy."""
         if self._host_copy is None:
             self._host_copy = HostCopy(self._staging)
         return self._host_copy.copy(self._files_to_save(skip_frozen))

@@ -33,8 +33,8 @@ class Place(NamedTuple):
     Attributes:
         kind: a stage's output, the gradient that it returned, or the gradients of its parameters,
             summed over microbatches, replicas and processes.
-        batch: number among the batches whose gradients were accumulated; -1 if unknown.
-        microbatch: -1 if unknown.
+        batch, microbatch: number of the batch among the accumulated ones, and of the microbatch; -1
+            if unknown.
         of: stage whose output or output gradient it is.
         rows: indices in the tensor's first dimension of non-finite rows; empty if unknown.
         count: number of rows of the whole microbatch.
@@ -68,7 +68,7 @@ _Noted = tuple[_Note, torch.Tensor]
 
 class _Batch:
     """Notes of a finished batch, with all sums in one tensor. Many small long-lived tensors would
-    fragment the memory that buffers of later batches reuse."""
+    fragment the memory that later batches reuse."""
 
     def __init__(self, noted: Sequence[_Noted]) -> None:
         self.notes = [note for note, _ in noted]
@@ -76,7 +76,6 @@ class _Batch:
         self._sums = torch.cat([sums.view(-1) for _, sums in noted])
 
     def noted(self) -> list[_Noted]:
-        """Return the original notes and sums."""
         parts = self._sums.split([shape.numel() for shape in self._shapes])
         sums = (part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
         return list(zip(self.notes, sums, strict=True))
@@ -85,9 +84,8 @@ class _Batch:
 class FiniteObserver:
     """Observer of the batches of an update. Only :meth:`places` waits for the device.
 
-    Args:
-        modules: the stages. Forwards change running statistics (batch norm), so these are copied
-            before the first batch, in case the update is skipped.
+    Forwards change running statistics (batch norm) of ``modules``, so these are copied before the
+    first batch, in case the update is skipped.
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
@@ -104,7 +102,6 @@ class FiniteObserver:
         self._batches = 0
 
     def begin(self) -> None:
-        """Start a batch whose gradients count for the next update."""
         self._batches += 1
         self.losses()
         self._end_batch()
@@ -125,7 +122,6 @@ class FiniteObserver:
             self._kept -= len(self._past.popleft().notes)
 
     def loss(self, value: torch.Tensor) -> None:
-        """Record a microbatch's loss, of any shape, for the next update."""
         self._losses.append(value.detach())
 
     def losses(self) -> torch.Tensor:
@@ -151,8 +147,7 @@ class FiniteObserver:
 
         Args:
             kind, stage, microbatch, of: see :class:`Place`; ``of`` is the stage by default.
-            tensors: (rows, ...), or a scalar for all rows; tensors that are not floating point are
-                ignored.
+            tensors: (rows, ...), or a scalar for all rows; ignored unless floating point.
             rows: half-open range of the rows in the microbatch; all rows by default.
             count: rows of the whole microbatch, if ``rows`` is given.
         """
@@ -185,7 +180,6 @@ class FiniteObserver:
             norm.get_buffer(name).copy_(kept)
 
     def clear(self) -> None:
-        """Drop everything recorded so far."""
         self._past.clear()
         self._kept = 0
         self._noted.clear()
@@ -211,11 +205,7 @@ _ROW_DIMS = [(), (), (1,), (1, 2), (1, 2, 3)]
 def parameter_places(
     gradients: Iterable[tuple[tuple[StageId, str], torch.Tensor | None]]
 ) -> list[Place]:
-    """Return a place for every stage with a parameter whose gradient is not finite.
-
-    Args:
-        gradients: by (stage, name); None for a missing gradient.
-    """
+    """Return a place for every stage with a parameter whose gradient is not finite."""
     names: dict[StageId, list[str]] = {}
     for (stage, name), gradient in gradients:
         if gradient is not None and not is_finite(gradient):
@@ -227,7 +217,6 @@ def parameter_places(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if all values are finite."""
     tensor = _countable(tensor)
     if not tensor.is_floating_point():
         return True

@@ -37,8 +37,7 @@ class ParameterReference(NamedTuple):
 
 
 class ReductionGroup(NamedTuple):
-    """Processes that hold parameters together, ascending, and the stages (of the first replica)
-    that contain the parameters."""
+    """Processes that hold parameters together, ascending, and the first replica of their stages."""
 
     processes: tuple[int, ...]
     stages: tuple[StageId, ...]
@@ -46,7 +45,7 @@ class ReductionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """Parameter, or shard of one, whose gradient is summed over its holders.
+    """Parameter, or shard of one, whose gradient is summed over its holders (``references``).
 
     Attributes:
         owner: process that keeps the optimizer state and updates the parameter for all holders
@@ -74,12 +73,12 @@ class _Member(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """Parameters that are reduced together.
+    """Parameters of one dtype and one owner that are reduced together.
 
     Attributes:
         ready: ids of first holders whose gradient is final.
-        flat: gradients, followed by the number of processes that have one per member, while the sum
-            is in flight.
+        flat: gradients, followed by the number of processes that have one per member, while in
+            flight.
     """
 
     members: list[_Member]
@@ -110,11 +109,8 @@ class _Bucket:
             self.work = dist.reduce(self.flat, self.owner, group=group, async_op=True)
 
     def finish(self, process: int, alone: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Wait for the sum and distribute it to the holders. A missing gradient counts as zero.
-
-        Args:
-            alone: True if this process is the only holder. A parameter without a gradient then
-                stays without one, so that AdamW skips it.
+        """Wait for the sum and distribute it to the holders. A missing gradient counts as zero. If
+        this process is ``alone``, a parameter stays without a gradient, so that AdamW skips it.
 
         Yields:
             Parameters whose gradient is zero because this process has none, each with a device
@@ -141,7 +137,6 @@ class _Bucket:
         self.drop()
 
     def drop(self) -> None:
-        """Drop the sum in flight."""
         self.flat = self.work = None
         self.ready.clear()
 
@@ -158,11 +153,8 @@ def _gathered(member: _Member) -> nn.Parameter:
 
 @dataclass
 class _ReductionGroupState:
-    """Buckets of a family.
-
-    Attributes:
-        unfinished: stages on this process whose backward of this step has not finished.
-    """
+    """Buckets of a family; ``unfinished`` are stages here whose backward of this step has not
+    finished."""
 
     of: ReductionGroup
     group: dist.ProcessGroup | None
@@ -176,7 +168,6 @@ class _ReductionGroupState:
 
     @property
     def started(self) -> int:
-        """Return the number of buckets in flight."""
         return sum(bucket.started for bucket in self.buckets)
 
 

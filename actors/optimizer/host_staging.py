@@ -44,7 +44,6 @@ class HostStaging:
 
     @property
     def pinned_bytes(self) -> int:
-        """Return the bytes of host memory that are pinned."""
         return self._pinned.nbytes
 
     def copy(
@@ -111,7 +110,7 @@ class HostStaging:
         chunks: Sequence[Sequence[_Part]],
         read: Future[Any],
     ) -> list[torch.Tensor]:
-        """Make the copies, in the thread. ``read`` receives the event of the last chunk."""
+        """Make the copies, in the thread; ``read`` receives the event of the last chunk."""
         event = None
         try:
             copies = [
@@ -141,7 +140,6 @@ class HostStaging:
                 read.set_result(event)
 
     def _pin(self, nbytes: int) -> None:
-        """Pin at least ``nbytes`` bytes of memory."""
         if nbytes <= self._pinned.nbytes:
             return
         self._thread.submit(int).result()  # earlier copies no longer use the memory
@@ -184,7 +182,6 @@ def _chunks(sizes: Sequence[int]) -> Iterator[list[_Part]]:
 
 
 def _size(chunk: Sequence[_Part]) -> int:
-    """Return the bytes that a chunk occupies."""
     last = chunk[-1]
     return last.offset + -(-(last.stop - last.start) // ALIGNMENT) * ALIGNMENT
 

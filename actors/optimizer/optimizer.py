@@ -45,10 +45,8 @@ class Update:
     """Result of a step's update.
 
     Attributes:
-        grad_norm: norm of all gradients before clipping; NaN if a loss is not finite; None if it
-            was not computed.
-        learning_rate: the step's rate by the rule for the whole model; None if the step was
-            skipped.
+        grad_norm: norm before clipping; NaN if a loss is not finite; None if it was not computed.
+        learning_rate: rate by the rule for the whole model; None if the step was skipped.
         not_finite: for a skipped step, the non-finite values of this process.
     """
 
@@ -70,8 +68,8 @@ class RankOptimizer:
     rate of step n is the schedule's rate for n.
 
     Args:
-        agree: all-reduces a tensor in place to its elementwise maximum over the processes that
-            share a parameter.
+        agree: all-reduces a tensor in place to its maximum over the processes that share a
+            parameter.
         frozen: frozen parameters of this process by (stage, name), whose averages continue.
 
     Attributes:
@@ -193,7 +191,7 @@ class RankOptimizer:
         self._apply(self._refused)
 
     def _apply(self, refused: torch.Tensor) -> None:
-        """Run the updates of the step and send the values to other holders; changes nothing where
+        """Run the step's updates and send the values to other holders; nothing changes where
         ``refused`` is 1."""
         step = self._steps - 1
         self.averages.begin()
@@ -216,7 +214,6 @@ class RankOptimizer:
         self.reduction.send_updates()
 
     def hide_averages(self) -> None:
-        """Restore the parameters. Not collective."""
         self._gather_nothing()
         self.averages.hide()
 
@@ -230,7 +227,6 @@ class RankOptimizer:
 
     @property
     def stepped(self) -> bool:
-        """Return True if a step was issued and not finished."""
         return self._rate is not None
 
     @waits_for_others
@@ -287,7 +283,6 @@ class RankOptimizer:
                 plain.grad = None if parameter.grad is None else local_part(parameter.grad)
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients."""
         self.observer.clear()
         self._norm, self._rate = None, None
         self._refused = torch.zeros_like(self._refused)
@@ -307,8 +302,8 @@ class RankOptimizer:
         }
 
     def not_finite_tensors(self, modules: Mapping[StageId, nn.Module]) -> list[str]:
-        """Return the checkpoint names of parameters and optimizer state with non-finite values,
-        each with the number of these values."""
+        """Return checkpoint names of parameters and optimizer state with non-finite values, with
+        their number."""
         return not_finite(named_tensors(modules, self.state_tensors()))
 
     @property
@@ -318,7 +313,6 @@ class RankOptimizer:
         return self._updates.state_is_temporary
 
     def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
-        """Return optimizer state by (stage, name, key)."""
         return {
             (*place, key): value
             for place, state in self._updates.states(self.updated).items()
@@ -338,11 +332,8 @@ class RankOptimizer:
         self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int,
         whole: bool = True,
     ) -> None:  # fmt: skip
-        """Invert :meth:`state_tensors`.
-
-        Args:
-            whole: False if parameters and state come from a step that did not finish.
-        """
+        """Invert :meth:`state_tensors`, after ``step`` finished steps. ``whole`` is False if
+        parameters and state come from a step that did not finish."""
         self._finished_steps, self._steps = step, step if whole else step + 1
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
@@ -361,6 +352,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter itself, or the local part of a sharded one."""
     local = local_part(parameter)
     return parameter if local is parameter else nn.Parameter(local.detach())

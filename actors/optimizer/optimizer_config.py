@@ -112,13 +112,10 @@ class UpdateRule:
             )
 
     def factor(self, step: int) -> float:
-        """Return the learning rate of a step as a fraction of ``lr``.
+        """Return the learning rate of a step, counted from 0, as a fraction of ``lr``.
 
         Equal to ``transformers.get_scheduler`` for steps below ``total_steps``. The cosine of
         ``transformers`` rises again after ``total_steps``; this one stays at its final value.
-
-        Args:
-            step: number of the step, from 0. The first step of a warm-up has a rate of 0.
         """
         if step < self.warmup_steps:
             return step / self.warmup_steps
@@ -133,7 +130,6 @@ class UpdateRule:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
         return self.lr * self.factor(step)
 
     def decay(self, parameter: str, in_layer_norm: bool) -> float:
@@ -211,7 +207,6 @@ class OptimizerConfig(UpdateRule):
                 raise ValueError(f"modules.{module}.{error}") from None
 
     def rule(self, name: str) -> UpdateRule:
-        """Return the rule of a module or of an encoder's projector."""
         values = {f.name: getattr(self, f.name) for f in fields(UpdateRule)}
         values |= self.modules.get(name, {})
         for several in ("betas", "no_decay"):
@@ -234,11 +229,7 @@ class OptimizerConfig(UpdateRule):
             )
 
     def rule_of(self, module: str, parameter: str) -> UpdateRule:
-        """Return the rule of a parameter.
-
-        Args:
-            parameter: name in the stage, which begins with ``module.`` or ``projector.``.
-        """
+        """Return the rule of a parameter, whose name begins with ``module.`` or ``projector.``."""
         projector = parameter.startswith("projector.")
         return self.rule(module + PROJECTOR if projector else module)
 
@@ -248,12 +239,8 @@ def check_number(
 ) -> None:
     """Check that a hyperparameter is a finite number in its range.
 
-    Args:
-        accepted: description of accepted values, for the error.
-        fits: returns True for accepted finite numbers.
-
     Raises:
-        ValueError: the value is not accepted.
+        ValueError: ``fits`` is False for the value; the error says what is ``accepted``.
     """
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not -_MOST <= number <= _MOST or not fits(number):  # NaN fails, too

@@ -14,9 +14,9 @@ class ParameterOwnership:
 
     Attributes:
         shared: parameters whose gradients are summed, in an order common to all processes.
-        in_grad_norm: (stage, name) of the parameters that this process, among all processes with
-            identical copies, counts in the gradient norm. It also writes their optimizer state.
-        saves: (stage, name) of the parameters whose values this process writes.
+        in_grad_norm: parameters that this process, among all processes with identical copies,
+            counts in the gradient norm, and whose optimizer state it writes.
+        saves: parameters whose values this process writes.
     """
 
     shared: tuple[SharedParameter, ...] = ()

@@ -1,5 +1,4 @@
-"""Snapshots of a process's trained state in host memory, for resuming after a failure in this
-process or its replacement.
+"""Snapshots of a process's trained state in host memory, for resuming after a failure.
 
 A checkpoint can be read in other layouts, and has one copy of every tensor. A snapshot has all
 state of one process that changes, including state that other processes hold, too, and is read by a
@@ -30,8 +29,7 @@ Stages = Mapping[StageId, nn.Module]
 
 
 class PackedTensor(NamedTuple):
-    """Tensor in a form that Ray transfers without copying. Stored as bytes, because NumPy lacks
-    some dtypes."""
+    """Tensor as bytes, which Ray transfers without copying. NumPy lacks some dtypes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,8 +40,7 @@ class Snapshot(NamedTuple):
     """Trained state of a process.
 
     Attributes:
-        trained: trainable parameters, and buffers of modules with trainable parameters, by stage
-            and name.
+        trained: trainable parameters, and buffers of modules with trainable parameters.
         optimizer: optimizer state, by stage, name and key.
     """
 
@@ -55,12 +52,8 @@ class Snapshot(NamedTuple):
 def copy_of(
     stages: Stages, optimizer: RankOptimizer, staging: HostStaging
 ) -> Callable[[], Snapshot]:
-    """Start copying the trained state to host memory. The state may change once ``staging`` has
-    waited.
-
-    Returns:
-        A function that waits for the copy and returns it.
-    """
+    """Start copying the trained state to host memory; return a function that waits for the copy and
+    returns it. The state may change once ``staging`` has waited."""
     trained = {
         # A forward may change buffers, so they are copied on the device at once.
         place: tensor if is_parameter else tensor.clone()
@@ -83,7 +76,7 @@ def copy_of(
 
 
 def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> None:
-    """Restore a copy made by :func:`copy_of`."""
+    """Restore a copy made by :func:`copy_of`, packed or not."""
     with torch.no_grad():
         for place, tensor, _ in _trained(stages):
             tensor.copy_(_unpacked(snapshot.trained[place]))
@@ -93,7 +86,6 @@ def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> Non
 
 
 def packed(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with packed tensors, for Ray."""
     return Snapshot(
         snapshot.progress,
         {place: _packed(tensor) for place, tensor in snapshot.trained.items()},
@@ -129,8 +121,6 @@ def _unpacked(value: torch.Tensor | PackedTensor) -> torch.Tensor:
 
 
 class SnapshotActor:
-    """Base class of actors with trained state."""
-
     _stages: Mapping[StageId, Any]
     _optimizer: RankOptimizer
     _staging: HostStaging
@@ -153,8 +143,7 @@ class SnapshotActor:
 
     def hand_over_snapshot(self) -> tuple[int | None, Snapshot | None]:
         """Return the number of finished steps and the state that the next :meth:`copy_snapshot`
-        copies. Runs in a separate thread. Returns None for both after a failed step or a failed
-        copy."""
+        copies; None for both after a failed step or a failed copy. Runs in a separate thread."""
         if (result := self._copies.get()) is None:
             return None, None
         try:
@@ -166,15 +155,12 @@ class SnapshotActor:
 
     def keep_snapshot(self, rank: int, step: int, part: Sequence[Any], newest: int) -> int:
         """Store another process's part of a snapshot in this node's object store, as long as this
-        process holds it. Runs in a separate thread.
+        process holds it, and drop those older than ``newest``. Return the step. Runs in a separate
+        thread.
 
         Args:
             part: list with Ray's reference to the part, so that the wait for it delays no other
                 call.
-            newest: older snapshots are dropped.
-
-        Returns:
-            The step.
         """
         import ray
 

@@ -33,7 +33,6 @@ class _Stored(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return ``stop`` of a range."""
         assert self.stop is not None
         return self.stop
 
@@ -81,11 +80,8 @@ class StoredTensors:
         return keys
 
     def read(self, shards: Mapping[str, ParameterShard | None]) -> dict[str, torch.Tensor]:
-        """Read tensors, or shards of them.
-
-        Args:
-            shards: shard to read of each tensor, None for the whole tensor; names that are not
-                stored are skipped. A shard of a scalar is the scalar.
+        """Read tensors, or shards of them. Names that are not stored are skipped. A shard of a
+        scalar is the scalar.
 
         Raises:
             CheckpointError: a file is missing, damaged, or lacks a range.
@@ -123,7 +119,6 @@ class StoredTensors:
         yield path
 
     def _files_of(self, name: str, own: ParameterShard | None) -> set[str]:
-        """Return the files that contain parts of a shard."""
         parts = self._stored[name]
         if own is None or parts[0].stop is None or own.dim != parts[0].dim:
             return {part.file for part in parts}
@@ -173,5 +168,4 @@ def _ranges(view: Any, own: ParameterShard) -> torch.Tensor:
 
 
 def _along(view: Any, dim: int, start: int, stop: int) -> torch.Tensor:
-    """Return the elements [start, stop) along a dimension of a tensor in a file."""
     return view[(slice(None),) * dim + (slice(start, stop),)]

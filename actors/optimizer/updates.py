@@ -71,8 +71,8 @@ class ParameterUpdates:
         matrices: ids of the parameters that Muon may update.
         layer_norms: ids of the parameters in a ``torch.nn.LayerNorm``.
         in_bf16: parameters that are kept in bf16, by id.
-        agree: all-reduces a tensor in place to its elementwise maximum over the processes that
-            share a parameter.
+        agree: all-reduces a tensor in place to its maximum over the processes that share a
+            parameter.
     """
 
     def __init__(
@@ -120,12 +120,7 @@ class ParameterUpdates:
     def step(
         self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int
     ) -> None:
-        """Update parameters that have gradients.
-
-        Args:
-            refused: scalar, 1 to change nothing, else 0.
-            step: number of the step, from 0.
-        """
+        """Update parameters that have gradients; nothing changes if the scalar ``refused`` is 1."""
         wide = []
         for parameter in parameters:
             kept = self._in_bf16.get(id(parameter))
@@ -143,7 +138,6 @@ class ParameterUpdates:
         return parameter if kept is None else kept.wide
 
     def _step(self, chosen: Sequence[nn.Parameter], refused: torch.Tensor, step: int) -> None:
-        """Update the chosen parameters, in the order of their groups."""
         by_group: dict[tuple[torch.optim.Optimizer, int], dict[int, nn.Parameter]] = {}
         for parameter in chosen:
             optimizer, number, index = self._positions[id(parameter)]
@@ -168,10 +162,7 @@ class ParameterUpdates:
 
     def states(self, keys: Iterable[Key]) -> dict[Key, dict[str, torch.Tensor]]:
         """Return the optimizer state of parameters. Before the first applied step it has masters
-        only.
-
-        The host waits for the device once, for the step counts of all parameters.
-        """
+        only. The host waits for the device once."""
         states = {key: self._state(key) for key in keys}
         counts = {key: state["step"] for key, state in states.items() if "step" in state}
         stacked = torch.stack([count.float() for count in counts.values()]) if counts else None
@@ -194,7 +185,6 @@ class ParameterUpdates:
         return {**state, **master}
 
     def forget(self) -> None:
-        """Drop all optimizer state."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
@@ -242,7 +232,6 @@ def matrices_of(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def layer_norm_parameters(modules: Iterable[nn.Module]) -> set[int]:
-    """Return ids of the parameters in ``torch.nn.LayerNorm`` layers."""
     return {
         id(parameter) for module in modules for child in module.modules()
         if isinstance(child, nn.LayerNorm) for parameter in child.parameters()

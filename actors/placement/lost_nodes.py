@@ -1,8 +1,8 @@
 """Report of lost nodes to Ray, which would detect them by itself about 15 s later.
 
 Until then Ray does not move the placements of a lost node. A raylet that shuts down cleanly reports
-itself (``NodeInfoGcsService.UnregisterNode``, Ray's internal interface); a raylet that was killed
-has to be reported by another process.
+itself (``NodeInfoGcsService.UnregisterNode``, Ray's internal interface); another process has to
+report a raylet that was killed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ REASON = "its Ray server (raylet) does not listen any more, says raymm"
 
 def tell_ray(nodes: Collection[str]) -> bool:
     """Report lost nodes to the cluster's control server, unless it knows of them. Return False if
-    the report failed, for example because Ray has changed its interface; Ray then detects the loss
-    itself.
+    the report failed, for example because Ray has changed its interface.
 
     Args:
         nodes: Ray ids of nodes that were reachable and now refuse connections. A raylet that is

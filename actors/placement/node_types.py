@@ -37,7 +37,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True)
 class NodeType:
-    """Type of nodes."""
+    """Type of nodes; ``most`` is the largest number of its nodes."""
 
     name: str
     resources: Resources
@@ -52,8 +52,8 @@ class NodeType:
 
 
 def autoscaled_types() -> tuple[NodeType, ...]:
-    """Return the types of nodes that the cluster's autoscaler may add; empty without an autoscaler,
-    and if its types are unknown."""
+    """Return the types of nodes that the autoscaler may add; empty without one, or if they are
+    unknown."""
     config = ray_state.get_cluster_config()
     if config is not None and config.node_group_configs:
         return types_of(config.node_group_configs)
@@ -89,8 +89,8 @@ def kuberay_types() -> tuple[NodeType, ...]:
 
 
 def types_of(groups: Iterable[Any]) -> tuple[NodeType, ...]:
-    """Convert the node groups that an autoscaler has reported to Ray's server
-    (``autoscaler.proto``, ``NodeGroupConfig``)."""
+    """Convert the node groups that an autoscaler has reported (``autoscaler.proto``,
+    ``NodeGroupConfig``)."""
     return tuple(
         NodeType(
             group.name, {name: float(amount) for name, amount in group.resources.items()},
@@ -111,9 +111,8 @@ def all_types() -> tuple[NodeType, ...]:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return Ray ids of nodes that are about to end, with the seconds left, or None if unknown. Ray
-    has no public call for this; Ray Train uses the same internal one. All other code calls this
-    function."""
+    """Return Ray ids of nodes that are about to end, with the seconds left, or None if unknown.
+    Only here is Ray's internal call for this used, as Ray Train does."""
     now = time.time()
     return {
         node: deadline / 1000 - now if deadline else None
@@ -169,8 +168,7 @@ def spell(resources: Resources) -> str:
 
 
 def pending_nodes() -> dict[str, int]:
-    """Return the number of nodes that the autoscaler has requested and that are not running yet, by
-    type; empty if unknown."""
+    """Return the nodes that the autoscaler has requested and that are not running yet, by type."""
     state = _autoscaling_state()
     counts: dict[str, int] = {}
     for request in () if state is None else state.pending_instance_requests:

@@ -1,7 +1,7 @@
 """One reservation for all processes of a run, and the wait for the nodes that it needs.
 
-All resources are requested at once. The autoscaler then adds nodes for all of them, whereas
-separate requests could each cost a node, and no process starts before all of them can.
+All resources are requested at once: separate requests could each cost a node, and no process should
+start before all of them can.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class PlacementOptions:
 
     Attributes:
         spares: number of spare processes, each with a rank's resources.
-        degrees: degrees of each rank. The processes of a rank are placed on one node if possible.
-            Empty to place processes in the order of the bundles.
+        degrees: degrees of each rank, whose processes are placed on one node if possible. Empty to
+            place processes in the order of the bundles.
         wait_for_nodes_s: seconds to wait for nodes; None for :data:`WAIT_FOR_NODES_S` with an
             autoscaler, and no wait without one.
         say: called with a line of text while nodes are awaited.
@@ -76,7 +76,6 @@ class PlacementOptions:
     check: Callable[[], None] = lambda: None
 
     def bundles_beside(self, rank: Bundle) -> tuple[Bundle, ...]:
-        """Return the bundles of all processes next to the ranks."""
         return (*(rank,) * self.spares, *self.worker_bundles)
 
     def waits(self) -> float:
@@ -106,7 +105,6 @@ class Placement:
 
     @property
     def is_held(self) -> bool:
-        """Return True while the places are requested or reserved."""
         return self._remove.alive
 
     def wait(self) -> None:
@@ -148,22 +146,18 @@ class Placement:
 
     @property
     def process_nodes(self) -> tuple[int, ...]:
-        """Return the node number of each process of the plan."""
         return self._arranged.nodes
 
     def place(self, process: int) -> PlacementGroupSchedulingStrategy:
-        """Return the scheduling strategy for a process of the plan."""
         return self._at(self._arranged.places[process])
 
     @property
     def worker_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
-        """Return the scheduling strategies for the data workers."""
         first = self._first_beside + self._options.spares
         return tuple(self._at(n) for n in range(first, len(self._bundles)))
 
     @property
     def spare_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
-        """Return the scheduling strategies for the spare processes."""
         return tuple(self._at(self._first_beside + n) for n in range(self._options.spares))
 
     def _at(self, place: int) -> PlacementGroupSchedulingStrategy:
@@ -248,16 +242,16 @@ def _remove_group(group: PlacementGroup) -> None:
 
 
 def call_behind(release: Callable[..., Any], *args: Any) -> threading.Thread:
-    """Call a function in a daemon thread, because a call of Ray to a lost cluster may not return.
-    Return the thread."""
+    """Call a function in a daemon thread, because a call of Ray to a lost cluster may not
+    return."""
     thread = threading.Thread(target=release, args=args, name="raymm-places", daemon=True)
     thread.start()
     return thread
 
 
 def _let_go_of_errors() -> None:
-    """Release objects that the last displayed error refers to, such as an interrupted model. The
-    frames of an error live until the next error, and reference cycles until they are collected."""
+    """Release objects that the frames of the last displayed error refer to, such as an interrupted
+    model."""
     traceback.clear_frames(getattr(sys, "last_traceback", None))
     gc.collect()
 

@@ -17,11 +17,8 @@ RELEASE_S, LOOK_S = 15.0, 0.2
 
 
 def free_resources(held: Mapping[str, Resources] | None = None) -> dict[str, dict[str, float]]:
-    """Return the free resources of the nodes that stay, by Ray node id.
-
-    Args:
-        held: by node, reserved resources that count as free.
-    """
+    """Return the free resources of the nodes that stay, by Ray node id; ``held`` counts as free,
+    too."""
     staying = {node["NodeID"] for node in staying_nodes()}
     free = {
         node: dict(amounts) for node, amounts in ray_state.available_resources_per_node().items()
@@ -34,8 +31,8 @@ def free_resources(held: Mapping[str, Resources] | None = None) -> dict[str, dic
 
 
 def wait_for_release(held: Mapping[str, Resources]) -> None:
-    """Wait until reserved resources are free again on the nodes that stay. Gives up after
-    :data:`RELEASE_S`, because another process may have taken them."""
+    """Wait until reserved resources are free again on the nodes that stay, for at most
+    :data:`RELEASE_S`: another process may have taken them."""
     deadline = time.monotonic() + RELEASE_S
     while time.monotonic() < deadline:
         free = free_resources()
@@ -50,11 +47,8 @@ def wait_for_release(held: Mapping[str, Resources]) -> None:
 def count_places(
     nodes: Iterable[Resources], bundle: Resources, others: Sequence[Resources] = ()
 ) -> int:
-    """Return the number of bundles that there is room for.
-
-    Args:
-        others: further bundles to place; each goes to the node where it costs the fewest places.
-    """
+    """Return the number of bundles that fit into the free resources of nodes, after placing the
+    bundles ``others``, each on the node where it costs the fewest places."""
     free = [dict(node) for node in nodes]
     for other in others:
         fitting = [node for node in free if _holds(node, other)]

@@ -47,11 +47,7 @@ class Backend(Protocol):
     """Text that says if partitions have separate work queues; empty if there are no queues."""
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> QuotaStream:
-        """Create a stream on a partition.
-
-        Args:
-            colocated: partitions that run at the same time.
-        """
+        """Create a stream on a partition; ``colocated`` partitions run at the same time."""
         ...
 
     def current(self) -> Stream:
@@ -59,5 +55,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy all streams. No work may be issued to them afterwards, and their results must not
-        be in use any more. Closing twice does nothing."""
+        """Destroy all streams, whose results must not be in use any more. Closing twice does
+        nothing."""

@@ -65,18 +65,12 @@ class ConcurrentModules:
         """Run works concurrently, each on its module's stream of the set.
 
         They run after work that the calling thread has issued to its current stream. Returns when
-        all works have been issued; on a CPU, when all are done.
-
-        Args:
-            streams: streams of the modules; may include further modules.
-
-        Returns:
-            Outputs by module, in the order of ``works``.
+        all works have been issued; on a CPU, when all are done. Outputs are in the order of
+        ``works``.
 
         Raises:
-            InternalError: a work raised an error, reported after all works have ended. Further
-                failed modules, in the order of ``works``, are added as notes. Also raised if a work
-                with ``draws=False`` drew random numbers.
+            InternalError: a work raised an error, reported after all works have ended, with further
+                failed modules as notes; or a work with ``draws=False`` drew random numbers.
             TimeoutError: some works did not end in time.
             ValueError: a module has no stream, or a backward has another partition than its
                 forward.
@@ -136,8 +130,8 @@ class ConcurrentModules:
             raise TimeoutError(f"{self._unusable} within {self._timeout:g} s")
 
     def close(self) -> None:
-        """End the threads. Stuck threads are left behind; they are daemon threads. Closing twice
-        does nothing."""
+        """End the threads, except stuck ones, which are daemon threads. Closing twice does
+        nothing."""
         self._unusable = self._unusable or "they were closed"
         workers = self._workers.copy()
         self._workers.clear()
@@ -153,8 +147,8 @@ class ConcurrentModules:
 
 
 def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
-    """Check that modules share no parameters or buffers. Concurrent modules would otherwise add to
-    one gradient, or update one buffer, in any order.
+    """Check that modules share no parameters or buffers. Concurrent modules would change them in
+    any order.
 
     Raises:
         ValueError: two modules share a tensor; names it.
@@ -172,8 +166,6 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
 
 
 class _Tickets:
-    """Tickets for the generators, and a check that works without a ticket drew nothing."""
-
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._last: Ticket | None = None
@@ -196,8 +188,8 @@ class _Tickets:
         return begun or tuple(late)
 
     def check(self) -> None:
-        """Raise an error if works without a ticket drew random numbers. Not possible if other works
-        drew numbers at the same time."""
+        """Raise an error if works without a ticket drew random numbers; not possible if other works
+        drew some."""
         if self._last is None and self._before not in (None, generator_state()):
             raise InternalError(
                 f"random numbers were drawn by one of modules {', '.join(map(repr, self._without))}"
@@ -207,7 +199,6 @@ class _Tickets:
 
 
 def _release(workers: dict[str, Worker]) -> None:
-    """Let threads end after their current task, without waiting for them."""
     for worker in workers.values():
         worker.release()
     workers.clear()
@@ -244,7 +235,6 @@ def _perform(
     settings: ThreadSettings,
     ticket: contextlib.AbstractContextManager[None],
 ) -> Output:
-    """Run one work in its module's thread."""
     stream = streams.streams[module]
     # Take the ticket first: the module holds no partition while it waits.
     with ticket, settings.applied(), stream.use():

@@ -42,12 +42,8 @@ class CudaStream:
 
 
 class CudaQuotaStream(CudaStream):
-    """Torch stream whose kernels run on a partition's multiprocessors.
-
-    Attributes:
-        torch_stream: an ``ExternalStream`` in a green context, or an ordinary stream if the
-            partition is the whole GPU.
-    """
+    """Torch stream whose kernels run on a partition's multiprocessors: an ``ExternalStream`` in a
+    green context, or an ordinary stream if the partition is the whole GPU."""
 
     def __init__(self, partition: Partition, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
@@ -55,17 +51,13 @@ class CudaQuotaStream(CudaStream):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Make the stream the calling thread's current stream, and its device the current
-        device."""
         with torch.cuda.stream(self.torch_stream):
             yield
 
 
 class CudaBackend:
-    """Green contexts of one GPU.
-
-    Args:
-        coscheduled: see :class:`raymm.actors.quota.green_context.GreenContexts`.
+    """Green contexts of one GPU; ``coscheduled`` as in
+    :class:`raymm.actors.quota.green_context.GreenContexts`.
 
     Raises:
         InputError: no CUDA device, no cuda-python, a driver before 12.4, or environment variables
@@ -92,12 +84,9 @@ class CudaBackend:
         self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> CudaQuotaStream:
-        """Return a stream on a partition.
-
-        Partitions of a module with the same groups in different sets share one stream. cuBLAS keeps
-        a workspace (32 MiB on an H100) per stream, and autograd's backward uses the stream of its
-        forward.
-        """
+        """Return a stream on a partition. Partitions of a module with the same groups in different
+        sets share one: cuBLAS keeps a workspace (32 MiB on an H100) per stream, and backward uses
+        its forward's stream."""
         key = (partition.module, partition.first_group, partition.groups, partition.whole)
         if key not in self._streams:
             self._streams[key] = self._new_stream(partition)
@@ -115,9 +104,8 @@ class CudaBackend:
     def close(self) -> None:
         """Wait for the device, free the streams' cached memory, and destroy them.
 
-        The allocator keeps free blocks by stream. When a tensor is freed, it records an event on
-        every stream that has read the tensor. Tensors and autograd graphs of these streams must
-        therefore be freed before.
+        When a tensor is freed, the allocator records an event on every stream that has read it.
+        Tensors and autograd graphs of these streams must therefore be freed before.
         """
         torch.cuda.synchronize(self.device)
         self._streams.clear()

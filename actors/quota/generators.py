@@ -16,11 +16,8 @@ import torch
 
 
 def generator_state() -> tuple[bytes, ...]:
-    """Return a value that changes when numbers are drawn from torch's default generators.
-
-    The generators of NumPy and Python are excluded, because background threads of libraries use
-    them.
-    """
+    """Return a value that changes when numbers are drawn from torch's default generators. NumPy's
+    and Python's are excluded, because background threads of libraries use them."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
@@ -28,11 +25,8 @@ def generator_state() -> tuple[bytes, ...]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the default generators of torch, NumPy (used for masks of speech models) and Python.
-
-    Args:
-        seed: any integer; NumPy uses its last 32 bits.
-    """
+    """Seed the default generators of torch, NumPy (masks of speech models) and Python with any
+    integer; NumPy uses its last 32 bits."""
     # Not torch.manual_seed: without CUDA it formats a traceback, which takes half a millisecond.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -41,13 +35,11 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_beside_torch(seed: int) -> None:
-    """Seed the generators of NumPy and Python as :func:`seed_generators` does."""
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def host_states() -> tuple[object, ...]:
-    """Return the states of NumPy's and Python's generators, for comparisons."""
     state: Any = np.random.get_state()
     return state[1].tobytes(), state[2:], random.getstate()  # a few draws change the position only
 
@@ -68,11 +60,8 @@ def generators_kept() -> Iterator[None]:
 
 
 class Ticket:
-    """Position in a queue for the generators. It can be entered once the ticket before was left.
-
-    Args:
-        timeout: seconds to wait for the previous ticket.
-    """
+    """Position in a queue for the generators. It can be entered once the ticket ``before`` was
+    left, within ``timeout`` seconds."""
 
     def __init__(self, before: Ticket | None, timeout: float) -> None:
         self._before = before

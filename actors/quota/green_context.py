@@ -162,12 +162,11 @@ class GreenContexts:
 
     @property
     def num_contexts(self) -> int:
-        """Return the number of green contexts."""
         return len(self._contexts)
 
     def close(self) -> None:
-        """Destroy streams, then their contexts, because a stream without its context is detached.
-        All are attempted; the first failure is raised at the end."""
+        """Destroy streams, then their contexts. All are attempted; the first failure is raised at
+        the end."""
         failures = []
         for name, handles in (
             ("cuStreamDestroy", self._streams[::-1]),
@@ -184,12 +183,7 @@ class GreenContexts:
             raise failures[0]
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function; return its results: None, one value, or a tuple.
-
-        Raises:
-            InputError: the installed cuda-python lacks the function.
-            InternalError: the function failed.
-        """
+        """Call a driver function; return its results: None, one value, or a tuple."""
         function = getattr(self._driver, name, None)
         if function is None:
             raise InputError(

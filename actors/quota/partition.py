@@ -57,7 +57,6 @@ class Multiprocessors:
 
     @property
     def smallest_quota(self) -> float:
-        """Return the share of the GPU of one group."""
         return self.granularity / self.total
 
 
@@ -69,8 +68,7 @@ class Partition:
         quota: requested share of the GPU.
         sms: multiprocessors granted.
         first_group, groups: range of groups; all groups if ``whole``.
-        whole: True if the GPU is not split: the module runs alone, on all multiprocessors,
-            including those outside of any group.
+        whole: True if the module has the whole GPU, including multiprocessors outside of any group.
     """
 
     module: str
@@ -88,11 +86,9 @@ class Partition:
 
     @property
     def share(self) -> float:
-        """Return the granted share of the GPU."""
         return self.sms / self.total
 
     def overlaps(self, other: Partition) -> bool:
-        """Return True if the two partitions have a multiprocessor in common."""
         if self.whole or other.whole:
             return True
         start = max(self.first_group, other.first_group)

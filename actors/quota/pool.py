@@ -24,8 +24,8 @@ class StreamSet:
     backend: Backend
 
     def join(self) -> None:
-        """Run work that the calling thread issues to its current stream from now on after all work
-        issued to the set's streams. Does not wait on the host."""
+        """Run later work of the calling thread's current stream after all work of the set's
+        streams."""
         current = self.backend.current()
         for stream in self.streams.values():
             current.wait(stream.record())
@@ -107,13 +107,12 @@ class StreamPool:
         return chosen
 
     def report(self) -> str:
-        """Return the requested and granted quotas, one line per module of every set, and a line on
-        work queues."""
+        """Return the requested and granted quotas, one line per module, and a line on work
+        queues."""
         lines = [f"{name}: {part}" for name, layout in self.partitions.items() for part in layout]
         return "\n".join([*lines, *filter(None, [self._backend.queues])])
 
     def close(self) -> None:
-        """Destroy all streams; see :meth:`Backend.close`. Closing twice does nothing."""
         if not self._closed:
             self._closed = True
             self._sets.clear()

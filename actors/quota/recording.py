@@ -27,11 +27,7 @@ class QuotaSpan(NamedTuple):
 
 
 class Account:
-    """Record of the partitions of one GPU that are and were in use. Thread-safe.
-
-    Args:
-        clock: returns the time in seconds.
-    """
+    """Record of the partitions of one GPU that are and were in use. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -90,21 +86,12 @@ class AccountedStream(HostStream):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Hold the partition for the length of the block.
-
-        Raises:
-            InternalError: another module holds some of its multiprocessors.
-        """
         with self._account.running(self.partition):
             yield
 
 
 class RecordingBackend:
-    """Backend whose streams record their use in :attr:`account`.
-
-    Args:
-        gpu: simulated GPU; an H100 by default.
-    """
+    """Backend whose streams record their use in :attr:`account`; ``gpu`` is an H100 by default."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class ThreadSettings:
-    """Settings of the calling thread. :meth:`capture` them in one thread and apply them in another.
+    """Settings of a thread: :meth:`capture` them in one thread and apply them in another.
 
     Attributes:
         autocast: (device type, enabled, dtype).
@@ -39,7 +39,6 @@ class ThreadSettings:
 
     @classmethod
     def capture(cls) -> ThreadSettings:
-        """Return the settings of the calling thread."""
         # get_default_device() does not distinguish "not set" from "cpu", and setting the device
         # adds a function mode around every call.
         device = torch.get_default_device()

@@ -14,12 +14,8 @@ from raymm.actors.quota.backend import Backend, QuotaStream
 
 @dataclass(frozen=True)
 class Output:
-    """Output of a module's work. The device may not have computed it yet.
-
-    Attributes:
-        value: what the work returned; to be passed to other :class:`Work`, which then runs after
-            it.
-    """
+    """Output of a module's work, which the device may not have computed yet. Pass ``value`` to
+    other :class:`Work`, which then runs after ``event`` on ``stream``."""
 
     module: str
     value: Any
@@ -28,8 +24,8 @@ class Output:
     backend: Backend
 
     def get(self) -> Any:
-        """Return the value for use on the calling thread's current stream: work that is issued to
-        it from now on runs after the work. Does not wait on the host."""
+        """Return the value for use on the calling thread's current stream: later work of that
+        stream runs after the module's work. Does not wait on the host."""
         current = self.backend.current()
         current.wait(self.event)
         current.keep(tensors_in(self.value))

@@ -9,11 +9,8 @@ from typing import Any
 
 
 class Task:
-    """Call that was submitted to a worker.
-
-    Attributes:
-        done: set when the call has ended; ``result`` or ``error`` is then available.
-    """
+    """Call that was submitted to a worker. ``done`` is set once ``result`` or ``error`` is
+    available."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call: Callable[[], Any] | None = call
@@ -22,7 +19,6 @@ class Task:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Run the call. Never raises."""
         try:
             assert self._call is not None  # a task runs once
             self.result = self._call()
@@ -35,10 +31,8 @@ class Task:
 
 
 class Worker:
-    """Daemon thread named after its module.
-
-    One thread per module runs all steps, because cuBLAS handles and workspaces are per thread.
-    """
+    """Daemon thread named after its module. One thread per module runs all steps, because cuBLAS
+    handles and workspaces are per thread."""
 
     def __init__(self, module: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()

@@ -12,8 +12,7 @@ from raymm.scheduler.plan.process_grid import P2PGroup, connected_pairs
 from raymm.scheduler.plan.stage import Edge
 
 MESSAGE_CTAS = 32
-"""Multiprocessors (of at least 108 on a GPU) that all messages in flight may occupy together. A
-receive that is posted ahead of time holds its multiprocessors until the message arrives."""
+"""Multiprocessors that all messages in flight may occupy. Receives posted early hold theirs too."""
 LINK_CTAS = 8
 """Largest number of multiprocessors that one message may occupy."""
 
@@ -22,12 +21,10 @@ class Meeting(NamedTuple):
     """Processes that create a process group together.
 
     Attributes:
-        number: position in the order in which every process creates its groups, from 1. The group
-            of all processes is created first.
+        number: position in the order in which every process creates its groups, from 1.
         members: process numbers; for a link, (sender, receiver).
         is_link: True if the group carries messages from the first member to the second.
-        sums: the parameters whose gradients are summed in the group; None if the group connects
-            processes of one rank.
+        sums: parameters whose gradients the group sums; None if it connects processes of one rank.
     """
 
     number: int
@@ -41,8 +38,7 @@ class ConnectionPlan:
     """Groups and channels that one process connects.
 
     Attributes:
-        p2p_groups: (directed edge, number of the edge that is the same on all processes, senders
-            and receivers).
+        p2p_groups: (directed edge, number of the edge on all processes, senders and receivers).
         link_ctas: multiprocessors of a GPU that one message may occupy.
     """
 
@@ -88,11 +84,8 @@ def connection_plans(
 
 
 def link_ctas(pairs: Sequence[tuple[int, int]] | dict[tuple[int, int], None]) -> int:
-    """Return the multiprocessors of a GPU that one message may occupy.
-
-    The value is the same for all links, and small enough that messages on all links of any process
-    leave the other multiprocessors to its computation.
-    """
+    """Return the multiprocessors of a GPU that one message may occupy: the same for all links, and
+    few enough that computation keeps the rest when all links of a process are busy."""
     links: dict[int, int] = {}
     for pair in pairs:
         for process in pair:

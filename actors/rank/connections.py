@@ -38,9 +38,8 @@ class Connecting(NamedTuple):
 class Connections:
     """Process groups and channels of a process.
 
-    Groups are created in the order of their numbers. Each group is fully connected before the next
-    one is created; :mod:`raymm.scheduler.plan.meeting_order` explains why this order cannot
-    deadlock.
+    Groups are created in the order of their numbers, each fully connected before the next;
+    :mod:`raymm.scheduler.plan.meeting_order` explains why this cannot deadlock.
 
     Args:
         whereabouts: records the group that is being connected, for failure diagnosis.
@@ -63,11 +62,9 @@ class Connections:
         self.renew(place, whereabouts)
 
     def renew(self, place: MeetingPlace, whereabouts: Whereabouts) -> None:
-        """Create all groups and channels again. No operation of the old groups may be in flight.
-
-        Channels are new objects. The objects that stages hold (``data``, ``samples``, ``tokens``,
-        ``tensors``) are kept and switched to the new groups.
-        """
+        """Create all groups and channels again; no operation may be in flight. Channels are new
+        objects. The groups that stages hold are kept as objects and switched to the new process
+        groups."""
         spec, self._place = self._spec, place
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._links: dict[tuple[int, ...], tuple[PointToPoint, PointToPoint]] = {}
@@ -98,8 +95,8 @@ class Connections:
             self._open_p2p_group(edge, number, p2p_group)
 
     def largest_on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce ``values`` in place to their elementwise maximum over the processes of
-        ``data``, on the host. Collective."""
+        """All-reduce ``values`` in place to their maximum over the processes of ``data``, on the
+        host."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._hosts)
         return values
 

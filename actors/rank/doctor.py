@@ -36,19 +36,17 @@ class DoctorSpec:
 
     @property
     def modules(self) -> set[str]:
-        """Empty: the process has no stages."""
         return set()
 
     @property
     def ring(self) -> list[tuple[int, int]]:
-        """Return (sender, receiver) of every link. The group of a link has the link's index plus 1
-        as its number."""
+        """Return (sender, receiver) of every link; the group of a link has the link's index plus 1
+        as number."""
         count = self.world_size if self.world_size > 1 else 0
         return [(rank, (rank + 1) % self.world_size) for rank in range(count)]
 
     @property
     def members(self) -> dict[int, Sequence[int]]:
-        """Return the members of the groups of this process, by group number."""
         links = {n: link for n, link in enumerate(self.ring, start=1) if self.rank in link}
         return {EVERYONE: range(self.world_size), **links}
 
@@ -58,7 +56,6 @@ class DoctorSpec:
         return peers(self.rank, self.members.values())
 
     def unbuilt(self) -> DoctorSpec:
-        """Return the spec itself, because there is nothing to build."""
         return self
 
 
@@ -75,8 +72,6 @@ class Transfers(NamedTuple):
 
 
 class DoctorActor(MeetingActor):
-    """Actor that runs one measuring process."""
-
     def __init__(self, spec: DoctorSpec) -> None:
         super().__init__(spec.rank, spec.device, Timeouts.of(spec.timeout_s, None))
         self._spec, self._device = spec, torch.device(spec.device)
@@ -97,11 +92,9 @@ class DoctorActor(MeetingActor):
             }  # fmt: skip
 
     def build(self) -> int:
-        """Return 0, the number of parameters."""
         return 0
 
     def describe_node(self) -> NodeDescription:
-        """Describe the node and the GPU."""
         import ray
 
         return describe_node(self._device, ray.util.get_node_ip_address())
@@ -165,7 +158,5 @@ def _check(tensor: torch.Tensor, expected: float, operation: str) -> None:
 
 
 class DoctorGroup(RankGroup):
-    """Group of the measuring actors."""
-
     actor_class = DoctorActor
     renews = False

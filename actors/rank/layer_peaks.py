@@ -17,15 +17,11 @@ def layer_peaks(
     run: Callable[[], torch.Tensor], layers: Sequence[nn.Module], live: LiveBytes | DeviceBytes,
     held: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """Measure peak bytes per layer.
-
-    Args:
-        held: bytes that each layer keeps for its backward.
+    """Measure peak bytes per layer; ``held`` are the bytes that each layer keeps for its backward.
 
     Returns:
-        Two lists with one entry per layer. The first is the peak of the layer's forward and
-        backward beyond the activations of this and earlier layers and the layer's output. The
-        second is the peak of a forward without gradients.
+        Per layer, the peak of forward and backward beyond the activations of this and earlier
+        layers and the layer's output; and the peak of a forward without gradients.
     """
     before = live.now
     marks = _Marks(live, len(layers))
@@ -79,7 +75,6 @@ class _Marks:
         live.restart()
 
     def enter(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Record that a layer's forward begins, which ends the previous layer's forward."""
         self._over(index)
         hidden = hidden_state(layer, args, kwargs)
         if hidden.requires_grad:
@@ -94,9 +89,7 @@ class _Marks:
         self._live.restart()
 
     def end_forward(self) -> None:
-        """Record the end of the last layer's forward."""
         self._over(len(self.forward))
 
     def end_backward(self) -> None:
-        """Record the end of the first layer's backward."""
         self._left(0)

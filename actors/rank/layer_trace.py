@@ -100,12 +100,10 @@ class LayerTrace:
         self._backward[index] = self._now()
 
     def start_forward(self) -> None:
-        """Record the start of the forward."""
         self._synchronize()
         self._forward[0] = self._now()
 
     def end_forward(self, output: torch.Tensor) -> None:
-        """Record the end of the forward and the module's output."""
         self._forward[self._count] = self._now()
         self.output_bytes[-1] = output.numel() * output.element_size()
         self.output_shape = tuple(output.shape)
@@ -116,12 +114,10 @@ class LayerTrace:
                     self.held[layer] += size
 
     def start_backward(self) -> None:
-        """Record the start of the backward."""
         self._synchronize()
         self._backward[self._count] = self._now()
 
     def end_backward(self) -> None:
-        """Record the end of the backward."""
         self._backward[0] = self._now()
         self._synchronize()
 
@@ -131,7 +127,6 @@ class LayerTrace:
         return [self._seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
 
     def both_times(self) -> list[float]:
-        """Return seconds per layer of forward plus backward."""
         both = zip(self.forward_times(), self.backward_times(), strict=True)
         return [forward + backward for forward, backward in both]
 

@@ -1,5 +1,5 @@
-"""Rendezvous of processes: the default process group, further groups and links, and the base class
-of actors that create them."""
+"""Rendezvous of processes: the default process group, further groups and links, and their
+actors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Timeouts(NamedTuple):
     """Timeouts for operations between processes.
 
     Attributes:
-        wait: for any operation, and for other processes to arrive. The driver then finds and names
-            the process that is late.
-        watchdog: time after which NCCL's watchdog treats a GPU operation as failed and ends the
-            process. It is longer than ``wait`` because the watchdog cannot name the process at
-            fault; it ends processes that the driver cannot reach.
+        wait: for any operation, and for other processes to arrive. The driver then names the late
+            one.
+        watchdog: time until NCCL's watchdog ends a process because of a GPU operation. Longer than
+            ``wait``, because the watchdog cannot name the process at fault; it ends processes that
+            the driver cannot reach.
     """
 
     wait: timedelta
@@ -50,8 +50,8 @@ class Timeouts(NamedTuple):
 
 
 def prepare_nccl(device: torch.device) -> None:
-    """Set environment variables that NCCL and CUDA read once, unless they are already set. Call
-    this before the first GPU allocation."""
+    """Set environment variables that NCCL and CUDA read once; keep those that are set. Call this
+    before the first GPU allocation."""
     if device.type != "cuda":
         return
     # Freed memory can be remapped, so tensors of many sizes do not fragment it.
@@ -67,14 +67,12 @@ def prepare_nccl(device: torch.device) -> None:
 
 class MeetingPlace:
     """Rendezvous of a process with others. The constructor joins the default group of all
-    processes; methods create further groups, which are connected over NCCL on GPUs and over gloo
-    otherwise.
+    processes; methods create further groups, connected over NCCL on GPUs and over gloo otherwise.
 
-    A group is created by its members only. ``torch.distributed.new_group`` would have to be called
-    by all processes for every group, thousands of times in a large run. Members identify a group by
-    a number that all processes agree on. Torch's own counter cannot serve: it counts the calls of
-    one process, and so does the name from ``use_local_synchronization``. Both differ among members
-    that have created different numbers of groups.
+    Only its members create a group. ``torch.distributed.new_group`` must be called by all processes
+    for every group, thousands of times in a large run. Members identify a group by a number that
+    all processes agree on. Torch's counter, which ``use_local_synchronization`` also uses, counts
+    the calls of one process and differs among members.
 
     Attributes:
         device: as given, with an index, which NCCL needs.
@@ -106,9 +104,8 @@ class MeetingPlace:
     def new_group(self, number: int, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Create and connect a group of processes.
 
-        Exactly the members must call this. A process must create its groups in the order of their
-        numbers. The communicator is created here with an all-reduce over all members, so that no
-        step has to wait for a connection.
+        Exactly the members must call this, each in the order of its groups' numbers. An all-reduce
+        connects them here, so that no step has to wait for a connection.
 
         Args:
             number: number of the group among all groups of all processes, from 1.
@@ -125,12 +122,8 @@ class MeetingPlace:
     def new_host_group(
         self, number: int, ranks: Sequence[int], group: dist.ProcessGroup
     ) -> dist.ProcessGroup:
-        """Create a group over which the hosts of a group's processes agree on values. Like
-        :meth:`new_group` otherwise.
-
-        Args:
-            group: group of the same processes; returned itself on CPUs.
-        """
+        """Create a group for values in host memory, like :meth:`new_group`. On CPUs return
+        ``group``, which has the same processes."""
         if self.device.type != "cuda":
             return group
         with _meeting(ranks, self.timeouts.wait), self._store.making(number):
@@ -141,8 +134,8 @@ class MeetingPlace:
     def new_link(
         self, number: int, sender: int, receiver: int, ctas: int
     ) -> tuple[PointToPoint, PointToPoint]:
-        """Create the link for messages from one process to another, and test it with one message.
-        Like :meth:`new_group` otherwise.
+        """Create the link for messages from one process to another, like :meth:`new_group`, and
+        test it.
 
         Args:
             ctas: on a GPU, largest number of multiprocessors that a message may occupy.
@@ -168,9 +161,8 @@ class MeetingPlace:
         return group, host_group
 
     def _new_host_link(self, number: int, ends: tuple[int, int]) -> PointToPoint:
-        """Create a gloo group directly, without the dispatcher of torch's process groups. All links
-        of a process share one I/O thread: with one thread per link, processes mostly switch between
-        threads."""
+        """Create a gloo group without the dispatcher of torch's groups. All links share one I/O
+        thread: with one thread per link, processes mostly switch between threads."""
         gloo: Any = dist.ProcessGroupGloo  # of whose constructors torch declares another one
         options = gloo._Options()
         options._devices, options._threads = self._gloo_devices, 1
@@ -252,7 +244,7 @@ class MeetingActor(ObservedActor):
         self._changing = threading.Lock()
 
     def receive_news(self, news: Sequence[News], generation: int = 0) -> None:
-        """Store keys that other processes have set, while this process waits for them."""
+        """Store keys of a rendezvous that other processes have set."""
         if (store := self._store_of(generation)) is not None:
             store.receive_news(news)
 
@@ -271,7 +263,7 @@ class MeetingActor(ObservedActor):
     def _meeting(
         self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any], generation: int = 0
     ) -> Iterator[None]:
-        """Open the rendezvous store for the length of the block, so that groups can be created."""
+        """Open the store of a rendezvous, so that groups can be created in the block."""
         store = self._store_of(generation)
         assert store is not None
         with self._changing:

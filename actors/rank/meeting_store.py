@@ -1,14 +1,13 @@
 """Key-value store for the rendezvous of processes. Keys travel as calls of Ray actors.
 
-Torch's TCPStore listens on a port without authentication: any client that reaches the port can join
-a run or overwrite values that its processes read. A secret in the key names would not help, because
-keys travel in the clear and the store accepts waits, counts and shutdowns without a key. Actor
-calls have Ray's authentication and encryption and need no additional port.
+Torch's TCPStore listens on a port without authentication: any client that reaches it can join a run
+or overwrite values. A secret in the key names would not help, because keys travel in the clear and
+some operations need no key. Actor calls have Ray's authentication and need no additional port.
 
 Every process holds its own copy of the keys that concern it. A process that sets a key sends it to
-the first member of the group that is being created, and the first member sends it to all others. So
-no process polls, and a process that waits for a key needs no thread of another process. Processes
-hold the actor handles only while they create groups, because a handle keeps an unused actor alive.
+the first member of the group that is being created, which sends it to all others. So no process
+polls, and none needs another process's thread. Actor handles are held only while groups are
+created, because a handle keeps an unused actor alive.
 """
 
 from __future__ import annotations
@@ -47,13 +46,10 @@ def peers(me: int, groups: Iterable[Sequence[int]]) -> set[int]:
 
 
 class MeetingStore(Store):
-    """Store of one process.
+    """Store of one process; ``generation`` is the number of earlier rendezvous.
 
-    Each key is set once, by one process. Torch uses no other operation of a store while groups are
-    created; ``TORCH_DIST_INIT_BARRIER``, which would need counters, cannot be set.
-
-    Args:
-        generation: number of earlier rendezvous.
+    Each key is set once, by one process. Torch uses no other operation while it creates groups;
+    ``TORCH_DIST_INIT_BARRIER``, which would need counters, cannot be set.
     """
 
     def __init__(self, me: int, timeout: timedelta, generation: int = 0) -> None:
@@ -74,8 +70,8 @@ class MeetingStore(Store):
     ) -> Iterator[None]:
         """Forward keys to other processes for the length of the block.
 
-        At the end of the block, all keys of this process have been sent. All members of a group
-        that has been used have received the keys that they waited for.
+        At the end all keys of this process have been sent. All members of a group that has been
+        used have received the keys that they waited for.
         """
         with self._changed:
             self._members, self._actors, self._open = dict(members), actors, True
@@ -100,8 +96,8 @@ class MeetingStore(Store):
             self._group = EVERYONE
 
     def receive_news(self, news: Sequence[News]) -> None:
-        """Store keys that other processes have set. Callable from any thread, also before this
-        process creates groups."""
+        """Store keys that other processes have set; callable from any thread, also before
+        :meth:`opened`."""
         with self._changed:
             self._values.update({each.key: each.value for each in news})
             # The other keys have already reached every process that needs them.
@@ -152,7 +148,6 @@ class MeetingStore(Store):
             self._tell(first, [news])
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         self.wait([key])
         return self._values[key]
 
@@ -171,21 +166,17 @@ class MeetingStore(Store):
                 raise DistStoreError(f"no process has set {', '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
-        """Return True if all keys are set."""
         return all(key in self._values for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for keys and return their values."""
         self.wait(keys)
         return [self._values[key] for key in keys]
 
     def multi_set(self, keys: list[str], values: list[bytes | str]) -> None:
-        """Set several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def num_keys(self) -> int:
-        """Return the number of keys that this process knows."""
         return len(self._values)
 
     def has_extended_api(self) -> bool:
@@ -193,5 +184,4 @@ class MeetingStore(Store):
         return False
 
     def clone(self) -> MeetingStore:
-        """Return the store itself, which is thread-safe."""
         return self

@@ -40,8 +40,7 @@ class ProfileRequest:
     Attributes:
         inputs: inputs of the module's first stage, with tensors on the CPU.
         received: for a language model, shape (items, tokens, width) of each encoder's output.
-        plain_text: True if the language model's ``inputs`` already hold its whole sequence, so that
-            encoder outputs are not merged into it.
+        plain_text: True if ``inputs`` already hold the whole sequence, without encoder outputs.
     """
 
     inputs: dict[str, Any]
@@ -55,13 +54,12 @@ class LayerTimes:
 
     Attributes:
         forward, backward_input, backward_weight: F, B_d and B_w.
-        activation_bytes: memory that is held for the backward: tensors created in the layer, and
-            its input.
+        activation_bytes: memory held for the backward: tensors created in the layer, and its input.
         output_bytes: size of the hidden state that the layer returns.
         working_bytes, forward_bytes, data_bytes, halved: see
             :class:`~raymm.scheduler.costs.layer_costs.LayerCost`.
-        options: for a block, each way to recompute or offload its activations: seconds added to
-            forward plus backward, bytes held, and peak working bytes.
+        options: for a block, ways to recompute or offload its activations: seconds added to forward
+            plus backward, bytes held, and peak working bytes.
     """
 
     forward: float
@@ -81,9 +79,8 @@ class ModuleTimes:
     """Measurements of a module on one microbatch.
 
     Attributes:
-        samples, tokens: counts of samples and tokens in the hidden state (samples, length, width)
-            that enters the blocks, or in the module's output if that hidden state has another
-            shape.
+        samples, tokens: counts in the hidden state (samples, length, width) that enters the blocks,
+            or in the module's output if that hidden state has another shape.
     """
 
     layers: tuple[LayerTimes, ...]
@@ -93,15 +90,14 @@ class ModuleTimes:
 
 
 class ModuleProfiler:
-    """Profiler of one module that is not split into stages. :mod:`raymm.profiling.layers` wraps it
-    in ``ray.remote``.
+    """Profiler of a whole module; :mod:`raymm.profiling.layers` wraps it in ``ray.remote``.
 
     Args:
         builder: builds the module's one stage (:func:`raymm.layout.stage_builders.stage_builders`).
         device: ``"cpu"`` or ``"cuda"``.
         autocast: name of autocast's dtype, or None.
-        cast: True to keep frozen weights in the autocast dtype, as a rank does if the weights can
-            be reloaded.
+        cast: True to keep frozen weights in the autocast dtype, as a rank does if it can reload
+            them.
         threads: intra-op threads.
     """
 
@@ -148,8 +144,8 @@ class ModuleProfiler:
         """Run a microbatch ``repeats`` times each way, after a warm-up.
 
         B_d is the backward with every parameter frozen and the first block's input requiring a
-        gradient. B_w is the additional time of the backward when every parameter is trainable, or
-        only the adapters if the module has any.
+        gradient. B_w is the additional time when all parameters, or all adapters if there are any,
+        are trainable.
         """
         inputs, received = self._tensors_of(request)
         frozen: list[LayerTrace] = []
@@ -249,8 +245,8 @@ class ModuleProfiler:
     def _layer_peaks(
         self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the working and forward bytes of every layer. Parameters must have gradients
-        allocated, as in every microbatch of a step except the first."""
+        """Return working and forward bytes of every layer. Parameters must have gradients, as in
+        every microbatch of a step except the first."""
         def run() -> torch.Tensor:
             with self._casting():
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
@@ -301,8 +297,8 @@ class ModuleProfiler:
 
 
 def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module], bool]:
-    """Return the first submodule of each layer, and True if the first layer is a block. Layers are
-    the blocks (or the whole module, if it cannot be cut) and the projector."""
+    """Return the first submodule of each layer (the blocks, or the whole module if it cannot be
+    cut, and the projector), and True if the first layer is a block."""
     module = stage.module
     assert module is not None  # the profiled stage holds the whole module
     path = find_blocks(module)

@@ -56,8 +56,8 @@ class RankActor(StoredRank):
         self._colocation: Colocation | None = None
 
     def warm_up(self, *specs: RankSpec) -> None:
-        """Prepare a spare process: unpickling the specs imports the code of their stages, and a
-        tensor initializes the device."""
+        """Prepare a spare process: unpickling the specs imports their code, a tensor initializes
+        the device."""
         torch.zeros(1, device=self._device)
 
     def become(self, spec: RankSpec) -> None:
@@ -73,11 +73,8 @@ class RankActor(StoredRank):
 
     @task("meeting the other ranks")
     def connect(self, actors: Mapping[int, Any], generation: int = 0) -> None:
-        """Join the group of all processes, and create all groups and channels.
-
-        Args:
-            generation: number of earlier rendezvous.
-        """
+        """Join the group of all processes, and create all groups and channels. ``generation`` is
+        the number of earlier rendezvous."""
         # OpenMP's thread count is per thread, and ``__init__`` ran in another thread.
         torch.set_num_threads(self._spec.threads)
         if self._device.type == "cuda":
@@ -103,12 +100,8 @@ class RankActor(StoredRank):
                 before.renew(place, self.whereabouts)
 
     def cut(self, generation: int) -> None:
-        """Shut down all connections from another thread, so that a step in flight fails.
-
-        Args:
-            generation: generation of the connections to shut down. Newer connections stay, because
-                the caller did not know of them.
-        """
+        """Shut down all connections of a generation from another thread, so that a step in flight
+        fails. Newer connections stay, because the caller did not know of them."""
         with self._changing:
             if generation == self._generation:
                 self._failed = True
@@ -116,8 +109,7 @@ class RankActor(StoredRank):
 
     @task("leaving a step")
     def leave(self) -> Progress:
-        """Drop the state of a failed step, and return how far the parameters are. No operation is
-        in flight afterwards."""
+        """Drop the state of a failed step, and return how far the parameters are."""
         self._staging.wait()
         self._optimizer.reduction.renew({})
         self._optimizer.hide_averages()
@@ -130,9 +122,8 @@ class RankActor(StoredRank):
 
     @task("meeting the other ranks again")
     def renew(self, actors: Mapping[int, Any], generation: int) -> None:
-        """Reconnect a surviving process after :meth:`leave`, to the other survivors and to the
-        replacements. Stages, parameters and optimizer state are kept; loaded programs are
-        dropped."""
+        """Reconnect to survivors and replacements after :meth:`leave`. Stages, parameters and
+        optimizer state are kept; loaded programs are dropped."""
         if dist.is_initialized():  # aborted groups of NCCL are gone already
             dist.destroy_process_group()
         self._meet(actors, generation)
@@ -152,14 +143,8 @@ class RankActor(StoredRank):
     def build(
         self, builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]] | None = None
     ) -> dict[StageId, int]:
-        """Build the stages and the optimizer, and the streams of modules with quotas.
-
-        Args:
-            builders: replaces the spec's builders if given.
-
-        Returns:
-            The number of parameters held, per stage.
-        """
+        """Build the stages, the optimizer, and the streams of modules with quotas; return the
+        number of parameters held, per stage. ``builders`` replaces the spec's builders if given."""
         self._programs.clear()
         if self._spec.quotas and self._colocation is None:
             self._colocation = self._new_colocation()
@@ -276,8 +261,7 @@ class RankActor(StoredRank):
         return result
 
     def _check_connections(self) -> None:
-        """Check that no connection was aborted before the device finished. Aborted operations
-        return on the device and raise no error on the host.
+        """Check that no connection was aborted, which raises no error on the host by itself.
 
         Raises:
             ChannelError: data that the step received may be incomplete.
@@ -310,8 +294,8 @@ class RankActor(StoredRank):
 
         Args:
             layout: (stage, microbatch) of each entry of ``inputs``; entries of the same stage and
-                microbatch are merged. Inputs are separate arguments so that Ray resolves the object
-                references among them before the call.
+                microbatch are merged. Inputs are separate arguments, so that Ray resolves
+                references.
         """
         with self._unless_failed():
             return self._run_step(key, meta, layout, inputs)
@@ -367,12 +351,10 @@ class RankActor(StoredRank):
             self._optimizer.show_averages()
 
     def hide_averages(self) -> None:
-        """Restore the parameters that :meth:`show_averages` replaced."""
         self._staging.wait()
         self._optimizer.hide_averages()
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients."""
         self._optimizer.zero_grad()
 
     @task("reading gradients")
@@ -391,6 +373,6 @@ class RankActor(StoredRank):
         }
 
     def not_finite_tensors(self) -> list[str]:
-        """Return the checkpoint names of parameters and optimizer state with non-finite values,
-        each with the number of these values."""
+        """Return checkpoint names of parameters and optimizer state with non-finite values, with
+        their number."""
         return self._optimizer.not_finite_tensors(self._stages)

@@ -41,9 +41,6 @@ class RankGroup(ObservedRanks):
         labels: stages of each rank, for error messages (``"vision.0, llm.0"``).
         placement: resources that are reserved in addition, and how long nodes may take to arrive.
 
-    Attributes:
-        places: host and process id of each rank, in order.
-
     Raises:
         ClusterError: the cluster cannot hold the ranks, or not in time.
         RankFailedError: a rank cannot start.
@@ -84,7 +81,6 @@ class RankGroup(ObservedRanks):
             raise
 
     def _describe(self) -> None:
-        """Record host, process id and address of every rank."""
         descriptions = self.wait([actor.describe.remote() for actor in self._actors],
                                  timeout=START_TIMEOUT_S)
         self.places = tuple(
@@ -116,7 +112,6 @@ class RankGroup(ObservedRanks):
         return actor, actor.warm_up.remote(*kinds.values())
 
     def _replace(self, gone: Sequence[int]) -> None:
-        """Replace lost ranks by spare processes, and by new processes when no spare is left."""
         spares = self._spares.take(len(gone))
         for rank, spare in zip(gone, spares, strict=False):
             self._spares.give(self._rank_places[rank])
@@ -140,7 +135,7 @@ class RankGroup(ObservedRanks):
 
     @property
     def places_beside(self) -> tuple[Any, ...]:
-        """Return Ray scheduling strategies for the processes next to the ranks, such as data
+        """Return Ray scheduling strategies for processes next to the ranks, such as data
         workers."""
         return self.placement.worker_places
 
@@ -150,7 +145,6 @@ class RankGroup(ObservedRanks):
         return self.placement.nodes()
 
     def held(self) -> dict[str, dict[str, float]]:
-        """Return all reserved resources, by Ray node id."""
         return self.placement.held()
 
     @property
@@ -175,10 +169,7 @@ class RankGroup(ObservedRanks):
 
     def start(self, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a method on every rank without waiting; return references to the results, by rank.
-
-        Args:
-            returns: number of parts of each result; each part gets its own reference.
-        """
+        With ``returns`` above 1, each result is a list of that many references to its parts."""
         self.check_running()
         with self._order:
             calls = [getattr(actor, method) for actor in self._actors]
@@ -214,8 +205,7 @@ class RankGroup(ObservedRanks):
         used program at the same point of that order.
 
         Args:
-            program: a program that ``check_program`` has verified.
-            issues, bound: results of the check.
+            program, issues, bound: a verified program, and results of ``check_program``.
         """
         self.check_running()
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
@@ -324,15 +314,9 @@ class RankGroup(ObservedRanks):
         self._observer = ClusterObserver(nodes)
 
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
-        """Store each rank's part of a snapshot on a rank of another node, without waiting. With a
-        single node nothing is stored.
-
-        Args:
-            newest: older snapshots are dropped.
-
-        Returns:
-            References to the step, which are ready once the parts are stored.
-        """
+        """Store each rank's part of a snapshot on a rank of another node, without waiting, and drop
+        snapshots older than ``newest``. Return references to the step, ready once the parts are
+        stored."""
         nodes = {rank: address.node for rank, address in self._addresses.items()}
         refs = []
         for rank, keeper in keepers(nodes).items():
@@ -341,7 +325,6 @@ class RankGroup(ObservedRanks):
         return refs
 
     def shutdown(self) -> None:
-        """End all ranks and release their resources."""
         self._ended = self._ended or "they were shut down"
         if self._observer is not None:
             self._observer.stop()

@@ -19,10 +19,7 @@ from raymm.errors import ClusterError
 
 @dataclass(frozen=True)
 class RankResources:
-    """Ray resources of one rank: logical CPUs, GPUs and custom resources.
-
-    Attributes:
-        env: environment variables that the process starts with.
+    """Ray resources of one rank, and environment variables that its process starts with.
 
     Raises:
         ClusterError: an amount is invalid, all amounts are 0, or a variable is invalid.
@@ -77,12 +74,11 @@ class RankResources:
 def check_capacity(
     num_ranks: int, resources: RankResources, options: PlacementOptions = ONLY_RANKS
 ) -> None:
-    """Compare the resources that a plan needs with those of the connected cluster, including the
-    nodes that an autoscaler can add.
+    """Compare a plan's resources with those of the cluster, including nodes that an autoscaler can
+    add.
 
     Raises:
-        ClusterError: the cluster cannot hold the ranks and data workers, even when idle and with
-            all its nodes.
+        ClusterError: the cluster cannot hold the ranks and data workers, even when idle.
     """
     scales = bool(autoscaled_types())
     if not scales and options.waits():

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class ProcessGroups(NamedTuple):
     """Processes of one rank, by what they share with a given process.
 
-    ``rank`` has all of them. ``data`` has those that work on the same microbatch, ``samples`` those
+    ``rank`` has all of them, ``data`` those that work on the same microbatch, ``samples`` those
     that split its samples, ``tokens`` those that split its samples' tokens, and ``tensors`` those
-    that split the computation of each token. A group is empty if the process is its only member.
+    that split each token's computation. A group is empty if the process is its only member.
     """
 
     rank: tuple[int, ...] = ()
@@ -46,21 +46,21 @@ class RankSpec:
         autocast: name of the torch dtype for automatic mixed precision, or None.
         exact_autocast: True to leave fully sharded parameters to autocast, instead of gathering
             them in its dtype.
-        reloadable: modules whose frozen weights can be loaded again from their source; under
-            autocast they are kept in its dtype only.
+        reloadable: modules whose frozen weights can be loaded again; under autocast they are kept
+            in its dtype only.
         kernels: attention kernels, see :mod:`raymm.kernels.choice.choice`.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads.
         quotas: for each set of modules that run concurrently, shares of the device's
-            multiprocessors by module.
+            multiprocessors.
         quota_backend: makes the quotas' streams; by default
             :func:`raymm.actors.executor.colocation.default_backend`.
-        timeout_s: longest wait for another rank, in seconds.
-        nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None for twice
+        timeout_s: longest wait for another rank.
+        nccl_timeout_s: time after which NCCL's watchdog ends a process; None for twice
             ``timeout_s``.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.
-        features: folder for encoder features, for each stage whose features the process stores.
+        features: folder for the features of each stage that stores them.
         seed: seed of the run, for stochastic rounding.
     """
 
@@ -90,18 +90,16 @@ class RankSpec:
 
     @property
     def members(self) -> dict[int, Sequence[int]]:
-        """Return the members of all groups that the process creates, and of the group of all
-        processes, by group number."""
+        """Return the members of the process's groups, and of the group of all processes, by group
+        number."""
         own = {meeting.number: meeting.members for meeting in self.connections.meetings}
         return {EVERYONE: range(self.world_size), **own}
 
     @property
     def modules(self) -> set[str]:
-        """Return the modules whose stages the process holds."""
         return {stage.module for stage in self.builders}
 
     def unbuilt(self) -> RankSpec:
-        """Return a copy without stages."""
         return replace(self, builders={})
 
     @property
@@ -125,11 +123,7 @@ class ProcessSpec(Protocol):
 
 
 class RankPlace(NamedTuple):
-    """Location of a rank.
-
-    Attributes:
-        label: stages of the rank.
-    """
+    """Location of a rank; ``label`` names its stages."""
 
     label: str
     host: str

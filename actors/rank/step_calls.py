@@ -1,8 +1,7 @@
 """Calls that run steps: the programs that driver and ranks keep, packed arguments and packed
 results.
 
-Arguments and results are pickled to bytes here. Ray's serialization of other objects takes several
-times as long, once per rank.
+Both are pickled to bytes here, because Ray's serialization takes several times as long per rank.
 """
 
 from __future__ import annotations
@@ -27,12 +26,8 @@ Value = TypeVar("Value")
 
 def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
     """Mark ``key`` as most recently used and evict the least recently used entry beyond
-    :data:`MAX_PROGRAMS`.
-
-    Args:
-        programs: from the least to the most recently used; changed in place.
-        value: the program, or None to keep only the key.
-    """
+    :data:`MAX_PROGRAMS`. ``programs`` is changed in place; ``value`` is None to keep only the
+    key."""
     programs[key] = value
     programs.move_to_end(key)
     if len(programs) > MAX_PROGRAMS:
@@ -51,11 +46,7 @@ class Waiting(Protocol):
 
 
 class StepHandle(Generic[Result]):
-    """Submitted step.
-
-    Args:
-        unpack: converts what a rank returned to its result; None if no conversion is needed.
-    """
+    """Submitted step. ``unpack`` converts what a rank returned to its result."""
 
     def __init__(
         self, group: Waiting, refs: Sequence[Any], unpack: Callable[[Any], Result] | None = None
@@ -74,8 +65,8 @@ class StepHandle(Generic[Result]):
         return sent if self._unpack is None else list(map(self._unpack, sent))
 
     def forget(self) -> None:
-        """Consume the results of a step that will not be waited for, because it or an earlier step
-        failed. Ray would otherwise print unread errors."""
+        """Consume the results of a step after a failure. Ray would otherwise print unread
+        errors."""
         import ray  # ranks that run without Ray do not need it
         from ray.exceptions import RayError
 
@@ -121,8 +112,7 @@ class CallOrder:
 def pack_calls(
     key: str, meta: StepMeta, inputs: Sequence[Sequence[tuple[StageId, int, Any]]]
 ) -> list[tuple[Any, ...]]:
-    """Return the arguments of each rank's call. Arguments that are the same for all ranks are
-    pickled once.
+    """Return the arguments of each rank's call; arguments common to all ranks are pickled once.
 
     Args:
         inputs: per rank, (stage, microbatch, dict or ObjectRef of a dict).
@@ -146,10 +136,8 @@ def unpack_call(
 
 
 def pack_result(result: StepResult) -> bytes:
-    """Pickle the result of a rank."""
     return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_result(packed: bytes) -> StepResult:
-    """Invert :func:`pack_result`."""
     return pickle.loads(packed)

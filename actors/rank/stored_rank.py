@@ -68,7 +68,6 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     def _parts(
         self, parameters: Mapping[tuple[StageId, str], torch.Tensor]
     ) -> dict[tuple[StageId, str], ParameterPart]:
-        """Return the part that this process holds of each sharded parameter."""
         parts = {}
         for (stage, name), parameter in parameters.items():
             shard_spec = self._spec.shard_specs.get(stage.module)
@@ -78,8 +77,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         return parts
 
     def _make_largest(self, key: tuple[StageId, str], tensor: torch.Tensor) -> None:
-        """All-reduce a tensor in place to its elementwise maximum over the processes that share a
-        parameter."""
+        """All-reduce a tensor in place to its maximum over the processes that share a parameter."""
         data, tensors = self._connections.data, self._connections.tensors
         if self._spec.shard_specs[key[0].module].shards > 1:
             assert data is not None
@@ -89,8 +87,8 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
             tensors.all_reduce_max(tensor)
 
     def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (name, parameter name, tensor) of a stage's parameters and persistent buffers. The
-        parameter name is empty for a buffer, and the first of the names for a tied parameter."""
+        """Yield (name, parameter name, tensor) of parameters and persistent buffers. The parameter
+        name is empty for a buffer, and the first of the names for a tied parameter."""
         module = self._stages[stage]
         first = {parameter: name for name, parameter in module.named_parameters()}
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -103,7 +101,6 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     copy_state = task("copying what is saved")(SavingActor.copy_state)
 
     def write_copy(self, folder: str) -> WrittenCopy:
-        """See :meth:`SavingActor.write_copy`."""
         with self.whereabouts.in_thread("writing a checkpoint"):
             return super().write_copy(folder)
 
@@ -158,14 +155,9 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> Loaded:
-        """Read parameters, buffers and optimizer state from files that match the manifest.
-
-        Args:
-            step: step of the checkpoint, for the learning rate.
-
-        Returns:
-            Names of trainable parameters that no file has, and names of all tensors that were read.
-        """
+        """Read parameters, buffers and optimizer state from files that match the manifest's
+        ``files``. Return the trainable parameters that no file has, and the names of all tensors
+        that were read."""
         self._staging.wait()
         stored = StoredTensors(folder, index, files)
         own = [

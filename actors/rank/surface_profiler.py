@@ -44,7 +44,7 @@ class SurfaceTimes:
     """Measurements of a module.
 
     Attributes:
-        seconds: time of a forward and backward, by quota; without quotas that the device cannot
+        seconds: time of forward and backward, by quota; without quotas that the device cannot
             grant.
         activation_bytes: activations of each layer, as if all of its parameters were trained.
     """
@@ -55,8 +55,7 @@ class SurfaceTimes:
 
 
 class SurfaceProfiler(ModuleProfiler):
-    """Profiler of one whole module as the run will train it. Arguments: see
-    :class:`ModuleProfiler`."""
+    """Profiler of one whole module as the run will train it; see :class:`ModuleProfiler`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -68,8 +67,8 @@ class SurfaceProfiler(ModuleProfiler):
         """Measure the median time of ``repeats`` iterations on every quota, after a warm-up.
 
         Args:
-            backend: makes the quotas' streams; by default :class:`CudaBackend` on a GPU, and none
-                on a CPU.
+            backend: makes the quotas' streams; by default :class:`CudaBackend` on a GPU, none on a
+                CPU.
         """
         inputs, received = self._arguments(request)
         counted = self._run(inputs, self._arguments(request)[1], trainable=True, count=True)
@@ -94,15 +93,15 @@ class SurfaceProfiler(ModuleProfiler):
         return SurfaceTimes(seconds, activations, shape)
 
     def prepare(self, request: SurfaceRequest) -> None:
-        """Create the inputs of :meth:`iterations` and run a first iteration, for kernels that are
-        selected at their first use. Disables dropout, which draws random numbers."""
+        """Create the inputs of :meth:`iterations` and run a first iteration. Disables dropout,
+        which draws random numbers."""
         self._stage.eval()
         self._prepared: tuple[dict[str, Any], dict[str, Message]] | None = self._arguments(request)
         self._iterate(*self._prepared)
 
     def iterations(self, count: int) -> tuple[StepClock, Any, Any]:
-        """Run ``count`` forwards and backwards. Return a clock and its marks on the current stream
-        before and after them."""
+        """Run ``count`` forwards and backwards; return a clock and its marks before and after
+        them."""
         assert self._prepared is not None  # see prepare
         inputs, received = self._prepared
         clock = step_clock(self._device)
@@ -127,8 +126,7 @@ class SurfaceProfiler(ModuleProfiler):
         self._clear()
 
     def forget(self) -> None:
-        """Drop gradients and inputs, so that the streams on which they were created can be
-        destroyed."""
+        """Drop gradients and inputs, so that their streams can be destroyed."""
         self._prepared = None
         self._clear()
 
@@ -176,11 +174,7 @@ class ColocatedTimes:
 
 
 class ColocationProfiler:
-    """Profiler of several modules that share one GPU with quotas. Not yet run on a GPU.
-
-    Args:
-        arguments: arguments of :class:`SurfaceProfiler`, by module.
-    """
+    """Profiler of several modules that share one GPU with quotas. Not yet run on a GPU."""
 
     def __init__(self, arguments: Mapping[str, tuple]) -> None:
         self._modules = {name: SurfaceProfiler(*options) for name, options in arguments.items()}
@@ -195,16 +189,14 @@ class ColocationProfiler:
         """Measure seconds per iteration of every module of every group, alone and next to the
         others.
 
-        Both measurements use the same multiprocessors. Quotas are granted in whole groups of
-        multiprocessors, and the rounding depends on the other modules, so the difference is
-        interference alone.
-
-        Each module of a group runs enough iterations to take about as long as the slowest. So all
-        modules run concurrently nearly all the time.
+        Both measurements use the same multiprocessors, because the rounding of quotas depends on
+        the other modules; the difference is interference alone. Each module of a group runs enough
+        iterations to take about as long as the slowest, so all modules run concurrently nearly all
+        the time.
 
         Args:
             expected: for each group, approximate seconds by module at these quotas.
-            backend: of the device; :class:`CudaBackend` by default.
+            backend: :class:`CudaBackend` by default.
         """
         backend = backend or CudaBackend()
         for name, request in requests.items():
@@ -229,7 +221,6 @@ class ColocationProfiler:
     def _timed(
         self, threads: ConcurrentModules, streams: StreamSet, counts: Mapping[str, int]
     ) -> dict[str, float]:
-        """Return seconds per iteration of modules that run ``counts`` iterations concurrently."""
         outputs = threads.run(streams, {
             name: Work(partial(self._modules[name].iterations, count), draws=False)
             for name, count in counts.items()

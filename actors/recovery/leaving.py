@@ -26,11 +26,8 @@ def cut(actors: Collection[Any], generation: int) -> None:
 def leave(
     actors: Mapping[int, Any], generation: int, timeout: float = LEAVE_S
 ) -> dict[int, Progress]:
-    """Make ranks leave the step in progress; return the progress of the ranks that did.
-
-    Args:
-        timeout: seconds for all ranks.
-    """
+    """Make ranks leave the step in progress; return the progress of those that did within
+    ``timeout`` s."""
     cut(list(actors.values()), generation)
     refs = {rank: actor.leave.remote() for rank, actor in actors.items()}
     if refs:
@@ -45,7 +42,6 @@ def leave(
 
 
 def end(actors: Mapping[int, Any], addresses: Mapping[int, Address]) -> None:
-    """Kill processes, whatever they are doing."""
     kill_from_outside({rank: addresses[rank] for rank in actors if rank in addresses})
     for actor in actors.values():
         ray.kill(actor, no_restart=True)

@@ -34,8 +34,8 @@ class ObservedRanks(ABC):
         patience: longest time that a rank may wait for another, in seconds.
 
     Attributes:
-        keeps_survivors: True if the other ranks survive the loss of a rank, because the lost state
-            is available elsewhere. They always survive an error that a stage raises.
+        keeps_survivors: True if the other ranks survive the loss of a rank, because its state is
+            available elsewhere. They always survive an error that a stage raises.
     """
 
     keeps_survivors = False
@@ -132,7 +132,6 @@ class ObservedRanks(ABC):
         return [results[rank] for rank in ranks]
 
     def _fetch(self, rank: int, ref: ray.ObjectRef, pending: Mapping[Any, int]) -> Any:
-        """Return the result of a rank's finished call, while others are pending."""
         try:
             return ray.get(ref)
         except RayActorError as error:
@@ -145,10 +144,8 @@ class ObservedRanks(ABC):
             self._fail(Failure(said, lost=frozenset()), error)
 
     def check_cluster(self, error: RayActorError | None = None) -> None:
-        """Raise an error if the cluster or a node of the run is lost.
-
-        Args:
-            error: death of a process of the run that may have been caused by the loss of its node.
+        """Raise an error if the cluster or a node of the run is lost. ``error`` is the death of a
+        process that this loss may have caused.
 
         Raises:
             RunFailedError: a node with processes of the run or the cluster's control server is
@@ -193,10 +190,7 @@ class ObservedRanks(ABC):
 
     def give_up(self, rank: int, why: str) -> NoReturn:
         """Report a rank as failed that still runs but misbehaves, so that another process replaces
-        it.
-
-        Args:
-            why: text that follows the rank's name in the message.
+        it. ``why`` is the text that follows the rank's name in the message.
 
         Raises:
             RankFailedError: always.
@@ -204,11 +198,7 @@ class ObservedRanks(ABC):
         self._fail(Failure(f"{self._name(rank)} {why}", lost=frozenset({rank})), None)
 
     def _beat(self) -> None:
-        """Check that ranks are alive and make progress.
-
-        Raises:
-            RankFailedError: a rank is dead or takes too long.
-        """
+        """Raise an error if a rank is dead or takes too long."""
         if not (there := {rank: self._actors[rank] for rank in self._addresses}):
             return
         inquiry = inquire(there, BEAT_S)
@@ -225,11 +215,8 @@ class ObservedRanks(ABC):
         return look_from_outside({rank: self._addresses[rank] for rank in ranks})
 
     def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
-        """Return the seconds to wait before the next check.
-
-        Raises:
-            RankFailedError: no rank makes progress.
-        """
+        """Return the seconds to wait before the next check; raise an error if no rank makes
+        progress."""
         inquiry = inquire(dict(enumerate(self._actors)))
         if timeout is None and not inquiry.dead and inquiry.still() < self._patience:
             return self._patience - inquiry.still()
@@ -284,7 +271,6 @@ class ObservedRanks(ABC):
         return None
 
     def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
-        """Fail with the rank that the others wait for, and with what each rank was doing."""
         culprits = self._culprits(inquiry)
         self._fail(blamed(inquiry, reason, self._names, self._addresses, culprits), error)
 
@@ -292,7 +278,6 @@ class ObservedRanks(ABC):
         return inquiry.culprits(self._patience / 2, self._aborted(inquiry.dead))
 
     def _aborted(self, dead: Collection[int]) -> list[int]:
-        """Return the dead ranks that ended by SIGABRT."""
         addresses = {rank: self._addresses[rank] for rank in dead if rank in self._addresses}
         looks = look_from_outside(addresses) if addresses else {}
         return [rank for rank, look in looks.items() if look.aborted]
@@ -331,11 +316,8 @@ class ObservedRanks(ABC):
 
 def lost_node_error(nodes: frozenset[str], preempted: bool) -> partial[RunFailedError]:
     """Return a factory of the error for losing nodes, given its text. Without nodes, or if the
-    driver's own node is lost, the error is the loss of the cluster.
-
-    Args:
-        preempted: True if Ray reported a preemption for a process on these nodes.
-    """
+    driver's own node is lost, the error is the loss of the cluster. ``preempted`` is True if Ray
+    reported a preemption of a process there."""
     if not nodes or ray.get_runtime_context().get_node_id() in nodes:
         return partial(RunFailedError, lost=Loss.CLUSTER)
     announced = preempted or bool(nodes & draining_nodes().keys())

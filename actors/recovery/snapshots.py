@@ -17,11 +17,9 @@ class Ranks(Protocol):
     """Ranks whose state is copied."""
 
     def start(self, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method on every rank without waiting; see :meth:`RankGroup.start`."""
         ...
 
     def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        """Call a method with a different argument on each rank; see :meth:`RankGroup.call_each`."""
         ...
 
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
@@ -35,8 +33,8 @@ class TakenSnapshot:
     """Snapshot that is complete or being taken.
 
     Attributes:
-        steps: references that are ready once a rank has returned its part, or once a process on
-            another node has stored it. They resolve to the step.
+        steps: references that resolve to the step once a rank has returned its part, or once a
+            process on another node has stored it.
         parts: parts of the ranks in Ray's object store. The process that requested them owns them,
             so they outlive the ranks.
     """

@@ -13,7 +13,7 @@ from raymm.actors.faults.inquiry import inquire
 
 
 class Spare(NamedTuple):
-    """Spare actor with its place. ``warm`` is ready once the actor has imported everything ranks
+    """Spare actor with its place; ``warm`` is ready once it has imported everything that ranks
     need."""
 
     actor: Any
@@ -35,8 +35,8 @@ class Spares:
 
         Args:
             start: starts a process in a place; returns its actor and the reference that is ready
-                once it is warm. It is not stored: it is a method of the spares' owner, whose ranks
-                end with the last reference to the owner.
+                once it is warm. Not stored: it is a method of the spares' owner, which would then
+                never be freed.
         """
         for place in self._free:
             actor, warm = start(place)
@@ -75,12 +75,10 @@ class Spares:
         return any(_is_there(spare.warm) for spare in self._waiting)
 
     def give(self, place: Any) -> None:
-        """Add a free place."""
         self._free.append(place)
 
     @property
     def actors(self) -> list[Any]:
-        """Return the actors of all spares."""
         return [spare.actor for spare in self._waiting]
 
 

@@ -1,5 +1,5 @@
-"""Folder in an object store, accessed through pyarrow. pyarrow also reads Parquet here, has one
-client for S3 and Google Cloud Storage, and is used by Ray Train's ``storage_path``."""
+"""Folder in an object store, accessed through pyarrow: one client for S3 and Google Cloud Storage,
+which also reads Parquet here and serves Ray Train's ``storage_path``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class BucketFolder(StorageFolder):
 
     Args:
         location: URL; its query has options of the connection (:data:`OPTIONS`).
-        retry_for_s: seconds for which a failed operation is retried.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed; raised by any operation.
@@ -224,11 +223,8 @@ def _plain(error: OSError) -> OSError:
 
 @functools.cache
 def connect(scheme: str, bucket: str, query: str) -> Any:
-    """Return the client of a bucket, one per process, with credentials from the environment. The
-    client does not retry by itself.
-
-    Args:
-        scheme: ``"s3"`` or ``"gs"``.
+    """Return the client of a bucket (``"s3"`` or ``"gs"``), one per process, with credentials from
+    the environment and :data:`OPTIONS` from the URL's query. The client does not retry by itself.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.

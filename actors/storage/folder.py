@@ -31,8 +31,8 @@ class StorageFolder(ABC):
     @property
     @abstractmethod
     def location(self) -> str:
-        """Return the location; from it :func:`raymm.actors.storage.location.storage_folder` creates
-        this folder again."""
+        """Return the location; :func:`raymm.actors.storage.location.storage_folder` opens it
+        again."""
 
     @property
     @abstractmethod
@@ -216,8 +216,8 @@ def _write_and_replace(path: Path, data: bytes) -> None:
 
 
 def set_file_modes(folder: Path) -> None:
-    """Give the files below a newly written folder the permissions of other new files. Links, and
-    files with further hard links, are unchanged, because they belong to other folders, too."""
+    """Give the files below a newly written folder the permissions of other new files, except links
+    and files with further hard links, which belong to other folders, too."""
     for path in folder.rglob("*"):
         state = path.lstat()
         if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:

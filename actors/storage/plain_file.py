@@ -29,8 +29,7 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading. Opening never blocks, as opening a pipe would, and has no
-    effect on a device.
+    """Open a regular file for reading. Opening never blocks, and has no effect on a device.
 
     Raises:
         OSError: the file is not regular, or cannot be opened.

@@ -17,10 +17,8 @@ RETRY_FOR_S = 10.0
 
 
 def problem_seeing(location: str, name: str, token: str) -> str | None:
-    """Look for a file that another process wrote, and write a temporary one.
-
-    Args:
-        token: expected content of the file.
+    """Look for a file with the content ``token`` that another process wrote, and write a temporary
+    one.
 
     Returns:
         The problem, as the rest of a sentence that starts with the name of this process; None if
