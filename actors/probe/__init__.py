@@ -1,1 +1,1 @@
-"""Can a model be cut, masked, sharded? Tried on a small copy."""
+"""Trials on small copies that show how a model can be cut, masked and sharded."""

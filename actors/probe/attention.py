@@ -1,7 +1,7 @@
-"""The probe of attention: does a language model obey a mask, may its tokens be shared out?
+"""Probe of attention: does a language model follow a mask, and can its tokens be split?
 
-As in :mod:`raymm.actors.probe.cut`, nothing knows a model by name: a shrunk copy runs, and
-what changes where a token changes says what its layers see.
+As in :mod:`raymm.actors.probe.cut`, a small copy runs, without knowledge of the model. Changes of
+its output after a token has changed show what its layers see.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from raymm.kernels.mask.patterns import causal, documents, multimodal
 from raymm.kernels.mask.spans import Span
 
 _TOKENS = 8
-# Relative to the largest output. Not exactly zero: experts multiply as many rows at once as
-# tokens chose them, which changes the last bits of other tokens.
+# Relative to the largest output. Not exactly zero: experts multiply all rows that chose them at
+# once, which changes the last bits of other tokens.
 _NOISE = 1e-5
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 _FAILS = "its forward fails with the arguments that this needs"
 
 
 def find_mixers(source: ModuleSource) -> frozenset[str]:
-    """Classes of layers that carry something from one document to another, whatever a mask says:
-    convolutions, linear attention, state-space layers. They have to be called with documents as
-    rows (:mod:`raymm.kernels.hf.document_rows`); whether that is enough, :func:`probe_mask` says.
+    """Return classes of layers that mix documents despite a mask, and are correct with separate
+    rows.
 
-    Args:
-        source: of a causal language model; of one that cannot obey a mask, there are none.
+    Examples are convolutions, linear attention and state-space layers, whose input must have one
+    document per row (:mod:`raymm.kernels.hf.document_rows`). The result is empty if the model
+    cannot follow a mask.
     """
     try:
         _, model = _model_with_masks(source, "have a mask")
@@ -68,13 +68,10 @@ def find_mixers(source: ModuleSource) -> frozenset[str]:
 def mixing_layers(
     blocks: Collection[nn.Module], run: Callable[[], Any], start: int
 ) -> list[frozenset[str]]:
-    """Classes of layers within blocks whose second document hears of the first: of the outermost
-    ones; and, where attention is in some of these, of the innermost ones.
+    """Return candidate sets of classes of layers that leak from the first document to the second.
 
-    Args:
-        blocks: of a small copy.
-        run: runs it on one row of two documents that see nothing of each other.
-        start: where the second begins.
+    The candidates are the outermost and the innermost such layers; attention may be inside the
+    former. ``run`` runs the blocks on one row with two documents, the second from ``start`` on.
     """
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
@@ -86,7 +83,7 @@ def mixing_layers(
     try:
         run()
     except _FAILURES:
-        return [frozenset()]  # the next probe says why
+        return [frozenset()]  # the next probe reports the reason
     finally:
         for hook in hooks:
             hook.remove()
@@ -106,7 +103,7 @@ def mixing_layers(
 def _carries_over(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], start: int
 ) -> bool:
-    """Whether a layer's output from ``start`` on changes with the token just before."""
+    """Return True if a layer's output from ``start`` on depends on the token before."""
     values = [*args, *kwargs.values()]
     tensors = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next((v for v in tensors if v.dim() == 3 and v.shape[0] == 1), None)
@@ -126,19 +123,15 @@ def _carries_over(
         first, second = first[0], second[0]
     if not isinstance(first, torch.Tensor) or first.shape[:2] != hidden.shape[:2]:
         return False
-    first, second = first.float(), second.float()  # indices of tokens are integers
+    first, second = first.float(), second.float()  # token indices are integers
     return bool((first - second)[:, start:].norm() > _NOISE * first.norm())
 
 
 def probe_mask(source: ModuleSource, mixers: Collection[str] = ()) -> None:
-    """Check that a causal language model's attention obeys a raymm mask.
-
-    Args:
-        source: of the language model.
-        mixers: what :func:`find_mixers` found.
+    """Check that a causal language model's attention follows a raymm mask.
 
     Raises:
-        ProbeError: if it has its own attention, drops the mask on the way to its layers, or
+        ProbeError: the model has its own attention, loses the mask on the way to its layers, or
             needs more than a mask (sinks, position biases, dropout).
     """
     name, model = _model_with_masks(source, "have a mask; leave mask out")
@@ -147,7 +140,7 @@ def probe_mask(source: ModuleSource, mixers: Collection[str] = ()) -> None:
     half = _TOKENS // 2
     embeds = _embeddings(model)
     other = embeds.clone()
-    # Not a constant, which layer norms would take away.
+    # Not a constant, which layer norms would remove.
     other[:, half - 1] += torch.randn(embeds.shape[2], generator=torch.Generator().manual_seed(1))
     try:
         first, second = (
@@ -170,15 +163,12 @@ def probe_mask(source: ModuleSource, mixers: Collection[str] = ()) -> None:
 
 
 def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] = ()) -> None:
-    """Check that one row may hold several samples: that they are then what rows of their own are.
+    """Check that samples packed into one row give the same results as separate rows.
 
-    Args:
-        source: of the language model.
-        has_mask: whether it is given a mask; if not, its own must be the causal one.
-        mixers: what :func:`find_mixers` found.
+    Without ``has_mask``, the model's own mask must be causal.
 
     Raises:
-        ProbeError: as :func:`probe_mask`, or if samples of one row give another result.
+        ProbeError: see :func:`probe_mask`; or the results differ.
     """
     try:
         _probe_packing(source, has_mask, mixers)
@@ -219,16 +209,14 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
 
 
 def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
-    """Check that processes may each have a part of a sample's tokens (context parallelism): that
-    nothing but attention, and layers that are called with all of them (:func:`find_mixers`), knows
-    of other tokens, and positions are what ``position_ids`` say.
+    """Check that a sample's tokens can be split over processes (context parallelism).
 
-    Args:
-        source: of the language model.
-        has_mask: whether it is given a mask; if not, its own must be the causal one.
+    Only attention, and layers that get all tokens (:func:`find_mixers`), may depend on other
+    tokens, and positions must follow ``position_ids``. Without ``has_mask``, the model's own mask
+    must be causal.
 
     Raises:
-        ProbeError: as :func:`probe_mask`, or if tokens in another order give another result.
+        ProbeError: see :func:`probe_mask`; or tokens in another order give another result.
     """
     what = "have cp above 1"
     name, model = _model_with_masks(source, what)
@@ -281,7 +269,7 @@ def _model_with_masks(source: ModuleSource, what: str) -> tuple[str, nn.Module]:
 def _mixing(
     model: nn.Module, mixers: Collection[str], lengths: Lengths
 ) -> dict[str, Lengths]:
-    """What a model is told of documents, whose layers are made to ask for it."""
+    """Prepare mixing layers for documents as rows, and return the model's argument for them."""
     path = find_blocks(model)
     if not mixers or path is None:
         return {}
@@ -290,7 +278,7 @@ def _mixing(
 
 
 def _probe_mask() -> AttentionMask:
-    """Two documents: an image, whose tokens see one another, and causal text."""
+    """Return a mask of two documents: an image with full attention, and causal text."""
     half = _TOKENS // 2
     return multimodal(_TOKENS, [Span(0, half)], document_lengths=[half, _TOKENS - half])
 
@@ -304,5 +292,5 @@ def _embeddings(model: nn.Module) -> torch.Tensor:
 @torch.no_grad()
 def _logits(model: nn.Module, embeds: torch.Tensor, **arguments: Any) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # dropout drops the same in every run
+        torch.default_generator.manual_seed(0)  # the same dropout in every run
         return model(inputs_embeds=embeds, use_cache=False, **arguments).logits

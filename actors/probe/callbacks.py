@@ -1,14 +1,13 @@
-"""The probe of a chain: an encoder, the user's callbacks and its projector, whole and cut.
+"""Probe of a chain (encoder, user callbacks, projector): complete and cut.
 
-As in :mod:`raymm.actors.probe.cut`, a shrunk copy runs on the CPU; here its stages are the
-very stages that ranks run, which hand one another messages. What a callback reads of the inputs is
-found by refusing to show it: an input that is read in a stage that does not have it travels from
-then on, and the stages run again, until they give the bits and the gradients of the whole, or are
-refused.
+As in :mod:`raymm.actors.probe.cut`, a small copy runs on the CPU, here in the stages that ranks
+run. Inputs that callbacks read are found by withholding them: an input that a stage lacks is sent
+from then on, and the stages run again, until results and gradients equal those of the complete
+chain.
 
-Every stage of the run has callbacks of its own, copied as ranks get them: what one stage's callback
-keeps for another's would not be there. Between stages the whole chain runs on other values, so that
-what callbacks keep in a module of theirs, which copies have in common, is of another microbatch.
+Every stage gets separate copies of the callbacks, as on ranks. Between stages, the complete chain
+runs on other values, so that state which copies share (in a Python module) is that of another
+microbatch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from raymm.actors.stages.stage_inputs import fields
 from raymm.errors import USER_CODE_RAISES, ProbeError
 
 _TOLERANCE = 1e-4
-# What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
+# Gradients below this, relative to the largest, may be only rounding errors (a key's bias).
 _ROUNDING = 1e-3
 _CALLBACKS = ("preprocess", "postprocess_module", "postprocess_projector")
 _ONE_STAGE = "give it one stage (pp 1)"
@@ -44,7 +43,7 @@ Inputs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where a plan cuts a chain: between the module's blocks, before its projector."""
+    """Cuts of a chain: between the module's blocks, and before its projector."""
 
     blocks: bool
     projector: bool
@@ -56,17 +55,15 @@ class Cuts:
 def probe_chain(
     spec: EncoderSpec, cuts: Cuts, example: Inputs | None = None, read: Read = first_tensor
 ) -> EncoderSpec:
-    """The spec with what its stages need to know where the chain is cut.
+    """Return the spec with the settings that the stages of a cut chain need.
 
     Args:
-        spec: of the whole chain.
-        cuts: where it is cut.
-        example: what a batch has for the encoder, before its preprocess callback; guessed if None.
-        read: what others read of what its module returns.
+        example: batch entries of the encoder, before its preprocess callback; guessed if None.
+        read: selects the part of the module's output that other modules read.
 
     Raises:
-        ProbeError: an encoder that cannot be cut; callbacks that do not take the example, or read
-            what a stage does not have, or give other numbers where the chain is cut.
+        ProbeError: the encoder cannot be cut; or callbacks reject the example, read values that a
+            stage lacks, or give other results when the chain is cut.
     """
     if not cuts:
         return spec
@@ -89,15 +86,10 @@ def _probe(
 
 
 def check_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs) -> None:
-    """Whether a spec that :func:`probe_chain` returned is right for other inputs, too.
-
-    Args:
-        spec: what :func:`probe_chain` returned.
-        cuts: the cuts of the chain that are planned; nothing is run without one.
-        example: inputs of the encoder, before its callbacks.
+    """Check that a spec from :func:`probe_chain` also fits other inputs, before the callbacks.
 
     Raises:
-        ProbeError: it is not.
+        ProbeError: the spec does not fit them.
     """
     if cuts:
         of_one_that_runs(spec.source, lambda model: _check(spec, model, cuts, example))
@@ -118,15 +110,10 @@ def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> 
 
 
 def chain_example(spec: EncoderSpec, model: nn.Module, example: Inputs | None) -> Inputs:
-    """What a batch has for the encoder: as given, or guessed.
-
-    Args:
-        spec: the encoder, with its callbacks.
-        model: a small copy of it.
-        example: inputs that the user gave; None if there are none.
+    """Return batch entries for the encoder: the user's example, or guesses.
 
     Raises:
-        ProbeError: it cannot be guessed.
+        ProbeError: no inputs can be guessed.
     """
     if example is not None:
         return {name: value for name, value in example.items() if name != "sample_index"}
@@ -143,10 +130,10 @@ def chain_example(spec: EncoderSpec, model: nn.Module, example: Inputs | None) -
 
 
 def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
-    """What the module gets of an example: what its preprocess callback makes of it.
+    """Return the module's inputs for an example, after its preprocess callback.
 
     Raises:
-        ProbeError: the callback fails on it, or returns no inputs by name.
+        ProbeError: the callback fails, or does not return inputs by name.
     """
     inputs: Any = copy.deepcopy(dict(example))
     if spec.preprocess is None:
@@ -170,7 +157,7 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
 
 
 def _cut(spec: EncoderSpec, inputs: Inputs, read: Read) -> tuple[Any, frozenset[str]]:
-    """How the module is cut, and which floating-point inputs its own later stages read."""
+    """Return the module's cut, and the floating-point inputs that its later stages read."""
     try:
         return probe_encoder(spec.source, inputs, read=read), frozenset()
     except ProbeError as error:
@@ -193,8 +180,7 @@ def _cut(spec: EncoderSpec, inputs: Inputs, read: Read) -> tuple[Any, frozenset[
 
 
 def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]:
-    """Fields of the module's output that a last stage alone does not have as the whole module
-    has them."""
+    """Return the output fields that differ between the last stage and the complete module."""
     assert spec.cut is not None
     total, entered = len(block_list(model, spec.cut.blocks)), {}
     whole = copy.deepcopy(model)
@@ -211,7 +197,7 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
         for lo in {1, total - 1}:
             stage = prune(copy.deepcopy(model), spec.cut, lo, total)
             torch.default_generator.manual_seed(0)
-            # A forward may skip blocks: the stage begins at the first one that is called.
+            # A forward may skip blocks: the stage starts at the first block that is called.
             called = min((index for index in entered if index >= lo), default=None)
             if called is None:
                 return frozenset(expected)
@@ -232,7 +218,7 @@ def _same(actual: Any, expected: Any) -> bool:
 
 
 def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> EncoderSpec:
-    """The spec, with the inputs that callbacks read among those that travel."""
+    """Return the spec with the inputs that callbacks read added to ``travels``."""
     chain = _Chain(spec, model, example)
     layers = chain.layers(cuts)
     failure: BaseException | None = None
@@ -275,7 +261,7 @@ class _Outcome:
     gradients: Mapping[str, torch.Tensor]
 
     def difference(self, other: _Outcome) -> str | None:
-        """What differs, in words."""
+        """Return a description of the first difference; None if there is none."""
         if not torch.equal(self.output, other.output):
             return "its output"
         norms = [float(gradient.norm()) for gradient in other.gradients.values()]
@@ -289,7 +275,7 @@ class _Outcome:
 
 
 class _Chain:
-    """A small copy of a chain that can be run in stages."""
+    """Small copy of a chain that can run in stages."""
 
     def __init__(self, spec: EncoderSpec, model: nn.Module, example: Inputs) -> None:
         blocks = 1 if spec.cut is None else len(block_list(model, spec.cut.blocks))
@@ -300,21 +286,21 @@ class _Chain:
             self._projector = spec.projector.build().requires_grad_(True).eval()
 
     def layers(self, cuts: Cuts) -> tuple[int, ...]:
-        """Bounds of the stages to try, of one block each, as the plan cuts."""
+        """Return the bounds of the stages to try, with stages of one block where the plan cuts."""
         blocks, total = self.spec.num_blocks, self.spec.num_layers
         inner = {1, blocks - 1} if cuts.blocks else set()
         return tuple(sorted({0, total} | inner | ({blocks} if cuts.projector else set())))
 
     def run(self, bounds: Sequence[int]) -> _Outcome:
-        """Output and gradients of the chain in these stages."""
+        """Return output and gradients of the chain in these stages."""
         message, gradients, stages = None, {}, []
         for lo, hi in pairwise(bounds):
-            if lo and hi >= self.spec.num_blocks:  # callbacks come
+            if lo and hi >= self.spec.num_blocks:  # callbacks follow
                 self._disturb()
             stage = self._stage(lo, hi)
             stages.append(stage)
             message = self._run(stage, self._example if lo == 0 else None, message)
-        assert message is not None  # there is a stage
+        assert message is not None  # bounds have at least one stage
         (output,) = message.tensors
         (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
         for name, parameter in (item for stage in stages for item in stage.named_parameters()):
@@ -333,12 +319,12 @@ class _Chain:
         spec = own_callbacks(self.spec)
         module = copy.deepcopy(self._model)
         if (lo or hi < spec.num_blocks) and lo < spec.num_blocks:
-            assert spec.cut is not None  # without, the module is one stage
+            assert spec.cut is not None  # a module without cut is one stage
             module = prune(module, spec.cut, lo, min(hi, spec.num_blocks))
         return EncoderStage(spec, lo, hi, module, copy.deepcopy(self._projector))
 
     def _disturb(self) -> None:
-        """The whole chain on other values: what it leaves behind is of another microbatch."""
+        """Run the complete chain on other values, as another microbatch would."""
         other = {
             name: value.flatten().flip(0).view_as(value) * 0.5
             if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -347,17 +333,17 @@ class _Chain:
         try:
             with torch.no_grad():
                 self._run(self._stage(0, self.spec.num_layers), other, None)
-        except USER_CODE_RAISES:  # whatever a callback may raise of values that are no data
+        except USER_CODE_RAISES:  # callbacks may raise anything for meaningless values
             return
 
 
 def own_callbacks(spec: EncoderSpec) -> EncoderSpec:
-    """The spec with copies of its callbacks, as a rank gets them."""
+    """Return the spec with copies of its callbacks, as ranks get them."""
     callbacks = tuple(getattr(spec, name) for name in _CALLBACKS)
     if not any(callbacks):
         return spec
-    from ray import cloudpickle  # a model without callbacks is cut without Ray
+    from ray import cloudpickle  # imported here because models without callbacks do not need Ray
 
-    # cloudpickle has no list of its public names, and takes loads from pickle.
+    # cloudpickle has no __all__ and imports loads from pickle.
     copies = cloudpickle.loads(cloudpickle.dumps(callbacks))  # pyright: ignore[reportPrivateImportUsage]
     return replace(spec, **dict(zip(_CALLBACKS, copies, strict=True)))

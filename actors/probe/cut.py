@@ -1,9 +1,8 @@
-"""The probe: learn, on a shrunk copy, how a model class can be cut; refuse what cannot be.
+"""Probe of how a model class can be cut, on a small copy; models that cannot be cut are rejected.
 
-Nothing here knows a model by name. A copy with few layers and a small vocabulary runs
-whole and in stages on the CPU (:mod:`raymm.actors.probe.stage_comparison`); these must give the
-same bits as the whole, and the gradients that reach parameters outside the blocks say which stages
-need them.
+Nothing here knows a model by name. A copy with few layers and a small vocabulary runs complete and
+in stages on the CPU (:mod:`raymm.actors.probe.stage_comparison`). Results must be bit-identical.
+Gradients of parameters outside the blocks show which stages need these parameters.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from raymm.actors.probe.stage_comparison import (
 from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
 from raymm.errors import USER_CODE_RAISES, ModelError, NotRunError, ProbeError
 
-# Of the largest logit: of two ways to compute the same.
+# Tolerance for two ways to compute the same, relative to the largest logit.
 _ALIKE = 1e-4
 
 
 
 def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Inputs that a small copy of an encoder was tried with: these, or guessed ones.
+    """Return working inputs for a small copy of an encoder: the given ones, or guesses.
 
     Raises:
-        ProbeError: if its forward does not take them, or they cannot be guessed.
+        ProbeError: the forward rejects them, or they cannot be guessed.
     """
     if inputs is None:
         try:
@@ -68,14 +67,12 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
 def probe_language_model(
     source: ModuleSource, arguments: Callable[[nn.Module], Mapping[str, Any]] | None = None
 ) -> CutInfo:
-    """:class:`CutInfo` of a causal language model that is fed ``inputs_embeds``.
+    """Return the :class:`CutInfo` of a causal language model that gets ``inputs_embeds``.
 
-    Args:
-        source: the model.
-        arguments: of its forward, for a small copy of it; by default embeddings only.
+    ``arguments`` returns the forward's arguments for a small copy; by default only embeddings.
 
     Raises:
-        ProbeError: if it has no list of blocks, or its stages differ from the whole.
+        ProbeError: the model has no list of blocks, or its stages give other results.
     """
     if arguments is None:
         return _probe(source, _language_run)
@@ -83,7 +80,7 @@ def probe_language_model(
 
 
 def _merged_run(model: nn.Module, arguments: Callable[[nn.Module], Mapping[str, Any]]) -> Run:
-    """With all that layers read, which every stage has."""
+    """Return a forward with all merged arguments, which every stage gets."""
     called_with = dict(arguments(model))
     try:
         with torch.no_grad():
@@ -104,10 +101,10 @@ def _merged_run(model: nn.Module, arguments: Callable[[nn.Module], Mapping[str, 
 
 
 def small_language_model(source: ModuleSource) -> nn.Module:
-    """The smallest copy of a causal language model that runs on ``inputs_embeds``.
+    """Return the smallest copy of a causal language model that runs on ``inputs_embeds``.
 
     Raises:
-        ProbeError: none does.
+        ProbeError: no copy runs.
     """
 
     def tried(model: nn.Module) -> nn.Module:
@@ -141,14 +138,10 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
-    """
-    Raises:
-        ProbeError: if the model cannot be fed embeddings, or gives something else for them than for
-            the ids that they are of.
-    """
+    """Raise ProbeError unless embeddings give the same result as the ids that they belong to."""
     name, whole = type(model).__name__, copy.deepcopy(model)
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    if isinstance(padding, int):  # some have no position for it
+    if isinstance(padding, int):  # some models have no position for padding
         ids = torch.where(ids == padding, (ids + ids.shape[1]) % _vocabulary(model), ids)
 
     def tried(**inputs: torch.Tensor) -> torch.Tensor | BaseException:
@@ -191,16 +184,15 @@ def probe_encoder(
     travels: Collection[str] = (),
     read: Read = first_tensor,
 ) -> CutInfo:
-    """:class:`CutInfo` of an encoder.
+    """Return the :class:`CutInfo` of an encoder.
 
     Args:
-        source: the encoder.
-        inputs: example keyword arguments; guessed from the config when not given.
+        inputs: example keyword arguments; guessed from the config if None.
         travels: floating-point inputs whose values all stages have.
-        read: what others read of what its forward returns.
+        read: selects the part of the output that other modules read.
 
     Raises:
-        ProbeError: as :func:`probe_language_model`; or it cannot be tried.
+        ProbeError: see :func:`probe_language_model`; or there are no working inputs.
     """
     return _probe(source, lambda model: _encoder_run(model, inputs, travels, read))
 
@@ -221,17 +213,15 @@ def draws_of_training(
     source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None,
     read: Read = first_tensor, cuts_rows: bool = False,
 ) -> TrainingDraws:  # fmt: skip
-    """Return what a training forward of a module decides at random.
+    """Return the random decisions of a module's training forward.
 
     Args:
-        source: the module.
-        language_model: whether it is a causal language model.
+        language_model: True for a causal language model, False for an encoder.
         inputs: example keyword arguments of an encoder.
-        read: as of :func:`probe_encoder`.
-        cuts_rows: True if processes are going to have some rows of a batch each.
+        cuts_rows: True if a batch's rows are going to be split over processes.
 
     Raises:
-        ProbeError: no inputs to try it with.
+        ProbeError: there are no working inputs.
     """
     if not set_mode(source.skeleton()).training:
         return TrainingDraws()
@@ -264,7 +254,7 @@ def _run_two_items(inputs: Mapping[str, Any], model: nn.Module, _: bool) -> Any:
 
 
 def ghost_inputs(inputs: Mapping[str, Any], travels: Collection[str] = ()) -> dict[str, Any]:
-    """Inputs whose floating-point tensors keep only their shapes, but for those that travel."""
+    """Return inputs whose floats are reduced to their shapes, except those in ``travels``."""
     return {
         name: torch.zeros((), dtype=value.dtype).expand(value.shape)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in travels
@@ -279,10 +269,10 @@ Learned = TypeVar("Learned")
 def of_one_that_runs(
     source: ModuleSource, probe: Callable[[nn.Module], Learned]
 ) -> Learned:
-    """What a probe says of the smallest copy that runs at all.
+    """Return the result of a probe for the smallest copy that runs.
 
     Raises:
-        ProbeError: as the probe.
+        ProbeError: as the probe, or no copy runs.
     """
     failed: list[NotRunError] = []
     largest = 0
@@ -303,8 +293,10 @@ def of_one_that_runs(
 
 
 def _ends_the_same(source: ModuleSource, refused: NotRunError) -> bool:
-    """Whether the encoder itself, without values, ends in the same error as its copy: then it is
-    the inputs, and no larger copy needs to be made."""
+    """Return True if the complete encoder on meta fails with the same error as its copy.
+
+    Then the inputs are wrong, and larger copies are pointless.
+    """
     inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(refused.inputs or {}))
     try:
         with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Random decisions of a forward, forced for a probe: a block that is skipped once in a hundred
-forwards is skipped in every second one."""
+"""Forced random decisions: a block that is skipped once in 100 forwards is skipped in every second.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _aten = torch.ops.aten
 
 @contextmanager
 def extreme_draws() -> Iterator[None]:
-    """Numbers that torch, numpy and Python draw from an interval are one of its ends, each in half
-    of the cases: which one follows from the generators' states. So whatever probability they are
-    compared with, both can happen."""
+    """Context manager that rounds random numbers of torch, numpy and Python to their interval's
+    ends.
+
+    The generators' states decide between the ends, so that both outcomes of a comparison occur.
+    """
     ends = {
         np.random: {
             "random": _fraction(np.random.random), "random_sample": _fraction(np.random.random),
@@ -67,13 +69,7 @@ class _TorchExtremes(TorchDispatchMode):
 
 
 class DrawnShapes:
-    """Use as a context manager around a forward.
-
-    Args:
-        blocks: of a model.
-
-    Attributes:
-        shapes: of what the blocks draw from torch.
+    """Context manager around a forward that records in ``shapes`` what the blocks draw from torch.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -105,11 +101,7 @@ class DrawnShapes:
 
 
 class NotedDraws(TorchDispatchMode):
-    """Notes what is drawn from torch, on the meta device too.
-
-    Args:
-        shapes: of what is drawn are added to it.
-    """
+    """Mode that appends the shapes of random tensors, also on the meta device, to a list."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Inputs that an encoder can be tried with, made from its config and the signature of its forward.
+"""Example inputs for an encoder, guessed from its config and the signature of its forward.
 
-Nothing here knows a model by name. What its config and its parameters' names say gives a few
-candidates (an image, a video, packed patches, a waveform, a spectrogram either way up); the first
-that the encoder's forward takes is the example.
+Nothing here knows a model by name. Config values and parameter names give a few candidates (an
+image, a video, packed patches, a waveform, spectrograms of both orientations). The first one that
+runs is used.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Inputs = dict[str, Any]
 
 
 def example_inputs(model: nn.Module) -> Inputs:
-    """Random inputs that the encoder's forward takes.
+    """Return random inputs that the encoder's forward accepts.
 
     Args:
-        model: on the CPU with weights, or on the meta device; left as it is.
+        model: on the CPU with weights, or on the meta device; not modified.
 
     Raises:
-        ModelError: if none of the candidates runs, with what was tried; the user then gives
+        ModelError: none of the candidates runs; the message has the attempts and asks for
             ``example_inputs``.
     """
     name = type(model).__name__
@@ -48,7 +48,7 @@ def example_inputs(model: nn.Module) -> Inputs:
             f"{name} is an encoder with a decoder, which takes text too; the encoder alone is "
             f"model_class {encoder!r}"
         )
-    trial = copy.deepcopy(model)  # some models keep tensors of their last forward
+    trial = copy.deepcopy(model)  # some models store tensors of their last forward
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     tried = []
     for inputs in _candidates(model):
@@ -73,7 +73,7 @@ def example_inputs(model: nn.Module) -> Inputs:
 
 
 def in_words(inputs: Mapping[str, Any]) -> str:
-    """``pixel_values (1, 3, 8, 8) float32``."""
+    """Return a description such as ``pixel_values (1, 3, 8, 8) float32``."""
     return ", ".join(
         f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         if isinstance(value, torch.Tensor) else f"{name} {value!r}"
@@ -82,7 +82,7 @@ def in_words(inputs: Mapping[str, Any]) -> str:
 
 
 def _inner_encoder(model: nn.Module) -> str | None:
-    """Class of the encoder within an encoder with a decoder; None if the model is not one."""
+    """Return the class name of an encoder-decoder's encoder; None for other models."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     if not set(_parameters(model)) & set(_TEXT):
@@ -95,21 +95,21 @@ def _inner_encoder(model: nn.Module) -> str | None:
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
-    """What the forward takes by name."""
+    """Return the named parameters of the forward."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(model.forward).parameters
     return {name: parameter for name, parameter in parameters.items() if parameter.kind in named}
 
 
 def _main_input(model: nn.Module, names: list[str]) -> str:
-    """Of at least one name."""
+    """Return the name of the main input, by default the first of ``names``."""
     main: Any = getattr(model, "main_input_name", None)
     return main if main in names else names[0]
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a config says of inputs."""
+    """Access to config values that describe inputs."""
 
     config: Any
     generator: torch.Generator
@@ -121,12 +121,12 @@ class _Facts:
     def number(self, *names: str) -> int | None: ...
 
     def number(self, *names: str, default: int | None = None) -> int | None:
-        """The first that the config has as a number."""
+        """Return the first of these config values that is a number."""
         values = (getattr(self.config, name, None) for name in names)
         return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), default)
 
     def pair(self, *names: str) -> tuple[int, int] | None:
-        """A height and a width, which configs have as a number, a list or a mapping."""
+        """Return a height and a width, stored as a number, a list or a mapping."""
         for name in names:
             value = getattr(self.config, name, None)
             if isinstance(value, Mapping):
@@ -145,7 +145,7 @@ class _Facts:
 
 
 def _candidates(model: nn.Module) -> Iterator[Inputs]:
-    """What the forward may take, likeliest first; nothing if there is no config."""
+    """Yield possible inputs, the most likely first; none without a config."""
     config = getattr(model, "config", None)
     parameters = _parameters(model)
     if config is None or not parameters:
@@ -211,7 +211,7 @@ def _videos(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
 
 
 def _packed_patches(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
-    """Rows of patches of all items, one item of them."""
+    """Yield one item as rows of patches."""
     channels = facts.number("in_channels", "in_chans", "num_channels", default=3)
     patch = prod(facts.pair("patch_size") or (16, 16))
     side = 4 * (facts.number("spatial_merge_size", default=2) or 2)
@@ -223,7 +223,7 @@ def _packed_patches(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
 
 
 def _padded_patches(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
-    """Patches of every item, padded to one number."""
+    """Yield one item's patches, padded to a fixed number."""
     channels = facts.number("num_channels", "in_channels", default=3)
     width = channels * prod(facts.pair("patch_size") or (16, 16))
     count = facts.number("num_patches", default=64) or 64
@@ -243,9 +243,9 @@ def _waveforms(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
 
 
 def _spectrograms(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
-    """(1, frames, mels), (1, mels, frames), with a channel, packed, as a square image."""
+    """Yield (1, frames, mels), (1, mels, frames), with a channel, packed, and as a square image."""
     bins = list(dict.fromkeys(n for name in _MEL_NAMES if (n := facts.number(name))))
-    # Short ones first: some take any length, some only the one that their config says.
+    # Short lengths first: some models accept any length, others only that of their config.
     lengths = [FRAMES]
     lengths += [n] if (n := facts.number("max_length")) and n > FRAMES // 2 else []
     lengths += [2 * n] if (n := facts.number("max_source_positions")) else []
@@ -269,7 +269,7 @@ def _lengths(items: int, frames: int) -> Inputs:
 
 
 def _extra(name: str, main: torch.Tensor) -> torch.Tensor | None:
-    """A further input, by its name."""
+    """Return a further input, guessed from its name."""
     if "mask" in name:
         frames = max(main.shape[1:]) if main.dim() > 1 else len(main)
         return torch.ones(len(main), frames, dtype=torch.bool)

@@ -1,12 +1,11 @@
-"""The probe of state: does a forward depend on earlier forwards?
+"""Probe of state: does a forward depend on earlier forwards?
 
-Stages run microbatches in an order that the layout decides, run some of them twice (recomputation),
-run evaluation in between, and start again after a failure. So a module must compute the same
-whatever it has computed before. A small copy runs on inputs A, on other inputs B in training and in
-evaluation, and on A again, with the same random numbers and the same state dict: the results must
-be equal. A cache that does not change results is accepted, and so are persistent buffers (running
-statistics, vectors of spectral norms), which checkpoints hold. Rotary embeddings run as stages run
-them (:mod:`raymm.actors.modules.rotary`).
+Stages run microbatches in a layout-dependent order, recompute some, run evaluation in between, and
+restart after failures. Results must therefore not depend on earlier forwards. A small copy runs on
+inputs A, on other inputs B in training and in evaluation, and on A again, with the same random
+numbers and state dict: both results must be equal. Caches that do not change results are accepted,
+and so are persistent buffers (running statistics, vectors of spectral norms), which checkpoints
+contain. Rotary embeddings run as in stages (:mod:`raymm.actors.modules.rotary`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from raymm.actors.modules.rotary import RotaryState
 from raymm.actors.quota.generators import generators_kept, seed_generators
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
-# Relative to the largest value of a result.
+# Tolerance, relative to the largest value of a result.
 _ROUNDING = 1e-6
 _SHOWN = 3
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -38,13 +37,14 @@ def check_history(
 
     Args:
         name: module name, for the error.
-        model: a small copy; left as it is.
+        model: a small copy; not modified.
         trains: True if the module runs in training mode.
         run: ``run(model, other)`` is a forward on inputs A, or on inputs B if ``other``.
 
     Raises:
-        ProbeError: if it does; names the attributes and buffers that forwards change.
-        NotRunError: if the copy does not run.
+        ProbeError: the result depends on them; names the attributes and buffers that forwards
+            change.
+        NotRunError: the copy does not run.
     """
     model = copy.deepcopy(model)
     RotaryState(model)
@@ -88,14 +88,14 @@ def check_history(
 
 
 def other_values(inputs: Any) -> Any:
-    """Return inputs of the same shapes with other numbers; ids and masks stay."""
+    """Return inputs of the same shapes with other floats; ids and masks are unchanged."""
     return tree_map_only(
         torch.Tensor, lambda value: 2 * value + 1 if value.is_floating_point() else value, inputs
     )
 
 
 def _state(model: nn.Module) -> dict[str, list[Any]]:
-    """Return copies of what the modules hold, by dotted name."""
+    """Return copies of the modules' values, by dotted name."""
     return {
         f"{path}.{name}".lstrip("."): [
             leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,8 +1,8 @@
-"""The probe of shared items: may processes each have a part of an encoder's tokens?
+"""Probe of context parallelism for encoders: can an item's tokens be split over processes?
 
-As in :mod:`raymm.actors.probe.cut`, nothing knows a model by name: a shrunk copy runs whole,
-then once for each of several processes, one after another in this one. What a process would be
-sent by the others comes from a record of the whole run.
+As in :mod:`raymm.actors.probe.cut`, a small copy runs, without knowledge of the model: once
+complete, then once per process, one after the other. The data that a process would receive is taken
+from a record of the complete run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
 from raymm.kernels.hf import self_attention as hf_attention
 
 _PROCESSES = 2
-# Relative to the largest token of the output. Not exactly zero: two attention kernels, and
-# matrix products of other sizes.
+# Relative to the largest token of the output. Not exactly zero because attention kernels and the
+# sizes of matrix products differ.
 _NOISE = 1e-5
-# Added to random weights: what starts as zero (gates, biases) would hide what it multiplies.
+# Noise added to random weights: zeros (gates, biases) would hide their factors.
 _PERTURBATION = 0.02
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
@@ -39,18 +39,16 @@ _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, Inde
 def probe_shared_items(
     source: ModuleSource, inputs: dict[str, Any] | None = None, read: Read = first_tensor
 ) -> None:
-    """Check that processes may each have a part of the tokens of an encoder's items: that within
-    its blocks only attention mixes tokens.
+    """Check that only attention mixes an encoder's tokens, so that processes can split them.
 
     Args:
-        source: the encoder.
-        inputs: example keyword arguments; guessed from the config when not given.
-        read: what others read of what its forward returns.
+        inputs: example keyword arguments; guessed from the config if None.
+        read: selects the part of the output that other modules read.
 
     Raises:
-        ProbeError: an encoder without a list of blocks (plain modules, convolutional nets) or
-            with its own attention, one whose parts differ from the whole, or one that draws
-            random numbers per layer or item in training.
+        ProbeError: the encoder has no list of blocks (plain modules, convolutional nets) or its own
+            attention; gives other results with split tokens; or draws random numbers per layer or
+            item in training.
     """
     skeleton = source.skeleton()
     name = type(skeleton).__name__
@@ -86,7 +84,7 @@ def _check_structure(skeleton: nn.Module) -> None:
 def _check_shares(
     model: nn.Module, inputs: dict[str, Any], training: bool, read: Read
 ) -> None:
-    # Before every run: encoders may draw which patches they leave out.
+    # Seeded before every run: encoders may drop random patches.
     torch.default_generator.manual_seed(0)
     expected = read(copy.deepcopy(model)(**inputs))
     whole = _Whole()
@@ -118,13 +116,13 @@ def _check_shares(
 
 
 def _check_training(model: nn.Module, inputs: dict[str, Any], read: Read) -> None:
-    """What is refused in training only, such as attention dropout."""
+    """Check restrictions that only apply in training."""
 
     def run(stage: nn.Module, _: bool) -> torch.Tensor:
         return read(stage(**inputs))
 
     blocks = find_blocks(model)
-    assert blocks is not None  # see probe_shared_items
+    assert blocks is not None  # checked by _check_structure
     if skips_blocks(model, blocks, run):
         raise ProbeError(
             "it leaves out layers at random in training, but all processes must run the same "
@@ -168,7 +166,7 @@ def _run(
 
 
 class _Whole:
-    """:class:`Peers` of one process with all tokens; keeps what attention was called with."""
+    """:class:`Peers` of a single process with all tokens; records the inputs of attention."""
 
     rank, size = 0, 1
 
@@ -178,7 +176,7 @@ class _Whole:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """What blocks return, of all tokens; after a forward."""
+        """Output of the blocks for all tokens, after a forward."""
         assert self.hidden is not None
         return self.hidden
 
@@ -202,7 +200,7 @@ class _Whole:
 
 
 class _Part:
-    """:class:`Peers` of one of several processes; the others' tokens come from a record."""
+    """:class:`Peers` of one of several processes; other processes' tokens come from a record."""
 
     size = _PROCESSES
 

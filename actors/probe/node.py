@@ -1,5 +1,4 @@
-"""The probe of a module of a graph: whole and cut, as that of a chain
-(:mod:`raymm.actors.probe.callbacks`), by all that it hands on."""
+"""Probe of a graph module by all of its outputs; see :mod:`raymm.actors.probe.callbacks`."""
 
 from __future__ import annotations
 
@@ -26,17 +25,13 @@ def probe_node(
     spec: NodeStageSpec, cuts: Cuts, example: Mapping[str, Any] | None = None,
     with_gradient: Collection[str] = (),
 ) -> NodeStageSpec:
-    """The spec with what its stages need to know where the module is cut.
+    """Return the spec with the settings that the stages of a cut module need.
 
-    Args:
-        spec: of the whole module.
-        cuts: where it is cut.
-        example: its keyword arguments; guessed if None.
-        with_gradient: modules whose outputs have a gradient.
+    ``with_gradient`` names modules whose outputs have a gradient; ``example`` is guessed if None.
 
     Raises:
-        ProbeError: it cannot be cut; or later stages read what other modules make, and it is no
-            port.
+        ProbeError: the module cannot be cut, or later stages read an output of another module that
+            is not a port.
     """
     node = spec.node
     if not cuts or node is None:
@@ -54,7 +49,7 @@ def probe_node(
             )
         probed = probe_chain(spec, cuts, example)
     else:
-        # A chain whose features are all that the module hands on, one after the other.
+        # As a chain whose features are the concatenation of all outputs.
         plain = EncoderSpec(
             spec.name, spec.source, spec.num_blocks,
             postprocess_module=partial(_handed_on, spec),
@@ -72,11 +67,7 @@ def probe_node(
 
 
 def read_of(spec: EncoderSpec | LanguageSpec) -> Read:
-    """What probes compare of what a module returns.
-
-    Args:
-        spec: of any module.
-    """
+    """Return the function that selects the outputs of a module that probes compare."""
     if not isinstance(spec, NodeStageSpec) or spec.node is None or spec.chain:
         return first_tensor
     node = spec.node
@@ -92,7 +83,8 @@ def _handed_on(spec: NodeStageSpec, inputs: dict[str, Any], output: Any) -> torc
 
 
 def _flat_fields(names: Collection[str], output: Any) -> torch.Tensor:
-    """Of a module's output what has these names; all floating-point tensors if there are none."""
+    """Concatenate the named fields of a module's output; all floating-point tensors without names.
+    """
     by_name = fields(output)
     return _flat(by_name[name] for name in names or by_name if name in by_name)
 

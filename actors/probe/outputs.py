@@ -1,13 +1,10 @@
-"""The probe of what a module returns: is anything dropped that training would need?
+"""Probe of an encoder's outputs: does raymm, which uses one tensor, drop outputs that training
+needs?
 
-raymm takes one tensor of an encoder. What else an encoder returns is found by running a shrunk
-copy, as in :mod:`raymm.actors.probe.cut`.
-
-An encoder's further output counts as dropped if parameters are behind it that are not behind the
-tensor that is taken: they would have no effect, and never learn. Not so a summary, at most one
-vector per item beside a tensor with more (a pooler's output): it says nothing that its item's
-tokens do not. So hidden states, attentions and poolers of plain encoders are no reason to ask;
-features behind a merger, levels of a pyramid or a codebook's loss are.
+An output counts as dropped if it depends on parameters that the used tensor does not depend on:
+they would never learn. Summaries, with at most one vector per item where the used tensor has more
+(a pooler's output), do not count. Hidden states, attentions and poolers of plain encoders are thus
+accepted; features of a merger, levels of a pyramid or a codebook's loss are reported.
 """
 
 from __future__ import annotations
@@ -38,19 +35,17 @@ _SHOWN = 3
 def check_outputs(
     spec: EncoderSpec, example: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
-    """Whether what is taken of an encoder's output is all that it is for.
+    """Check that training needs only the used tensor of an encoder's output; return the inputs
+    tried.
 
-    A postprocess callback that returns a tensor has picked, and is not asked.
+    Outputs of a postprocess callback that returns a tensor are not checked.
 
     Args:
-        example: what a batch has for the encoder; guessed if None.
-
-    Returns:
-        What it was tried with.
+        example: batch entries of the encoder; guessed if None.
 
     Raises:
-        ProbeError: it returns no tensor that could be taken, or more than one.
-        NotRunError: it could not be tried.
+        ProbeError: no tensor could be used, or more than one is needed.
+        NotRunError: the encoder does not run.
     """
     return of_one_that_runs(spec.source, lambda model: _check(spec, model, example))
 
@@ -96,15 +91,12 @@ def _check(
 
 
 def check_node_history(spec: EncoderSpec, example: Mapping[str, Any] | None = None) -> None:
-    """Check that a module of a graph computes the same whatever it has computed before. A module
-    whose inputs cannot be guessed is not tried.
+    """Check that a graph module's results do not depend on earlier forwards.
 
-    Args:
-        spec: of the module.
-        example: its inputs; guessed if None.
+    Modules whose inputs cannot be guessed, without ``example``, are not checked.
 
     Raises:
-        ProbeError: if a forward depends on earlier forwards.
+        ProbeError: a forward depends on earlier forwards.
     """
     def probe(model: nn.Module) -> None:
         try:
@@ -126,7 +118,7 @@ def _check_history(spec: EncoderSpec, model: nn.Module, inputs: Mapping[str, Any
         tensors = [value.flatten().float() for _, value in _tensors(fields(output), "")]
         return torch.cat(tensors) if tensors else torch.zeros(0)
 
-    with contextlib.suppress(NotRunError):  # in training mode; the first batch will do
+    with contextlib.suppress(NotRunError):  # fails in training mode: the first batch reports it
         check_history(spec.name, model, set_mode(spec.source.skeleton()).training, run)
 
 
@@ -142,7 +134,7 @@ def _dropped(model: nn.Module, output: Any, picked: torch.Tensor) -> Iterator[st
 
 
 def _behind(value: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Parameters that a tensor is computed from."""
+    """Return the parameters that a tensor depends on."""
     if not value.requires_grad:
         return set()
     gradients = torch.autograd.grad(
@@ -165,7 +157,7 @@ def _tensors(value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
-    """Whether a tensor has at most one vector per item, and the other one more."""
+    """Return True if a tensor has at most one vector per item, and the other has more."""
     if value.dim() == 0 or picked.dim() < 3 or len(value) != len(picked):
         return False
     return sum(size > 1 for size in value.shape[1:]) <= 1

@@ -1,4 +1,4 @@
-"""Trials of models, whatever the program around them has set."""
+"""Default torch settings for trials in user programs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """On the CPU and with gradients, without autocast: for functions that try a model, or make
-    tensors to send, in a user's program. That may have another default device, or have switched
-    gradients off; a trial that looks for gradients would then find none, and pass."""
+    """Context manager for trials: on the CPU, with gradients and without autocast.
+
+    Without gradients, as set by a user's program, a trial that looks for them would pass.
+    """
     with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         with torch.autocast("cpu", enabled=False):
             yield

@@ -1,7 +1,7 @@
-"""The probe of ports: which layers read what a module is given beside their hidden state.
+"""Probe of ports: which layers read module inputs other than the hidden state.
 
-The whole module runs on the meta device, without values, and every block is given a hidden state
-that depends on nothing: what a gradient of its result still comes to, it reads.
+The complete module runs on the meta device. Every block gets an independent hidden state, so
+gradients of its result only reach the ports that it reads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from raymm.kernels.hf.known_masks import no_packed_rows
 def reading_layers(
     module: nn.Module, run: Callable[[nn.Module], Any], ports: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """By port, the blocks that read it; empty if none does. What comes before the blocks counts
-    with the first, what comes after one with it.
+    """Return the blocks that read each port; code before or after a block counts as the nearest
+    block.
 
-    Args:
-        module: on the meta device; comes back as it was.
-        run: calls it.
-        ports: what ``run`` hands it, leaves that require grad.
+    ``module`` is on the meta device and restored afterwards. ``run`` passes ``ports``, leaves that
+    require gradients, to it.
 
     Raises:
-        ProbeError: it does not run there.
+        ProbeError: the module does not run on the meta device.
     """
     blocks = find_blocks(module)
     listed = [] if blocks is None else list(block_list(module, blocks))
@@ -55,7 +53,7 @@ def reading_layers(
         for number, block in enumerate(listed)
     ]
     try:
-        with torch.enable_grad(), no_packed_rows(True):  # it would look at values
+        with torch.enable_grad(), no_packed_rows(True):  # packing detection reads values
             output = run(module)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(

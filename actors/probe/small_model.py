@@ -1,10 +1,10 @@
-"""Small copies of a model, to try things with before anything starts.
+"""Small copies of a model for trials.
 
-Nothing here knows a model by name. A copy has few layers, one of every kind among them, a narrow
-feed-forward and a small vocabulary. Where layers cannot be picked (a config rules which belong
-together, or kinds follow from a layer's number), a copy has all layers up to the last new kind, or
-all there are. What does not run so (a feed-forward that must be as wide as something else, layers
-that a config names by number) is tried in its own sizes, unless they are too large.
+Nothing here knows a model by name. A copy has few layers with all kinds among them, a narrow
+feed-forward and a small vocabulary. If layers cannot be selected (the config fixes groups, or kinds
+follow from layer numbers), a copy has all layers up to the last new kind, or all layers. Models
+that do not run this way (a feed-forward of fixed width, layers that a config lists by number) are
+tried at their own size, unless they are too large.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_d
 _TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _SPECIAL = re.compile(r"token_(id|index)$")
 _NOISE = 0.02
-# Of a copy in the model's own sizes: 2 GB, of which there are a few at a time.
+# Limit for copies at full size: 2 GB each, with a few copies at a time.
 _MOST_PARAMETERS = 500_000_000
 
 
 def small_model(source: ModuleSource) -> nn.Module:
-    """A shrunk copy with random weights, on the CPU, in eval mode.
+    """Return a small copy with random weights, on the CPU, in eval mode.
 
     Raises:
-        ProbeError: if none can be made.
+        ProbeError: no copy can be made.
     """
     return next(small_models(source))
 
 
 def small_models(source: ModuleSource) -> Iterator[nn.Module]:
-    """As :func:`small_model`, the smallest first: some can be made, but do not run. The last one
-    has the model's own sizes, if these are not too large.
+    """Yield small copies, the smallest first, and last one of full size, if it is not too large.
 
     Raises:
-        ProbeError: if none can be made.
+        ProbeError: no copy can be made.
     """
     skeleton = source.skeleton()
     if not isinstance(skeleton, PreTrainedModel):
@@ -86,13 +85,15 @@ def _configs(
 
 
 def parameters_of(model: nn.Module) -> int:
-    """How many there are."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def special_ids(config: PretrainedConfig) -> dict[int, int]:
-    """What becomes of the ids of tokens that a model of several parts knows (placeholders, what is
-    around them) in a copy with a small vocabulary; nothing if the model's own is small."""
+    """Map ids of special tokens (placeholders and their delimiters) to ids in a small vocabulary.
+
+    The map is empty if the model's own vocabulary is small.
+    """
     ids: set[int] = set()
     if (getattr(config.get_text_config(), "vocab_size", None) or 0) <= _PROBE_VOCABULARY:
         return {}
@@ -109,13 +110,7 @@ def special_ids(config: PretrainedConfig) -> dict[int, int]:
 
 
 def small_ids(config: PretrainedConfig, small: PretrainedConfig, ids: torch.Tensor) -> torch.Tensor:
-    """Ids of a model's vocabulary as a small copy has them.
-
-    Args:
-        config: of the model.
-        small: of the copy.
-        ids: int64.
-    """
+    """Convert int64 ids of a model's vocabulary to those of a small copy."""
     kept = [part.vocab_size for part in (config.get_text_config(), small.get_text_config())]
     if kept[0] == kept[1]:
         return ids
@@ -135,13 +130,12 @@ def shrink_config(
     config: PretrainedConfig, depth: int | None = None, narrow: bool = True,
     ids: Mapping[int, int] | None = None,
 ) -> PretrainedConfig:  # fmt: skip
-    """A copy with few layers, narrow feed-forwards and a small vocabulary.
+    """Return a copy with few layers, narrow feed-forwards and a small vocabulary.
 
     Args:
-        config: left as it is.
-        depth: keep the first so many layers; by default a few, one of every kind among them.
-        narrow: whether feed-forwards become narrow.
-        ids: of :func:`special_ids`, of the configuration that this one is a part of.
+        depth: keep the first ``depth`` layers; by default a few, with every kind among them.
+        narrow: True to narrow feed-forwards.
+        ids: :func:`special_ids` of the enclosing configuration.
     """
     small = copy.deepcopy(config)
     ids = special_ids(config) if ids is None else ids
@@ -156,12 +150,12 @@ def shrink_config(
     if depth is not None and layers is not None:
         kept = list(range(min(depth, layers)))
     for name in names:
-        with contextlib.suppress(NotImplementedError):  # ProphetNet's follows from others
+        with contextlib.suppress(NotImplementedError):  # ProphetNet derives it from others
             setattr(small, name, len(kept))
     for name, value in per_layer.items():
         setattr(small, name, [value[layer] for layer in kept])
     for name, value in list(vars(small).items()):
-        if isinstance(value, PretrainedConfig):  # of parts, as of a language model with a tower
+        if isinstance(value, PretrainedConfig):  # config of a part, such as a tower
             setattr(small, name, shrink_config(value, depth, narrow, ids))
         elif _is_special(name) and type(value) is int:
             setattr(small, name, ids.get(value, value))
@@ -179,7 +173,7 @@ def shrink_config(
 
 
 def _numbers_layers(name: str, value: object, layers: int) -> bool:
-    """Whether a list says which of the layers are to do something."""
+    """Return True for a list of layer numbers."""
     return (
         isinstance(value, list | tuple) and 0 < len(value) < layers and "ind" in name
         and all(type(layer) is int and 0 <= layer < layers for layer in value)
@@ -188,8 +182,10 @@ def _numbers_layers(name: str, value: object, layers: int) -> bool:
 
 
 def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[int]:
-    """:data:`PROBE_DEPTH` layers, or all of fewer: the first ones, but with some layer of every
-    kind that a list of names (``layer_types``) tells apart; more where there are more kinds."""
+    """Return the first :data:`PROBE_DEPTH` layers, replaced or extended to cover all kinds.
+
+    Kinds are distinguished by lists of names (``layer_types``).
+    """
     kinds = [v for v in per_layer.values() if all(isinstance(kind, str) for kind in v)]
     needed = {tuple(v[layer] for v in kinds): layer for layer in reversed(range(depth))}
     kept = sorted(needed.values()) if kinds else []
@@ -198,7 +194,7 @@ def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[i
 
 
 def _kinds(model: nn.Module) -> list[tuple]:
-    """Per block, what it is made of, and its flags: blocks that differ in them are of two kinds."""
+    """Return each block's kind: the classes of its submodules and their flags."""
     path = find_blocks(model)
     if path is None:
         return []
@@ -220,7 +216,7 @@ def _flags(module: nn.Module) -> list[tuple[str, object]]:
 
 
 def _last_new(kinds: list[tuple]) -> int:
-    """Number of the last block whose kind none before it has (at least the third block)."""
+    """Return the index of the last block with a new kind, at least that of the third block."""
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     return max([PROBE_DEPTH - 1, *first.values()])
 
@@ -243,8 +239,8 @@ def _random_copy(skeleton: nn.Module) -> nn.Module:
 
 
 def _ready(model: nn.Module) -> nn.Module:
-    """In eval mode, all of it trained, with noise added: many parameters begin as zeros, behind
-    which nothing would be seen. Routers have no loss, as stages compute that themselves."""
+    """Return a model in eval mode with all parameters trained, noise added, and router losses
+    disabled."""
     for config in switched_on(model):
         setattr(config, SWITCH, False)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

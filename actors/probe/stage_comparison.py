@@ -1,8 +1,8 @@
-"""A model as a whole and in stages: the same bits, or it cannot be cut.
+"""Comparison of a model with its stages: results must be bit-identical, or the model cannot be cut.
 
-In evaluation, and in training where it will be trained: layers to leave out and draws outside the
-blocks exist only there. Random decisions are forced (:mod:`raymm.actors.probe.draws`), so
-that what hardly ever happens is seen.
+Both evaluation and training (if the model trains) are compared, because skipped layers and draws
+outside the blocks only occur in training. Random decisions are forced
+(:mod:`raymm.actors.probe.draws`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from raymm.actors.quota.generators import (
 from raymm.errors import USER_CODE_RAISES, ForwardLeft, NotRunError, PlanError, ProbeError
 from raymm.kernels.shared_draws import Cut, Grid, SharedDraws
 
-# Of forced random decisions. To see what can happen (that it does not in any of them, with three
-# blocks of which each is skipped in every second forward, is a chance of one in 2**24):
+# Seeds of forced random decisions, to observe them: with three blocks that are each skipped in
+# every second forward, the chance that no skip occurs is 1 in 2**24.
 _SEEDS_TO_SEE = range(8)
-# And to compare; of the later ones only those that skip blocks.
+# Seeds to compare; of the later ones only those that skip blocks.
 _SEEDS_TO_COMPARE = range(5)
 _SEEDS_IN_ANY_CASE = range(2)
 _CURE = "give it one stage (pp 1)"
@@ -40,13 +40,13 @@ _CURE = "give it one stage (pp 1)"
 Names = Collection[str]
 _Handed = tuple[torch.Tensor, ...]
 Run = Callable[[nn.Module, bool], torch.Tensor]
-"""``run(model, first)``: a forward; its output, or, of a stage, whatever is there at its end.
-``first``: with the real inputs, not with what later stages are given."""
+"""``run(model, first)``: runs a forward and returns its output, or, for a stage, its last value.
+``first`` selects the real inputs rather than those of later stages."""
 
 
 class Forward(NamedTuple):
-    """A forward of the whole model: its output, the blocks that were called, in order, and the
-    shapes of what they returned."""
+    """Result of a complete forward: its output, the called blocks in order, and their output
+    shapes."""
 
     output: torch.Tensor
     called: tuple[int, ...]
@@ -55,14 +55,7 @@ class Forward(NamedTuple):
 
 
 def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward:
-    """A forward as one process makes it, with these random numbers.
-
-    Args:
-        model: left as it is, but for random numbers that were drawn.
-        blocks: dotted name of the list of blocks.
-        run: calls it.
-        seed: of all random numbers.
-    """
+    """Run a copy of the model in one process, with all random numbers from ``seed``."""
     called: list[int] = []
     lengths: list[int] = []
     shapes: dict[int, torch.Size] = {}
@@ -74,7 +67,7 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
         if isinstance(hidden, torch.Tensor):
             shapes[index] = hidden.shape
 
-    whole = copy.deepcopy(model)  # some models keep tensors of their last forward
+    whole = copy.deepcopy(model)  # some models store tensors of their last forward
     listed = block_list(whole, blocks)
     for index, block in enumerate(listed):
         block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
@@ -84,15 +77,10 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
 
 
 def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
-    """Whether a model's forward, in the mode it is in, may leave out blocks.
-
-    Args:
-        model: in training or eval mode.
-        blocks: dotted name of the list of blocks.
-        run: calls it.
+    """Return True if a model's forward, in its current mode, may skip blocks.
 
     Raises:
-        NotRunError: it does not run.
+        NotRunError: the model does not run.
     """
     total = len(block_list(model, blocks))
     try:
@@ -109,11 +97,11 @@ class TrainingDraws(NamedTuple):
     """Random decisions of a training forward that processes with parts of a batch cannot share.
 
     Attributes:
-        skips_blocks: True if a forward may leave out blocks.
+        skips_blocks: True if a forward may skip blocks.
         on_host: True if a forward draws numbers with NumPy or Python.
         on_host_in_blocks: True if a block does.
-        refused: why numbers that are drawn for some rows of a batch are not known to be those of
-            one process; empty if they are.
+        refused: reason why draws for some rows of a batch may differ from those of one process, or
+            empty.
     """
 
     skips_blocks: bool = False
@@ -126,13 +114,9 @@ def training_draws(
     model: nn.Module, blocks: str | None, run: Run, two_rows: Run | None = None,
     tokens: int | None = None,
 ) -> TrainingDraws:  # fmt: skip
-    """
-    Args:
-        model: in training mode.
-        blocks: dotted name of the list of blocks, None if there is none.
-        run: calls the model.
-        two_rows: calls the model with two rows; None if rows are not cut.
-        tokens: of these rows, None if unknown.
+    """Return the random decisions of a model in training mode.
+
+    ``two_rows`` calls the model with two rows of ``tokens``; None if rows are not split.
 
     Raises:
         NotRunError: the model does not run.
@@ -140,9 +124,9 @@ def training_draws(
     try:
         if not _draws(model, run):
             return TrainingDraws()
-        with extreme_draws():  # a forward may draw with some probability only
+        with extreme_draws():  # some draws only happen with a probability
             whole, inside = (
-                # Two times, because threads of libraries draw numbers, too.
+                # Twice, because threads of libraries draw numbers, too.
                 any(
                     _draws_on_host(model, run, names, seed)
                     and _draws_on_host(model, run, names, seed) for seed in _SEEDS_TO_SEE
@@ -156,10 +140,9 @@ def training_draws(
 
 
 def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -> str:
-    """Return why numbers that are drawn for two rows of four cannot be cut, empty if they can.
+    """Return why draws for two rows of four cannot be sliced, or an empty string.
 
-    Two rows tell a first dimension of rows from a first dimension of 1 that all rows share. With
-    one row a process cannot tell them apart, and would draw other numbers than one process.
+    Two rows, unlike one, distinguish a row dimension from a dimension of 1 that all rows share.
     """
     if two_rows is None:
         return ""
@@ -170,20 +153,12 @@ def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -
     except PlanError as error:
         return str(error)
     except USER_CODE_RAISES:
-        pass  # its inputs are not doubled along the first dimension: the first step decides
+        pass  # inputs cannot be doubled in the first dimension: left to the first step
     return ""
 
 
 def _draws_on_host(model: nn.Module, run: Run, blocks: str | None, seed: int) -> bool:
-    """Return True if a forward draws numbers with NumPy or Python.
-
-    Args:
-        model: left as it is.
-        run: calls it.
-        blocks: dotted name of the list of blocks to look at; empty for the whole forward, None for
-            nothing.
-        seed: of all random numbers.
-    """
+    """Return True if a forward (``blocks`` empty) or its blocks draw with NumPy or Python."""
     if blocks is None:
         return False
     whole, before, drawn = copy.deepcopy(model), [], []
@@ -199,17 +174,15 @@ def _draws_on_host(model: nn.Module, run: Run, blocks: str | None, seed: int) ->
 def compare_stages(
     model: nn.Module, blocks: str, run: Run, trains: bool, relayed: tuple[int, ...] = ()
 ) -> CutInfo:
-    """Cut a model into a first, a middle and a last stage.
+    """Cut a model, in eval mode, into a first, a middle and a last stage and return the cut.
 
     Args:
-        model: in eval mode; comes back in whatever mode.
-        blocks: dotted name of its list of blocks, of which there are at least two.
-        run: calls it, or a part of it.
-        trains: whether it is going to be in training mode.
-        relayed: blocks whose outputs are handed to later stages.
+        blocks: dotted name of its list of at least two blocks.
+        trains: True if the model is going to be in training mode.
+        relayed: blocks whose outputs are sent to later stages.
 
     Raises:
-        ProbeError: the stages do not give the same bits as the whole.
+        ProbeError: the stages do not give the same bits as the complete model.
     """
     stages = _Stages(model, blocks, run, relayed)
     stages.compare(0)
@@ -224,7 +197,7 @@ def compare_stages(
 
 
 def _draws(model: nn.Module, run: Run) -> bool:
-    """Whether a forward draws random numbers."""
+    """Return True if a forward draws random numbers."""
     with generators_kept():
         seed_generators(0)
         before = generator_state(), host_states()
@@ -235,7 +208,7 @@ def _draws(model: nn.Module, run: Run) -> bool:
 def _drawing(
     stage: nn.Module, listed: nn.ModuleList, run: Run, first: bool, seed: int
 ) -> torch.Tensor:
-    """A forward with the random numbers that a stage draws."""
+    """Run a forward with the random numbers that a stage draws."""
     draws = Draws(seed)
     blocks = BlockDraws(listed)
     blocks.draws = draws
@@ -255,7 +228,7 @@ def _not_run(model: nn.Module, error: BaseException) -> NotRunError:
 
 
 class _Stages:
-    """A model, and stages of it that are not whole."""
+    """A model and its stages."""
 
     def __init__(
         self, model: nn.Module, blocks: str, run: Run, relayed: tuple[int, ...]
@@ -272,17 +245,14 @@ class _Stages:
         self._stages: list[tuple[nn.Module, Passage]] = []
 
     def train(self) -> None:
-        """From now on, training forwards."""
+        """Switch to training forwards."""
         self._model.train()
         for stage, _ in self._stages:
             stage.train()
 
     def compare(self, seed: int, only_skips: bool = False) -> None:
-        """One forward, with these random numbers.
-
-        Args:
-            only_skips: only if it skips blocks.
-        """
+        """Compare one forward with the random numbers of a seed; optionally only if it skips
+        blocks."""
         try:
             whole = uncut_forward(self._model, self._blocks, self._run, seed)
         except USER_CODE_RAISES as error:  # whatever a model may raise
@@ -329,7 +299,7 @@ class _Stages:
         )
 
     def _stage(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
-        assert self._length is not None  # a whole forward came first
+        assert self._length is not None  # set by the first complete forward
         everywhere = self._info(self._outer, self._outer, self._outer)
         stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
         return stage, Passage(stage, everywhere, lo, hi)
@@ -357,13 +327,13 @@ class _Stages:
                 "such as those of all of them, of which feature maps are picked, or their sizes"
                 f"{because(error)}"
             ) from error
-        assert hidden is not None  # there are stages
+        assert hidden is not None  # at least two stages
         return hidden
 
     def _reached(self, stage: nn.Module, handed: _Handed) -> frozenset[str]:
-        """Outer parameters that a gradient comes to."""
+        """Return the parameters outside the blocks that get a gradient."""
         stage.zero_grad()
-        # Random weights: a plain sum has zero gradient through a normalisation.
+        # Varied weights: a plain sum has zero gradient through a normalisation.
         parts = [
             (t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()
             for t in handed if t.requires_grad
@@ -373,10 +343,10 @@ class _Stages:
         return self._outer & {n for n, p in stage.named_parameters() if p.grad is not None}
 
     def info(self) -> CutInfo:
-        """What was learned, of what gradients come to and of what stages cannot do without.
+        """Return the cut, from the gradients and from what stages cannot run without.
 
         Raises:
-            ProbeError: stages with only what they own do not give the same bits as the whole.
+            ProbeError: stages with only their own parameters give other results.
         """
         self._model.eval()
         whole = uncut_forward(self._model, self._blocks, self._run, 0).output
@@ -402,7 +372,7 @@ class _Stages:
     def _alone(
         self, info: CutInfo, number: int, received: _Handed, without: Names = frozenset(),
     ) -> _Handed:
-        """What a stage hands on that owns what ``info`` says, but for some parameters."""
+        """Return the output of a stage with only its own parameters, except ``without``."""
         lo, hi = self._between[number]
         stage = prune(copy.deepcopy(self._model), info, lo, hi)
         tied = {id(p) for n, p in stage.named_parameters() if n in without}
@@ -410,7 +380,7 @@ class _Stages:
             if id(parameter) in tied:
                 ghost_parameter(stage, name)
         passage, listed = Passage(stage, info, lo, hi), block_list(stage, self._blocks)
-        # With autograd, as the whole: some attention gives other bits without.
+        # With autograd, like the complete forward: some attention gives other bits without.
         own = [t.requires_grad_() for t in received]
         leaf, relays = own[0] if own else None, own[1:]
         with generators_kept():
@@ -424,13 +394,15 @@ class _Stages:
         self, everywhere: CutInfo, number: int, received: _Handed, handed: _Handed,
         candidates: Names,
     ) -> Names:  # fmt: skip
-        """Which of some parameters a stage reads: without them it differs. No gradient comes to
-        frozen tables of positions, which are read without autograd."""
+        """Return the candidate parameters that change a stage's output.
+
+        Some get no gradient, such as frozen position tables.
+        """
 
         def differs(names: Names) -> bool:
             try:
                 without = self._alone(everywhere, number, received, names)
-            except USER_CODE_RAISES:  # it does not run without them
+            except USER_CODE_RAISES:  # does not run without them
                 return True
             return not all(map(torch.equal, without, handed))
 

@@ -1,8 +1,8 @@
-"""The probe of tensor parallelism: does a sharded copy compute what the whole one does?
+"""Probe of tensor parallelism: do shards compute the same as the complete module?
 
-As in :mod:`raymm.actors.probe.cut`, a shrunk copy runs on the CPU, here whole and then in
-``tp`` threads that hold a share each. Outputs and all gradients must be the whole's. So a plan
-made from names needs no knowledge of the model: what it gets wrong is found here.
+As in :mod:`raymm.actors.probe.cut`, a small copy runs on the CPU: complete, and in ``tp`` threads
+with a shard each. Outputs and all gradients must agree. Wrong guesses of a plan made from names are
+found here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from raymm.errors import USER_CODE_RAISES, ProbeError
 from raymm.kernels.collectives.tensor_group import TensorGroup, ThreadGroup, thread_groups
 
 TOLERANCE = 1e-5
-"""Of differences, relative to the norm of what is compared."""
-# What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
+"""Tolerance of differences, relative to the norm of the compared tensor."""
+# Gradients below this, relative to the largest, may be only rounding errors (a key's bias).
 _ROUNDING = 1e-2
 _TOKENS = 8
 
@@ -49,7 +49,7 @@ Run = Callable[[nn.Module, Tensors], torch.Tensor]
 
 
 class Result(NamedTuple):
-    """Of a forward and a backward: the output, and gradients of parameters and inputs."""
+    """Result of a forward and backward: the output, and gradients of parameters and inputs."""
 
     output: torch.Tensor
     gradients: Tensors
@@ -57,10 +57,9 @@ class Result(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Attributes:
-        failure: what differs, in words; None if nothing does.
-        partial: whole parameters of which every shard has a part of the gradient, although the
-            plan does not know.
+    """Description of the first difference, or None.
+
+    ``partial`` has replicated parameters with partial gradients that are missing in the plan.
     """
 
     failure: str | None
@@ -68,11 +67,10 @@ class Comparison(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """How a module is tried that is called otherwise than :func:`example_run` does.
+    """Custom way to run a module in a trial, instead of :func:`example_run`.
 
-    Attributes:
-        source: of which small copies are made.
-        of: of a small copy, the module's own model, how it is called, and with what.
+    ``of`` maps a small copy of ``source`` to the module itself, the function that runs it, and
+    inputs.
     """
 
     source: ModuleSource
@@ -83,21 +81,20 @@ def probe_tensor(
     source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None,
     read: Read = first_tensor, trial: Trial | None = None,
 ) -> TensorPlan:  # fmt: skip
-    """The fastest plan under which a shrunk replica of the module gives the whole's numbers.
+    """Return the fastest plan that gives the results of the complete module on a small copy.
 
     Args:
-        source: of the module.
-        tp: processes that share it.
-        name: of the module, for errors.
-        inputs: example keyword arguments of an encoder; guessed from the config if not given.
-        read: what others read of what an encoder's forward returns.
-        trial: in place of inputs and read.
+        tp: number of processes.
+        name: name of the module, for errors.
+        inputs: example keyword arguments of an encoder; guessed from the config if None.
+        read: selects the part of an encoder's output that other modules read.
+        trial: replaces ``inputs`` and ``read``.
 
     Raises:
-        PlanError: as :func:`~raymm.actors.sharding.tensor_plan.tensor_plan`.
-        ProbeError: if no plan gives the same numbers, with what differs.
+        PlanError: see :func:`~raymm.actors.sharding.tensor_plan.tensor_plan`.
+        ProbeError: no plan gives the same results; the message has the difference.
     """
-    plan = tensor_plan(source, tp, name)  # before anything runs: sizes that do not fit
+    plan = tensor_plan(source, tp, name)  # reports sizes that do not fit before anything runs
     if not plan.styles:
         return plan
     if trial is None:
@@ -132,17 +129,12 @@ def _probe(
 def example_run(
     model: nn.Module, inputs: Tensors | None, read: Read = first_tensor
 ) -> tuple[Run, Tensors]:
-    """How stages call a model, and example inputs.
-
-    Args:
-        model: shrunk.
-        inputs: of an encoder; None to guess them.
-        read: as of :func:`probe_tensor`.
-    """
+    """Return a function that calls a small model as stages do, and example inputs; see
+    :func:`probe_tensor`."""
     generator = torch.Generator().manual_seed(0)
     get = getattr(model, "get_output_embeddings", None)
     if inputs is None and get is not None and get() is not None:
-        # Tokens from all over the vocabulary, in two samples.
+        # Tokens from the entire vocabulary, in two samples.
         size = input_embeddings(model).weight.shape[0]
         ids = torch.linspace(0, size - 1, 2 * _TOKENS).long().view(_TOKENS, 2).T
 
@@ -152,7 +144,7 @@ def example_run(
 
         with torch.no_grad():
             embeds = input_embeddings(model)(ids)
-        # Added to the embeddings: images and sounds are, and need the gradient.
+        # Added to the embeddings, like images and audio, which need a gradient.
         return run_language, {"embeds": torch.randn(embeds.shape, generator=generator) * 0.1}
     if inputs is None and isinstance(model, Projector):
         features = torch.randn(2, _TOKENS, model.config.in_features, generator=generator)
@@ -162,27 +154,14 @@ def example_run(
 
 
 def run_whole(model: nn.Module, run: Run, inputs: Tensors) -> Result:
-    """The whole model's outputs and gradients, which :func:`compare_shards` compares with.
-
-    Args:
-        model: left as it is: a copy runs.
-        run: calls it.
-        inputs: keyword arguments, tensors.
-    """
+    """Run a copy of the complete model, to compare with :func:`compare_shards`."""
     return _run(copy.deepcopy(model), run, inputs, None, None)
 
 
 def compare_shards(
     model: nn.Module, plan: TensorPlan, run: Run, inputs: Tensors, expected: Result
 ) -> Comparison:
-    """Run a copy of the model in shards, one thread each.
-
-    Args:
-        model: on the CPU; left as it is.
-        plan: which shard of what each thread gets.
-        run, inputs: as of :func:`example_run`.
-        expected: the whole's.
-    """
+    """Run copies of a CPU model in shards, one thread each, and compare with ``expected``."""
     results: list[Result | None] = [None] * plan.tp
     errors: list[BaseException] = []
 
@@ -206,7 +185,7 @@ def compare_shards(
         own = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
         error = next(own, errors[0])
         return Comparison(f"its shards do not run{because(error)}")
-    done = [result for result in results if result is not None]  # all, as there was no error
+    done = [result for result in results if result is not None]  # all, because there was no error
     return _compare(plan, done, expected)
 
 
@@ -260,12 +239,13 @@ def _run(
         name: value.clone().requires_grad_(value.is_floating_point())
         for name, value in inputs.items()
     }
-    # Copies, as a model may write on its inputs.
+    # Copies, as a model may change its inputs.
     output = run(model, {name: leaf.clone() for name, leaf in leaves.items()})
     whole, weights = output.detach(), _weights(output.detach())
     if plan is not None and group is not None and plan.head is not None:
         vocabularies = (plan.vocabulary(rank) for rank in range(plan.tp))
-        shares = [share for share in vocabularies if share is not None]  # all: there is a head
+        # all, because there is a head
+        shares = [share for share in vocabularies if share is not None]
         start, stop = shares[group.rank]
         if output.shape[-1] != stop - start:
             raise ValueError("its logits are not what its output head returns")
@@ -280,5 +260,5 @@ def _run(
 
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
-    """Of every output in the loss: no pattern that a normalisation would take away."""
+    """Return random weights of the outputs in the loss, which normalisations do not cancel."""
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(1))

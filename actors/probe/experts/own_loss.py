@@ -1,8 +1,8 @@
-"""The probe of a model's own loss.
+"""Probe of a model's own loss.
 
 raymm trains with the next-token cross entropy of a model's logits. A small copy runs with labels in
-training mode, and the loss that its class computes must be that cross entropy. A class computes no
-loss if its forward takes no ``labels`` or returns no ``loss``.
+training mode, and the loss that its class computes must be that cross entropy. Classes without a
+``labels`` parameter or ``loss`` output compute no loss.
 """
 
 from __future__ import annotations
@@ -29,33 +29,29 @@ from raymm.actors.weights.source import ModuleSource, set_mode
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _TOKENS = 12
-_ROUNDING = 1e-5  # relative difference of two losses that are computed in different ways
+_ROUNDING = 1e-5  # relative tolerance for losses computed in different ways
 _LABELS = "labels"
 
 
 @plain_torch()
 def check_language_loss(source: ModuleSource, ignore: bool) -> None:
-    """Check the forward of a language model, and its own loss.
-
-    Args:
-        source: of the language model.
-        ignore: True to accept any loss.
+    """Check the forward of a language model, and, unless ``ignore``, its own loss.
 
     Raises:
-        ProbeError: its logits depend on earlier forwards; or see :func:`check_own_loss`.
+        ProbeError: the logits depend on earlier forwards; or see :func:`check_own_loss`.
     """
     try:
         model = small_language_model(source).train()
-    except NotRunError:  # it cannot be trained
+    except NotRunError:  # cannot be trained
         return
-    with contextlib.suppress(NotRunError):  # on a text of another length
+    with contextlib.suppress(NotRunError):  # fails on a text of another length
         check_history("llm", model, set_mode(source.skeleton()).training, _logits)
     if ignore:
         return
     vocabulary = input_embeddings(model).weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)
-    with contextlib.suppress(NotRunError):  # it takes embeddings alone
+    with contextlib.suppress(NotRunError):  # only accepts embeddings
         check_own_loss(
             model, {"input_ids": ids}, "Switch off the other terms in its config, or train with "
             "the next-token cross entropy knowingly: model.router_loss: ignore in a "
@@ -71,12 +67,9 @@ def _logits(model: nn.Module, other: bool) -> torch.Tensor:
 
 
 def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> None:
-    """Check that the loss of a model's class is the next-token cross entropy of its logits.
+    """Check that the loss of a small model's class is the next-token cross entropy of its logits.
 
-    Args:
-        model: a small copy, in training mode.
-        inputs: of its forward.
-        cure: a sentence without its full stop, for a model with another loss.
+    The model is in training mode; ``cure`` is advice for the error message, without a full stop.
 
     Raises:
         NotRunError: the model does not run on the inputs.
@@ -88,7 +81,7 @@ def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> No
     if real is not None and real.shape == ids.shape:
         labels = ids.where(real.bool(), IGNORE_INDEX)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if head is not None:  # tokens of images may have embeddings and no logits
+    if head is not None:  # image tokens may have embeddings but no logits
         labels = labels.where(labels < cast(nn.Linear, head).weight.shape[0], IGNORE_INDEX)
 
     def run(shown: Mapping[str, Any]) -> Any:
@@ -120,7 +113,7 @@ def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> No
         return
 
     def explains(entry: str) -> bool:
-        """Return True if an input changes the loss alone."""
+        """Return True if an input changes only the loss."""
         try:
             other = run({**{n: v for n, v in inputs.items() if n != entry}, _LABELS: labels})
         except USER_CODE_RAISES:  # whatever a model may raise
@@ -138,7 +131,7 @@ def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> No
 
 
 def _observations(output: Any, labels: torch.Tensor) -> str:
-    """Return sentences about what an own loss may be."""
+    """Return sentences that help to identify the model's loss."""
     same = F.cross_entropy(
         output.logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
     )
@@ -156,12 +149,8 @@ def _observations(output: Any, labels: torch.Tensor) -> str:
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the mean cross entropy of the next token.
-
-    Args:
-        logits: (rows, tokens, vocabulary).
-        labels: (rows, tokens) int64; ``IGNORE_INDEX`` where there is none.
-    """
+    """Return the mean next-token cross entropy of (rows, tokens, vocabulary) and (rows, tokens)
+    int64."""
     return float(F.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX
     ))  # fmt: skip

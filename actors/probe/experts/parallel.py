@@ -1,4 +1,4 @@
-"""The probe of expert parallelism: can a model's experts be dealt out over processes?"""
+"""Probe of expert parallelism: can a model's experts be sharded over processes?"""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from raymm.errors import ModelError, ProbeError
 
 @plain_torch()
 def probe_experts(source: ModuleSource, ep: int, name: str) -> tuple[str, ...]:
-    """The modules of a model that hold a layer's experts, by dotted name, tried on a small copy.
-
-    Args:
-        source: of the model.
-        ep: processes among which experts are to be dealt out; of 1, there are none to name.
-        name: of the module, for errors.
+    """Return the dotted names of the modules with experts, after a trial on a small copy; none for
+    ep 1.
 
     Raises:
-        ProbeError: it has no experts that can be dealt out; by name.
+        ProbeError: the model, called ``name`` in errors, has no experts that can be sharded.
     """
     if ep == 1:
         return ()

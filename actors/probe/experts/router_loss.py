@@ -1,10 +1,9 @@
-"""The probe of what a mixture of experts adds to its loss for its routers.
+"""Probe of the loss that a mixture of experts adds for its routers.
 
-A small copy runs with labels. Its loss must be the next-token cross entropy of its logits, plus,
-where its config asks for that (``output_router_logits``), what :class:`RouterLoss` computes from
-the outputs of its routers for one number of experts per token and one of the config's numbers as
-coefficient; else the model is refused. Models without that switch are compared by
-:mod:`raymm.actors.probe.experts.own_loss`.
+A small copy runs with labels. Its loss must be the next-token cross entropy of its logits, plus, if
+its config enables ``output_router_logits``, the :class:`RouterLoss` of its routers' outputs for
+some number of experts per token and one of the config's numbers as coefficient. Other models are
+rejected. For models without that switch see :mod:`raymm.actors.probe.experts.own_loss`.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _TOKENS, _PADDING = 12, 5
-_TOLERANCE = 1e-4  # of a loss that is computed in another order, relative
+_TOLERANCE = 1e-4  # relative, for a loss computed in another order
 _ROUNDING = 2e-6
-_OWN_ROUNDING = 1e-5  # of a loss to which nothing is known to be added, relative
+_OWN_ROUNDING = 1e-5  # relative, for a loss without additions
 _SWITCH_OFF = "switch it off in the model's config (output_router_logits: false)"
 _IGNORE = (
     ", or leave it out knowingly: model.router_loss: ignore in a configuration, "
@@ -44,16 +43,15 @@ _IGNORE = (
 def mixture_of(
     source: ModuleSource, example: Mapping[str, Any] | None = None, ignore: bool = False
 ) -> Mixture | None:
-    """What a model is as a mixture of experts; None if it is none.
+    """Return a model's mixture-of-experts settings; None for a dense model.
 
     Args:
-        source: of a language model, or of a whole model.
-        example: what the forward of a whole model is given; None of a language model.
-        ignore: leave out what it adds to its loss.
+        example: inputs of a Hugging Face VLM's forward; None for a language model.
+        ignore: ignore the loss that the model adds.
 
     Raises:
-        ProbeError: its own loss is not the cross entropy of its logits, plus the routers' loss of
-            :class:`RouterLoss` where its config asks for that.
+        ProbeError: the model's loss is not the cross entropy of its logits, plus the
+            :class:`RouterLoss` if its config enables that.
     """
     skeleton = source.skeleton()
     is_mixture = bool(experts(skeleton) or routers(skeleton))
@@ -90,16 +88,9 @@ def _text(model: nn.Module) -> dict[str, torch.Tensor]:
 def _fitted(
     model: nn.Module, inputs: Mapping[str, Any], kinds: Collection[type], cure: str
 ) -> RouterLoss | None:
-    """
-    Args:
-        model: a small copy, which is changed.
-        inputs: of its forward.
-        kinds: of configs, those that ask for the loss.
-        cure: for a model that adds something else.
+    """Fit a router loss to a small copy, which is modified; None if it adds no loss.
 
-    Raises:
-        NotRunError: the model does not run on the inputs.
-        ProbeError: what it adds is something else.
+    ``kinds`` are classes of configs that enable the loss; ``cure`` is advice for the error message.
     """
     for config in configs_of(model):
         if type(config) in kinds and hasattr(config, SWITCH):
@@ -163,12 +154,12 @@ def _candidates(
 
 
 def _coefficients(model: nn.Module) -> list[float]:
-    """What a loss may be multiplied with, the largest first."""
+    """Return possible coefficients of the loss, the largest first."""
     return sorted({*_loss_numbers(getattr(model, "config", None))}, reverse=True)
 
 
 def _loss_numbers(config: Any) -> Iterator[float]:
-    """Numbers of a config, and of those within it, whose names say that they are of a loss."""
+    """Yield numbers of a config and its parts whose names contain "loss"."""
     if not isinstance(config, PretrainedConfig):
         return
     for name, value in vars(config).items():

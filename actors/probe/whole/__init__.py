@@ -1,1 +1,1 @@
-"""Whole models: where their towers are, and how they and the language model are cut."""
+"""Probes of Hugging Face VLMs: their towers, cuts and splits."""

@@ -1,5 +1,7 @@
-"""What a model's forward calls for features: functions ``get_image_features``,
-``get_audio_features`` and so on, or the encoder that ``get_encoder(modality)`` says."""
+"""Calls for features in a model's forward.
+
+These are functions such as ``get_image_features``, or the encoder from ``get_encoder(modality)``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Inputs = Mapping[str, Any]
 
 @dataclass
 class Called:
-    """A call that was seen: its arguments by name, what it returned, and submodules that ran."""
+    """Observed call: its arguments by name, its output, and the submodules that ran."""
 
     call: Call
     modality: str
@@ -39,14 +41,10 @@ class Called:
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's forward, as stages call it.
-
-    Args:
-        model: a whole one.
-        inputs: of its forward.
+    """Run the forward of a Hugging Face VLM as stages do.
 
     Raises:
-        NotRunError: it fails.
+        NotRunError: the forward fails.
     """
     try:
         return model(**inputs, use_cache=False)
@@ -58,27 +56,18 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def calls_of(model: nn.Module, inputs: Inputs) -> list[Called]:
-    """Outermost calls of functions that make features, in order, and even if the forward fails
-    after them.
-
-    Args:
-        model: it is left as it is.
-        inputs: of its forward.
+    """Return the outermost calls of feature functions, in order, even if the forward fails later.
     """
     return _observed_run(copy.deepcopy(model), inputs, dict(_functions(model)), fails=True)
 
 
 def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:
-    """Outermost calls of functions that make features, in order; where there are none of a
-    modality, of its encoder; where there are none at all, of models that have a part of the
-    configuration to themselves.
+    """Return the outermost calls of feature functions, in order, else of encoders by modality.
 
-    Args:
-        model: comes back as it was.
-        inputs: of its forward.
+    Without either, submodules with a separate part of the configuration are used.
 
     Raises:
-        NotRunError: it fails.
+        NotRunError: the forward fails.
     """
     calls = _observed_run(model, inputs, dict(_functions(model)))
     run = {name for called in calls for name in called.modules}
@@ -94,7 +83,7 @@ def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:
 
 
 def has_towers(model: nn.Module) -> bool:
-    """Whether it has functions that make features, or encoders, called or not."""
+    """Return True if the model has feature functions or encoders, called or not."""
     return any(True for _ in itertools.chain(_functions(model), _encoders(model)))
 
 
@@ -114,7 +103,7 @@ def _encoders(model: nn.Module) -> Iterator[tuple[Call, str]]:
 
 
 def _configured(model: nn.Module) -> Iterator[tuple[Call, str]]:
-    """Models of parts of a configuration, by what the parts are called; not that of the text."""
+    """Yield submodules with a separate part of the configuration, except the text model."""
     config: Any = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return
@@ -157,12 +146,7 @@ def _observed_run(
 def arguments_of(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A call's arguments by name, in the order of its function's.
-
-    Args:
-        signature: of the function.
-        args, kwargs: of the call.
-    """
+    """Return a call's arguments by name, in the order of the function's parameters."""
     arguments: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD

@@ -1,8 +1,8 @@
-"""How a whole model's towers and its language model are cut, tried on a copy of it.
+"""Probe of how the towers and the language model of a Hugging Face VLM can be cut.
 
-The copy runs whole and its parts in stages, as in :mod:`raymm.actors.probe.stage_comparison`. A
-part that reads outputs of blocks far from their stage (features of several layers) has them
-relayed, and a language model whose later stages read features (deepstack, cross attention) these.
+A small copy runs complete and in stages, as in :mod:`raymm.actors.probe.stage_comparison`. Block
+outputs that code outside their stage reads (features of several layers) are relayed, and so are
+tower features that later stages of the language model read (deepstack, cross attention).
 """
 
 from __future__ import annotations
@@ -38,14 +38,7 @@ Inputs = Mapping[str, Any]
 def tower_source(
     source: ModuleSource, tower: Tower, frozen: bool = False, projector_frozen: bool = False
 ) -> PartSource:
-    """Where ranks get a tower from.
-
-    Args:
-        source: of the whole model.
-        tower: which.
-        frozen: whether the tower is, all but its projector.
-        projector_frozen: whether its projector is.
-    """
+    """Return the source of a tower; ``frozen`` does not include its projector."""
     places = tuple(place for place in tower.places if place not in tower.projector)
     return PartSource(
         source, tower.places, False, tower.call, tower.root,
@@ -58,14 +51,7 @@ def language_source(
     source: ModuleSource, towers: tuple[Tower, ...], frozen: bool = False,
     projector_frozen: bool = False,
 ) -> PartSource:
-    """Where ranks get all of a model but its towers from.
-
-    Args:
-        source: of the whole model.
-        towers: all of them.
-        frozen: whether the language model is, all but what is of a projector.
-        projector_frozen: whether that is.
-    """
+    """Return the source of a model without its towers; ``frozen`` does not include projectors."""
     behind = tuple(dict.fromkeys(place for tower in towers for place in tower.behind))
     return PartSource(
         source, tuple(place for tower in towers for place in tower.places), True,
@@ -75,40 +61,23 @@ def language_source(
 
 
 def tower_spec(source: PartSource, tower: Tower, blocks: int) -> TowerSpec:
-    """A tower as data for ranks, not cut.
-
-    Args:
-        source: of the tower.
-        tower: which.
-        blocks: how many it has.
-    """
+    """Return the description of an uncut tower."""
     return TowerSpec(tower.name, source, blocks, constants=tower.constants, form=tower.form)
 
 
 def language_spec(
     name: str, source: PartSource, towers: tuple[Tower, ...], blocks: int
 ) -> WholeLanguageSpec:
-    """The language model as data for ranks, not cut.
-
-    Args:
-        name: of the module.
-        source: of it.
-        towers: that it reads.
-        blocks: how many it has.
-    """
+    """Return the description of an uncut language model that reads these towers."""
     ports = tuple(TowerPort(tower.name, tower.call, tower.form) for tower in towers)
     return WholeLanguageSpec(name, source, blocks, Prepend(), towers=ports)
 
 
 def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
-    """The spec with how the tower is cut.
-
-    Args:
-        spec: of :func:`tower_spec`.
-        inputs: of the tower.
+    """Return the spec of a tower with its cut.
 
     Raises:
-        ProbeError: it cannot be cut.
+        ProbeError: the tower cannot be cut.
     """
     def run_with(travels: frozenset[str]) -> Run:
         def run(stage: nn.Module, first: bool) -> torch.Tensor:
@@ -139,15 +108,10 @@ def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
 def cut_language_model(
     spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs
 ) -> WholeLanguageSpec:
-    """The spec with how the language model is cut.
-
-    Args:
-        spec: of :func:`language_spec`.
-        towers: that it reads.
-        inputs: of the whole model.
+    """Return the spec of a language model with its cut.
 
     Raises:
-        ProbeError: it cannot be cut.
+        ProbeError: the language model cannot be cut.
     """
     source = cast(PartSource, spec.source)
 
@@ -182,7 +146,7 @@ def cut_language_model(
 
 
 def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Tensor]) -> CutInfo:
-    """The cut of a tower in its own sizes: blocks are numbered as in the tower itself."""
+    """Return the cut with block numbers of the tower at its own size."""
     if not cut.relayed:
         return cut
     source = cast(PartSource, spec.source)
@@ -192,9 +156,11 @@ def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Te
 def _read_in_own_size(
     source: PartSource, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor]
 ) -> tuple[int, ...]:
-    """As :func:`read_outputs`, of a part in its own sizes. Its blocks run only where it does not
-    run without: where some return another shape than they are called with (convolutions, patches
-    that are merged)."""
+    """Apply :func:`read_outputs` to a part at its own size.
+
+    Its blocks only run if the part fails without them, because some change the shape (convolutions,
+    patch merging).
+    """
     try:
         return read_outputs(of_zeros(source), blocks, tuple_length, run)
     except USER_CODE_RAISES:  # whatever a model may raise
@@ -203,13 +169,7 @@ def _read_in_own_size(
 
 
 def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
-    """The tower, with the form that its features have in the model itself, of which the copies
-    that are tried may have fewer blocks.
-
-    Args:
-        source: of the whole model.
-        tower: which.
-        inputs: of it.
+    """Return the tower with the form of its features at full depth; copies may have fewer blocks.
     """
     own = tower_source(source, tower)
     outputs: list[Any] = []
@@ -232,12 +192,9 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
 
 
 def run_without_values(source: PartSource, run: Callable[[nn.Module], torch.Tensor]) -> None:
-    """Run a part in its own sizes and depth, with parameters of zeros, and without its blocks,
-    unless it does not run without.
+    """Run a part at its own size with zero parameters, and without its blocks if possible.
 
-    Args:
-        source: of the part.
-        run: calls it, and returns all that is read of its output; small copies first.
+    ``run`` calls the part, small copies first, and returns all parts of its output that are read.
     """
     def tuple_length(model: nn.Module) -> tuple[str | None, int]:
         blocks = find_blocks(model)
@@ -253,11 +210,7 @@ def run_without_values(source: PartSource, run: Callable[[nn.Module], torch.Tens
 
 
 def of_zeros(source: PartSource) -> nn.Module:
-    """A part in its own sizes, whose parameters are zeros and take no memory, in evaluation mode.
-
-    Args:
-        source: of the part.
-    """
+    """Return a part at its own size in eval mode; its zero parameters take no memory."""
     model = source.whole.skeleton()
     if isinstance(model, PreTrainedModel):
         initialize_by_name(model, [], 0)

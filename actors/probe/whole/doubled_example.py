@@ -1,4 +1,4 @@
-"""An example of which there is everything twice, so that a part of it can be told from all."""
+"""Examples with doubled contents, to distinguish a part from the whole."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ import torch
 
 from raymm.actors.probe.whole.towers import Tower
 
-# Of numbers in a second copy.
+# Relative change of numbers in the second copy.
 _CHANGE = 0.3
 
 
 def twice(inputs: Mapping[str, Any], towers: tuple[Tower, ...]) -> dict[str, Any]:
-    """A batch whose rows come twice, with their items.
-
-    Args:
-        inputs: of the whole model.
-        towers: whose items they have.
-    """
+    """Return a batch with its rows and their items doubled."""
     entries = {entry for tower in towers for _, entry in tower.arguments}
     rows, length = inputs["input_ids"].shape[:2]
     doubled = {}
@@ -33,12 +28,9 @@ def twice(inputs: Mapping[str, Any], towers: tuple[Tower, ...]) -> dict[str, Any
 
 
 def twice_along(value: Any, dim: int) -> Any:
-    """Twice along a dimension, numbers of the second a little different: an average over all of
-    two copies alike, or attention to all of them, would be that of either. Zeros stay such.
+    """Double a tensor along a dimension, with slightly different floats; zeros stay zeros.
 
-    Args:
-        value: a tensor; anything else is returned as it is.
-        dim: the dimension.
+    Equal copies would hide averages over, or attention to, both.
     """
     if not isinstance(value, torch.Tensor):
         return value

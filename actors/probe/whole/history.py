@@ -1,4 +1,4 @@
-"""The probe of state (:mod:`raymm.actors.probe.history`) for modules of a whole model."""
+"""Probe of state (:mod:`raymm.actors.probe.history`) for modules of a Hugging Face VLM."""
 
 from __future__ import annotations
 
@@ -23,22 +23,16 @@ from raymm.errors import NotRunError
 
 Inputs = Mapping[str, Any]
 Run = Callable[[nn.Module], torch.Tensor]
-_MORE = 5  # tokens of a text that is longer
+_MORE = 5  # additional tokens of a longer text
 
 
 def check_whole_history(
     spec: WholeLanguageSpec | TowerSpec, towers: tuple[Tower, ...], inputs: Inputs
 ) -> None:
-    """Check that a module of a whole model computes the same whatever it has computed before: other
-    numbers, more rows or items, a longer text.
-
-    Args:
-        spec: of the module.
-        towers: that it reads, of the language model.
-        inputs: of the whole model, or of the tower.
+    """Check that results do not depend on earlier forwards: other numbers, rows, items or lengths.
 
     Raises:
-        ProbeError: if a forward depends on earlier forwards.
+        ProbeError: a forward depends on earlier forwards.
     """
     if isinstance(spec, WholeLanguageSpec):
         of_one_that_runs(
@@ -54,7 +48,7 @@ def _check_language(
 ) -> None:
     trial = LanguageTrial(spec, towers, whole, inputs)
     for changed in (_longer(inputs, towers), twice(inputs, towers)):
-        with contextlib.suppress(NotRunError):  # a tower on these inputs
+        with contextlib.suppress(NotRunError):  # a tower fails on these inputs
             other = LanguageTrial(spec, towers, whole, changed)
             _check(spec, trial.model, partial(trial.logits, features=trial.features),
                    partial(other.logits, features=other.features))
@@ -70,14 +64,14 @@ def _check_tower(spec: TowerSpec, model: nn.Module, inputs: Inputs) -> None:
 
 def _check(spec: WholeLanguageSpec | TowerSpec, model: nn.Module, run: Run, other: Run) -> None:
     trains = set_mode(spec.source.skeleton()).training
-    with contextlib.suppress(NotRunError):  # on the other inputs, or in training mode
+    with contextlib.suppress(NotRunError):  # fails on the other inputs, or in training mode
         check_history(
             spec.name, model, trains, lambda stage, is_other: (other if is_other else run)(stage)
         )
 
 
 def _longer(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:
-    """Return a batch whose rows end with their last token several times."""
+    """Return a batch whose rows repeat their last token."""
     entries = {entry for tower in towers for _, entry in tower.arguments}
     shape = tuple(inputs["input_ids"].shape[:2])
     longer = {}

@@ -1,8 +1,8 @@
-"""Whether features of a tower's frozen part can be kept, and which of what it returns is read.
+"""Probe of the frozen part of a tower: can its features be cached, and which are read?
 
-Tried on a small copy: its items one by one, then their features in place of the part, beside the
-tower as it is. What is read of the part's output is seen by gradients, in the tower's own depth,
-on which the number of its outputs may depend.
+A small copy runs on single items; then their features replace the part, and results must equal
+those of the original tower. Gradients, at the tower's own depth, show which outputs of the part are
+read.
 """
 
 from __future__ import annotations
@@ -27,24 +27,19 @@ from raymm.actors.stages.tower import TowerSpec, features_of_items, of_outlines,
 from raymm.actors.weights.model_part import PartSource
 from raymm.errors import USER_CODE_RAISES, ForwardLeft, ModelError, NotRunError, ProbeError
 
-# Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
+# Relative tolerance; matrix products of other sizes are not exactly equal.
 _NOISE = 1e-5
-_DIMENSIONS = 2  # along which features of items may lie one after another
+_DIMENSIONS = 2  # dimensions in which features of items may be concatenated
 Inputs = Mapping[str, Any]
 _CPU = torch.device("cpu")
 
 
 def probe_root(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
-    """What a tower's frozen part returns, of which features of each item can be kept.
-
-    Args:
-        spec: of the whole tower.
-        place: dotted name of the part.
-        inputs: of the tower.
+    """Return the structure of the features that a tower's frozen part ``place`` returns.
 
     Raises:
-        ProbeError: features of an item follow from others, or what comes after the part reads
-            more than them.
+        ProbeError: an item's features depend on other items, or the code after the part reads more
+            than its features.
     """
     zeros = leaves_out_zeros(spec, inputs)
     several = {name: twice_along(value, 0) for name, value in inputs.items()}
@@ -57,7 +52,7 @@ def probe_root(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
 
 
 class _Trial:
-    """A small copy of a tower, and several items."""
+    """Small copy of a tower, with several items."""
 
     def __init__(
         self, spec: TowerSpec, place: str, model: nn.Module, inputs: Inputs, zeros: bool
@@ -67,11 +62,7 @@ class _Trial:
         self._constants, self._zeros = dict(spec.constants), zeros
 
     def dim(self) -> int:
-        """Along which features of several items lie one after another.
-
-        Raises:
-            ProbeError: see :func:`probe_root`.
-            NotRunError: the copy does not run.
+        """Return the dimension in which features of items are concatenated; see :func:`probe_root`.
         """
         inputs, name = self._trial.inputs, type(self._model).__name__
         try:
@@ -117,10 +108,7 @@ class _Trial:
     def _check(
         self, form: RootForm, items: Sequence[Sequence[torch.Tensor]], due: torch.Tensor
     ) -> None:
-        """
-        Raises:
-            ProbeError: what comes after the part gives another result of features and shapes.
-        """
+        """Raise ProbeError if the code after the part gives another result for cached features."""
         model, call = self._of(form)
         call.output = form.output(form.together(items))
         shown = of_outlines(outlines(self._spec.name, self._trial.inputs), _CPU)
@@ -147,11 +135,8 @@ def _alike(own: torch.Tensor, due: torch.Tensor) -> bool:
 
 
 def _root_output(model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs) -> Any:
-    """What the part returns within the tower's forward.
-
-    Raises:
-        ProbeError: it is not called.
-    """
+    """Return the output of the part within the tower's forward, or raise ProbeError if it is not
+    called."""
     model = copy.deepcopy(model)
     RootCall(model, place)
     cast(PartSource, spec.source).called(model)
@@ -166,8 +151,7 @@ def _root_output(model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs) 
 def _read_form(
     model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs, output: Any
 ) -> RootForm:
-    """The form of an output, of which that is read to which a gradient comes; and all that is no
-    float."""
+    """Return the form of an output, with the floats that get a gradient, and all other tensors."""
     model = copy.deepcopy(model)
     call = RootCall(model, place)
     cast(PartSource, spec.source).called(model)
@@ -202,7 +186,7 @@ def _form_of(place: str, tree: Any, leaves: Sequence[Any], read: torch.Tensor) -
 
 
 def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
-    """The form of what the part returns in the tower's own sizes. Blocks do not run for that."""
+    """Return the form of the part's output at the tower's own size, without running its blocks."""
     forms: list[RootForm] = []
 
     def run(model: nn.Module) -> torch.Tensor:

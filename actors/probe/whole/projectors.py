@@ -1,9 +1,9 @@
-"""Which parameters of a whole model are its projectors: those between a tower's blocks and the
-language model's embeddings. They follow from what the model computes, not from names.
+"""Detection of a Hugging Face VLM's projectors: parameters between tower blocks and text
+embeddings.
 
-A call for features mostly runs an encoder and then a projector next to it. Some encoders have their
-projector within them, behind their blocks; some models apply it in their own forward, behind the
-call.
+They follow from the computation, not from names. A call for features usually runs an encoder and
+then a separate projector. Some encoders include the projector after their blocks; some models apply
+it in their own forward, after the call.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from raymm.errors import USER_CODE_RAISES, NotRunError
 class Inflow:
     """Tensors that a submodule reads in a call for features.
 
-    Attributes:
-        items: True if they follow from the arguments of the call.
-        parameters: names of the parameters that they follow from, without those of the submodule.
+    ``items`` is True if they depend on the call's arguments; ``parameters`` are other modules'
+    parameters that they depend on.
     """
 
     items: bool = False
@@ -38,16 +37,11 @@ class Inflow:
 
 
 def encoder_of(model: nn.Module, called: Called, modules: Collection[str]) -> str:
-    """Return the name of a tower's encoder among the submodules that its call runs.
+    """Return the name of a tower's encoder, one of ``modules``, the outermost ones that the call
+    runs.
 
-    A submodule that reads what another one makes of the call's arguments follows that one. The
-    encoder is the submodule with the most parameters among those that follow no other, and among
-    those with blocks that follow no other with blocks (which may read embedded patches).
-
-    Args:
-        model: whole; left as it is.
-        called: the call that the tower is.
-        modules: names of the outermost submodules that run.
+    It is the largest module that does not read another one's result, or, among those with blocks,
+    another one's with blocks (an encoder may read embedded patches).
     """
     inflow = inflows(model, called, modules)
     blocks = {name for name in modules if _block_lists(model.get_submodule(name))}
@@ -56,7 +50,7 @@ def encoder_of(model: nn.Module, called: Called, modules: Collection[str]) -> st
     }
 
     def first(names: Collection[str]) -> list[str]:
-        """Return those that no other of them comes before."""
+        """Return names that follow none of the others."""
         return [
             name for name in names if not any(
                 is_within(parameter, names) for parameter in inflow[name].parameters
@@ -69,13 +63,7 @@ def encoder_of(model: nn.Module, called: Called, modules: Collection[str]) -> st
 
 
 def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[str, Inflow]:
-    """Return what submodules read in a call; nothing of all of them if it does not run by itself.
-
-    Args:
-        model: whole; left as it is.
-        called: the call.
-        modules: names of submodules.
-    """
+    """Return the inflow of submodules in a call; empty ones if the call fails on its own."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -84,7 +72,7 @@ def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with torch.enable_grad():  # a call may run its encoder under no_grad
+            with torch.enable_grad():  # some calls run their encoder under no_grad
                 sums[name] += [t.sum() for t in _with_gradient((args, kwargs))]
         return hook
 
@@ -92,7 +80,7 @@ def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[
         model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
     try:
         called.call.of(model)(**arguments)
-    except USER_CODE_RAISES:  # whatever a model may raise; called by itself it may lack something
+    except USER_CODE_RAISES:  # the call alone may raise anything: it may depend on the forward
         return dict.fromkeys(modules, Inflow())
     named, leaves = dict(model.named_parameters()), _with_gradient(arguments)
     flows: dict[str, Inflow] = {}
@@ -130,18 +118,10 @@ def _with_gradient(values: Any) -> list[torch.Tensor]:
 def projector_within(
     model: nn.Module, called: Called, places: Collection[str], root: str, form: Form
 ) -> tuple[str, ...]:
-    """Return what of a tower is its projector.
+    """Return the names of a tower's submodules and parameters that are its projector.
 
-    Args:
-        model: whole; left as it is.
-        called: the call that the tower is.
-        places: names of the submodules and parameters of the tower.
-        root: name of the encoder itself among them.
-        form: of what is read of the features.
-
-    Returns:
-        Names of submodules and parameters: what is next to the encoder and follows it, else what
-        the encoder has behind its blocks.
+    These are the modules next to encoder ``root`` that follow it, or else the code after its
+    blocks. ``form`` describes the features that are read.
     """
     adjacent = _following(model, called, places, root)
     if any(is_within(name, adjacent) for name, _ in model.named_parameters()):
@@ -153,7 +133,7 @@ def projector_within(
             block.register_forward_hook(_cut_off)
         output = called.call.of(model)(**called.arguments)
         outputs = [t for t in form.like(output).packed(output)[0] if t.requires_grad]
-    except USER_CODE_RAISES:  # whatever a model may raise; called by itself it may lack something
+    except USER_CODE_RAISES:  # the call alone may raise anything: it may depend on the forward
         return ()
     if not blocks or not outputs:
         return ()
@@ -171,8 +151,7 @@ def projector_within(
 def _following(
     model: nn.Module, called: Called, places: Collection[str], root: str
 ) -> tuple[str, ...]:
-    """Return the submodules and parameters next to an encoder that are neither other encoders nor
-    what encoders read."""
+    """Return modules next to an encoder that are neither encoders nor read by encoders."""
     others = [place for place in places if not is_within(place, (root,))]
     modules = dict(model.named_modules())
     inflow = inflows(model, called, [place for place in (root, *others) if place in modules])
@@ -188,8 +167,7 @@ def _following(
 
 
 def _first_blocks(model: nn.Module, called: Called, encoder: nn.Module) -> Sequence[nn.Module]:
-    """Return the encoder's blocks: of its lists of layers that are alike and have several linear
-    layers each, the one that runs first."""
+    """Return the encoder's first list of equal layers that have several linear layers each."""
     lists = _block_lists(encoder)
     first: list[Sequence[nn.Module]] = []
     hooks = [
@@ -217,7 +195,7 @@ def _are_alike(entries: nn.ModuleList | nn.Sequential) -> bool:
 
 
 def _cut_off(block: nn.Module, args: Any, output: Any) -> Any:
-    """Hand on values without what they were made of."""
+    """Pass on values without their autograd history."""
     return tree_map(
         lambda t: t.detach().requires_grad_().clone()
         if isinstance(t, torch.Tensor) and t.is_floating_point() else t, output,
@@ -225,7 +203,7 @@ def _cut_off(block: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _largest(chosen: Collection[str], every: Iterable[str]) -> tuple[str, ...]:
-    """Return the fewest names of submodules and parameters that have these parameters of all."""
+    """Return the fewest names of submodules and parameters that cover exactly the chosen ones."""
     others = [name for name in every if name not in chosen]
     places = set()
     for name in chosen:
@@ -238,12 +216,9 @@ def _largest(chosen: Collection[str], every: Iterable[str]) -> tuple[str, ...]:
 
 
 def projector_behind(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """Return names of the modules that turn features into what the text model embeds, of a model
-    whose calls for features return leaves that require gradients.
+    """Return modules of the model's own forward that convert features to text embeddings.
 
-    Args:
-        model: whole; changed.
-        inputs: of its forward.
+    ``model``, which is modified, must return leaves that require gradients from calls for features.
     """
     path = find_blocks(model)
     if path is None:

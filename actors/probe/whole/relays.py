@@ -1,4 +1,4 @@
-"""Which blocks' outputs are read by others than the next block, seen by gradients."""
+"""Detection, by gradients, of blocks whose outputs are not only read by the next block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymm.actors.modules.cut import CutInfo, PassThrough, prune
 
 
 class _Outputs:
-    """In place of a passage: all blocks return leaves, whatever they are called with."""
+    """Replacement for a passage: all blocks return leaf tensors, whatever their input."""
 
     def __init__(self, shapes: Mapping[int, torch.Size]) -> None:
         self._shapes = shapes
@@ -23,7 +23,7 @@ class _Outputs:
     def passed(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
         self.arrived[index] = hidden
         value, shape = hidden.detach().clone(), self._shapes.get(index, hidden.shape)
-        if shape != value.shape:  # a block that is not as wide as the one before
+        if shape != value.shape:  # output shape differs from the input
             value = torch.ones(shape, dtype=value.dtype)
         self.leaves[index] = value.requires_grad_()
         return self.leaves[index].clone()  # models may change it in place
@@ -33,14 +33,13 @@ def read_outputs(
     model: nn.Module, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor],
     shapes: Mapping[int, torch.Size] | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Blocks whose outputs are read by code after the next block, by their numbers.
+    """Return the blocks whose outputs are read by code after the next block.
 
     Args:
-        model: whose blocks do not run: they may be without values. It is changed.
-        blocks: dotted name of its list of blocks.
-        tuple_length: of what a block returns; 0 of a tensor.
-        run: calls it, and returns all that is read of its output.
-        shapes: by block, of what it returns, where it is not as what it is called with.
+        model: modified; its blocks do not run and may have no values.
+        tuple_length: length of a block's output tuple; 0 for a tensor.
+        run: calls the model and returns all parts of its output that are read.
+        shapes: output shapes of blocks that change the shape.
     """
     total = len(block_list(model, blocks))
     outer = frozenset(n for n, _ in model.named_parameters() if not n.startswith(blocks + "."))
@@ -58,13 +57,7 @@ def read_outputs(
 def output_shapes(
     model: nn.Module, blocks: str, run: Callable[[nn.Module], torch.Tensor]
 ) -> dict[int, torch.Size]:
-    """What :func:`read_outputs` is told of blocks that are not as wide as the one before: they run.
-
-    Args:
-        model: as made, of no use afterwards.
-        blocks: dotted name of its list of blocks.
-        run: calls it.
-    """
+    """Return block output shapes for :func:`read_outputs`, by running the model."""
     shapes: dict[int, torch.Size] = {}
 
     def note(index: int, output: Any) -> None:

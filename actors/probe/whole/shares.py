@@ -1,5 +1,8 @@
-"""May processes each have a part of a whole model's rows, items, tokens or parameters? Tried on
-small copies, on one process: every share of an example must give what it is of the whole's."""
+"""Probe of splits of a Hugging Face VLM's rows, items, tokens and parameters over processes.
+
+Small copies run in one process; every share must give the matching part of the complete result.
+``inputs`` are those of the VLM, or of a tower; ``towers`` are those that the language model reads.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +38,17 @@ from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.document_rows import Lengths, SharedRows
 
 _PROCESSES = 2
-# Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
+# Relative tolerance; matrix products of other sizes are not exactly equal.
 _NOISE = 1e-5
 Inputs = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
 def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs) -> None:
-    """Check that processes may each have a part of the rows of a whole model's text.
-
-    Args:
-        spec: of its language model.
-        towers: that it reads.
-        inputs: of the whole model.
+    """Check that the text's rows can be split over processes.
 
     Raises:
-        ProbeError: rows by themselves give another result than among others.
+        ProbeError: rows give another result alone than in a batch.
     """
     rows = twice(inputs, towers)
 
@@ -68,21 +66,13 @@ def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Input
 def probe_tokens(
     spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs
 ) -> frozenset[str]:
-    """Check that processes may each have a part of the tokens of a whole model's text: that in its
-    text model nothing but attention, and layers that are called with all of them, knows of other
-    tokens, and positions are what it is told.
+    """Check that the text's tokens can be split, and return classes of layers that need all tokens.
 
-    Args:
-        spec: of its language model.
-        towers: that it reads.
-        inputs: of the whole model.
-
-    Returns:
-        Classes of layers that have to be called with all tokens, as they mix them by other means
-        than attention.
+    These layers mix tokens by other means than attention. All other layers may only depend on other
+    tokens through attention, and positions must follow the arguments.
 
     Raises:
-        ProbeError: it has its own attention, or its tokens in another order give another result.
+        ProbeError: the model has its own attention, or tokens in another order give another result.
     """
 
     def probe(whole: nn.Module) -> frozenset[str]:
@@ -113,8 +103,8 @@ def probe_tokens(
 def _mixers_of(
     spec: WholeLanguageSpec, towers: tuple[Tower, ...], whole: nn.Module, inputs: Inputs
 ) -> Iterator[frozenset[str]]:
-    """Sets of classes of layers that may mix tokens by other means than attention."""
-    if spec.packing:  # :func:`probe_packing` has found them
+    """Yield candidate sets of classes of layers that mix tokens by other means than attention."""
+    if spec.packing:  # found by :func:`probe_packing`
         yield spec.mixers
         return
     yield frozenset()
@@ -129,19 +119,13 @@ def _mixers_of(
 def probe_packing(
     spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs
 ) -> frozenset[str]:
-    """Check that rows of a whole model's text may be put together as documents of one.
+    """Check that the text's rows can be packed, and return classes of layers that need separate
+    rows.
 
-    Args:
-        spec: of its language model.
-        towers: that it reads.
-        inputs: of the whole model.
-
-    Returns:
-        Classes of layers that have to be called with documents as rows, as they mix tokens by
-        other means than attention.
+    These layers mix tokens by other means than attention.
 
     Raises:
-        ProbeError: documents of one row give another result than rows.
+        ProbeError: documents in one row give another result than separate rows.
     """
     rows = twice(inputs, towers)
 
@@ -162,10 +146,7 @@ def probe_packing(
 def _first_that_holds(
     candidates: Iterable[frozenset[str]], check: Callable[[frozenset[str]], None]
 ) -> frozenset[str]:
-    """
-    Raises:
-        ProbeError: of the first candidate, where none holds.
-    """
+    """Return the first candidate that passes, or raise the first candidate's error."""
     refused: list[ProbeError] = []
     for mixers in candidates:
         try:
@@ -178,7 +159,7 @@ def _first_that_holds(
 
 
 def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
-    """As :func:`mixing_layers`, of a model whose rows are put together."""
+    """Apply :func:`mixing_layers` to a model with packed rows."""
     model = copy.deepcopy(trial.model)
     documents = part.lengths()
     if (path := find_blocks(model)) is None or documents is None:
@@ -192,10 +173,7 @@ def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
 
 
 def _of_whole(trial: LanguageTrial) -> torch.Tensor:
-    """
-    Raises:
-        NotRunError: the copy does not run on the inputs.
-    """
+    """Return the complete model's logits; raise NotRunError if the copy does not run."""
     try:
         with torch.no_grad():
             return trial.logits(copy.deepcopy(trial.model), trial.features)
@@ -206,11 +184,7 @@ def _of_whole(trial: LanguageTrial) -> torch.Tensor:
 
 
 def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
-    """What the model gives by its own attention; from then on it has raymm's.
-
-    Raises:
-        ProbeError: it can have no other.
-    """
+    """Return the logits with the model's own attention, then switch the model to raymm's."""
     if not hf_attention.can_use(trial.model):
         raise ProbeError(
             f"{type(trial.model).__name__} does not take its attention from transformers' "
@@ -227,10 +201,7 @@ def _compare_tokens(
     real: torch.Tensor | None = None, attend: Any = None, mixers: frozenset[str] = frozenset(),
     together: Together | None = None,
 ) -> None:  # fmt: skip
-    """
-    Raises:
-        ProbeError: a share's logits are not what the whole's are of its tokens.
-    """
+    """Raise ProbeError if a share's logits differ from those of the complete model."""
     name = type(trial.model).__name__
     blocks = find_blocks(trial.model)
     if blocks is None:
@@ -262,17 +233,10 @@ def _compare(name: str, output: torch.Tensor, expected: torch.Tensor, why: str) 
 
 
 def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
-    """Check that processes may each have a part of a tower's items.
-
-    Args:
-        spec: of the tower.
-        inputs: of it.
-
-    Returns:
-        Which of what it hands over are lists with an entry of all items, as ``TowerSpec.layers``.
+    """Check that a tower's items can be split over processes; return ``TowerSpec.layers``.
 
     Raises:
-        ProbeError: items by themselves give other features than among others.
+        ProbeError: single items give other features than a batch of items.
     """
     several = {name: twice_along(value, 0) for name, value in inputs.items()}
 
@@ -307,7 +271,7 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
 
 
 def _list_lengths(side: Tensors) -> dict[int, int]:
-    """By leaf that is a list, how many entries it has."""
+    """Return the number of entries of each leaf that is a list."""
     return {
         int(name.removeprefix("rows/")): len(rows)
         for name, rows in side.items() if name.startswith("rows/")
@@ -315,17 +279,13 @@ def _list_lengths(side: Tensors) -> dict[int, int]:
 
 
 def probe_item_tokens(spec: TowerSpec, inputs: Inputs) -> None:
-    """Check that processes may each have a part of the tokens of a tower's items.
-
-    Args:
-        spec: of the tower.
-        inputs: of it.
+    """Check that the tokens of a tower's items can be split over processes.
 
     Raises:
-        ProbeError: as of :func:`raymm.actors.probe.items.probe_shared_items`.
+        ProbeError: see :func:`raymm.actors.probe.items.probe_shared_items`.
     """
     form, constants = spec.form, dict(spec.constants)
-    assert form is not None  # it was found by being called
+    assert form is not None  # set by the tower's probe
 
     def read(output: Any) -> torch.Tensor:
         return torch.cat([tensor.flatten() for tensor in form.like(output).packed(output)[0]])
@@ -336,13 +296,7 @@ def probe_item_tokens(spec: TowerSpec, inputs: Inputs) -> None:
 def draws_of_training_in(
     spec: WholeLanguageSpec | TowerSpec, towers: tuple[Tower, ...], inputs: Inputs
 ) -> TrainingDraws:
-    """Return what a training forward of a module decides at random.
-
-    Args:
-        spec: of a module.
-        towers: that it reads, of the language model.
-        inputs: of the whole model, or of the tower.
-    """
+    """Return the random decisions of the training forward of a language model or tower."""
     if not set_mode(spec.source.skeleton()).training:
         return TrainingDraws()
     trial = _trial(spec, towers, inputs)
@@ -359,14 +313,7 @@ def draws_of_training_in(
 def probe_whole_tensor(
     spec: WholeLanguageSpec | TowerSpec, tp: int, towers: tuple[Tower, ...], inputs: Inputs
 ) -> TensorPlan:
-    """:func:`raymm.actors.probe.tensor.probe_tensor` of a module of a whole model.
-
-    Args:
-        spec: of the module.
-        tp: processes that share it.
-        towers: that it reads, of the language model.
-        inputs: of the whole model, or of the tower.
-    """
+    """Apply :func:`raymm.actors.probe.tensor.probe_tensor` to a module of a Hugging Face VLM."""
     return probe_tensor(spec.source, tp, spec.name, trial=_trial(spec, towers, inputs))
 
 

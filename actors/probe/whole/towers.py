@@ -1,10 +1,9 @@
-"""The towers of a whole model, found by looking at which of its functions its forward calls.
+"""Detection of a Hugging Face VLM's towers, by the functions that its forward calls.
 
-Nothing here knows a model by name. transformers' models have functions ``get_image_features``,
-``get_audio_features`` and so on; a model without runs what ``get_encoder(modality)`` says. The
-model's forward runs once on an example, and what it calls from outside all others, with what, is
-noted. Gradients of what comes back say which parameters are the tower's; those that come to it
-from the model's output, which part of it is read.
+Nothing here knows a model by name. transformers models have functions ``get_image_features``,
+``get_audio_features`` and so on, or run the result of ``get_encoder(modality)``. The forward runs
+once on an example, and its outermost calls are recorded. Gradients of their results show the
+tower's parameters; gradients from the model's output show which part of the results is read.
 """
 
 from __future__ import annotations
@@ -46,21 +45,19 @@ Inputs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tower:
-    """A part of a model that its forward calls for features.
+    """Part of a model that its forward calls for features.
 
     Attributes:
-        name: ``vision``, ``audio``, or what else the function is named for.
-        call: which function.
-        arguments: of it, by name, which entry of the model's inputs each is.
+        name: ``vision``, ``audio``, or the modality in the function's name.
+        arguments: pairs of an argument of the call and an entry of the model's inputs.
         constants: arguments that are the same for all inputs.
         places: names of the submodules and parameters that the features come from.
-        root: name of the encoder itself among them, within which are the blocks.
-        projector: names of the submodules and parameters among them that make its tokens what the
-            language model embeds.
-        behind: names of those that the model's own forward does that with, in its other part.
-        form: structure of what the call returns.
-        whole_forward: the call is given what the model's forward makes of the inputs, so its ranks
-            run that up to the call; arguments are the model's own, then.
+        root: name of the encoder among them, which has the blocks.
+        projector: names of those among them that map tokens to text embeddings.
+        behind: names of modules outside the call that do so in the model's own forward.
+        form: structure of the call's output.
+        whole_forward: True if the call's arguments are computed by the model's forward, which its
+            ranks therefore run up to the call; ``arguments`` are then the model's own.
     """
 
     name: str
@@ -75,32 +72,27 @@ class Tower:
     behind: tuple[str, ...] = ()
 
     def output(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """What the call returns.
-
-        Args:
-            model: whole; it is left as it is.
-            inputs: of the tower.
-        """
+        """Return the output of the call in a complete model, for the tower's inputs."""
         call = UpToCall(model, self.call) if self.whole_forward else self.call.of(model)
         return call(**inputs, **dict(self.constants))
 
     def inputs(self, batch: Inputs) -> dict[str, Any] | None:
-        """What the call is given of a model's inputs; None if there is nothing for it."""
+        """Select the tower's inputs from those of the model; None if the batch has none."""
         own = {name: batch[entry] for name, entry in self.arguments if entry in batch}
         return own if any(isinstance(v, torch.Tensor) for v in own.values()) else None
 
 
 def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
-    """The towers that a model's forward calls on these inputs.
+    """Return the towers that a model's forward calls on these inputs.
 
     Args:
-        model: in evaluation mode; it is left as it is.
-        inputs: of its forward, with items of all modalities.
+        model: in evaluation mode; not modified.
+        inputs: inputs of its forward, with items of all modalities.
 
     Raises:
-        ProbeError: there is a tower that its ranks cannot be given the inputs of, or that is not
-            apart from the language model.
-        NotRunError: the model does not run on them.
+        ProbeError: a tower's inputs cannot be sent to its ranks, or a tower is not separate from
+            the language model.
+        NotRunError: the model does not run on the inputs.
     """
     check_kind(model)
     observed_model = copy.deepcopy(model)
@@ -128,20 +120,14 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
 
 def _with_projector(model: nn.Module, tower: Tower, called: Called) -> Tower:
     projector = projector_within(model, called, tower.places, tower.root, tower.form)
-    # What an encoder has behind its blocks is its own where a projector follows.
+    # Code after an encoder's blocks belongs to the encoder if a separate projector follows.
     return replace(tower, projector=tuple(
         place for place in projector if not (tower.behind and is_within(place, (tower.root,)))
     ))
 
 
 def as_copied(source: ModuleSource, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """Inputs as a copy of a model takes them, whose vocabulary may be smaller.
-
-    Args:
-        source: of the model.
-        model: the copy.
-        inputs: of the model.
-    """
+    """Convert inputs to those of a copy of the model, whose vocabulary may be smaller."""
     config, small = source.config, getattr(model, "config", None)
     if config is None or small is None:
         return dict(inputs)
@@ -152,10 +138,7 @@ def as_copied(source: ModuleSource, model: nn.Module, inputs: Inputs) -> dict[st
 
 
 def check_kind(model: nn.Module) -> None:
-    """
-    Raises:
-        ProbeError: a model of a kind whose forward does not give a loss of its text's next tokens.
-    """
+    """Raise ProbeError for a kind of model without a next-token loss for one text model."""
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ProbeError(
@@ -197,8 +180,7 @@ def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower
 def _read_before(
     model: nn.Module, called: Called, places: Collection[str], inputs: Inputs
 ) -> list[str] | None:
-    """Entries of items that the forward makes a call's arguments of; None if these follow from
-    more."""
+    """Return the item entries that determine a call's arguments; None if others do, too."""
     shape = inputs["input_ids"].shape[:2]
     own = {
         name: value for name, value in inputs.items()
@@ -239,7 +221,7 @@ def _read_before(
 
 
 def _is_text(inputs: Inputs) -> bool:
-    """Whether all that there is is of tokens."""
+    """Return True if all inputs are per token."""
     shape = inputs["input_ids"].shape[:2]
     return all(isinstance(v, torch.Tensor) and v.shape[:2] == shape for v in inputs.values())
 
@@ -253,18 +235,18 @@ def _same(ours: Any, value: Any) -> bool:
         return True
     if isinstance(ours, torch.Tensor) and isinstance(value, torch.Tensor):
         return ours.shape == value.shape and torch.equal(ours, value)
-    # A tensor would be compared element by element.
+    # A tensor would be compared elementwise.
     return isinstance(value, _PLAIN) and not isinstance(ours, torch.Tensor) and bool(ours == value)
 
 
 def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
-    """Return where a call's parameters are, and the name of its encoder."""
+    """Return the locations of a call's parameters, and the name of its encoder."""
     reached = _reached(model, _tensors(called.output))
     run = [name for name in called.modules if name]
     outermost = {
         name for name in run
         if not any(name.startswith(other + ".") for other in run)
-        # What only holds the function (a base model that has the language model, too).
+        # Not modules that merely own the function (a base model with the language model).
         and not called.call.owner.startswith(name)
     } | ({called.call.owner} if called.call.method == "forward" else set())
     own = {
@@ -284,7 +266,7 @@ def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
 
 
 def _reached(model: nn.Module, outputs: Collection[torch.Tensor]) -> set[str]:
-    """Parameters that a gradient comes to."""
+    """Return the names of parameters that get a gradient."""
     total = _scalar(outputs)
     if total is None:
         return set()
@@ -306,10 +288,10 @@ def _scalar(outputs: Collection[torch.Tensor]) -> torch.Tensor | None:
 def _apart(
     model: PreTrainedModel, inputs: Inputs, towers: tuple[Tower, ...]
 ) -> tuple[Tower, ...]:
-    """The towers, each with what is read of its features.
+    """Return the towers with the parts of their features that are read.
 
     Raises:
-        ProbeError: a parameter is of two towers, or of one and the language model.
+        ProbeError: a parameter belongs to two towers, or to a tower and the language model.
     """
     handed = copy.deepcopy(model)
     outputs = {
@@ -351,8 +333,11 @@ def _apart(
 
 
 def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
-    """The form of what is read of an output: of which a gradient came to the leaves. Of a field of
-    a model output all is read, of which there may be more in a deeper model."""
+    """Return the form of the parts of an output whose leaves got a gradient.
+
+    Fields of a model output are read completely, because they may have more entries in a deeper
+    model.
+    """
     flags = [
         leaf is not None and (leaf.grad is not None or not leaf.is_floating_point())
         for leaf in leaves
@@ -370,7 +355,7 @@ def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
 
 
 def cut_off(form: Form, output: Any) -> tuple[list[torch.Tensor | None], Any]:
-    """An output whose tensors are leaves; and these, per leaf of the form."""
+    """Return per leaf of the form its detached tensor, and the output rebuilt from these leaves."""
     everything = form.reading([leaf.kind != "value" for leaf in form.leaves])
     tensors, side = everything.packed(output)
     own = iter([t.detach().requires_grad_() for t in tensors])

@@ -1,5 +1,4 @@
-"""Small copies of a whole model's modules, called as stages call them: its language model with
-features of its towers, a tower as the model's forward calls it."""
+"""Small copies of a Hugging Face VLM's modules, called as stages call them."""
 
 from __future__ import annotations
 
@@ -24,17 +23,16 @@ Tensors = dict[str, torch.Tensor]
 
 
 class LanguageTrial:
-    """A whole model without its towers, and what these hand it of an example.
+    """Hugging Face VLM without its towers, and the towers' features for an example.
 
     Args:
-        spec: of the language model.
-        towers: that it reads.
-        whole: a small copy of the whole model.
-        inputs: of the whole model.
+        towers: towers that the language model reads.
+        whole: a small copy of the complete VLM.
+        inputs: inputs of the VLM.
 
     Attributes:
         model: the copy without its towers.
-        features: what they hand over, by tower and number.
+        features: the towers' features, by tower and number.
 
     Raises:
         NotRunError: a tower does not run on the inputs.
@@ -61,12 +59,8 @@ class LanguageTrial:
         }  # fmt: skip
 
     def logits(self, stage: nn.Module, features: Tensors) -> torch.Tensor:
-        """What the model, or a part of it, returns.
-
-        Args:
-            stage: a copy of the model.
-            features: as :attr:`features`, maybe of other values.
-        """
+        """Return the logits of a copy of the model, or of a part, for features like
+        :attr:`features`."""
         for port in self._ports:
             form, tensors, side = self._outputs[port.name]
             own = [features[f"{port.name}/{n}"] for n in range(len(tensors))]
@@ -76,37 +70,23 @@ class LanguageTrial:
 
 
 class TowerTrial:
-    """How a tower is called, and what is read of what it returns.
-
-    Args:
-        spec: of the tower.
-        model: a small copy of it.
-        inputs: of the tower.
-
-    Attributes:
-        inputs: as the copy takes them.
-    """
+    """Small copy of a tower, called like in a stage; ``inputs`` are those of the copy."""
 
     def __init__(self, spec: TowerSpec, model: nn.Module, inputs: Inputs) -> None:
-        assert spec.form is not None  # it was found by being called
+        assert spec.form is not None  # set by the tower's probe
         self._form, self._constants = spec.form, dict(spec.constants)
         self.inputs = as_copied(spec.source, model, inputs)
 
     def packed(
         self, stage: nn.Module, inputs: Inputs
     ) -> tuple[Form, tuple[torch.Tensor, ...], Tensors]:
-        """Of what the tower, or a part of it, returns: its form, and what travels.
-
-        Args:
-            stage: a copy of the tower.
-            inputs: as :attr:`inputs`, maybe of other values.
-        """
+        """Return the form of the output of the tower, or a part, and the tensors that are sent."""
         output = stage(**inputs, **self._constants)
         form = self._form.like(output)
         return form, *form.packed(output)
 
     def read(self, stage: nn.Module, inputs: Inputs) -> torch.Tensor:
-        """(n,), all numbers that travel with a gradient."""
+        """Return (n,), all numbers that are sent with a gradient."""
         return torch.cat([tensor.flatten() for tensor in self.packed(stage, inputs)[1]])
 
 

@@ -1,4 +1,4 @@
-"""Items of nothing but zeros, as which processors pad samples with fewer items than others."""
+"""All-zero items, with which processors pad samples that have fewer items."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ Inputs = Mapping[str, Any]
 
 
 def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
-    """Whether items of nothing but zeros, as which processors pad samples with fewer items, bring
-    nothing, whatever others there are.
-
-    Args:
-        spec: of the tower.
-        inputs: of it.
-    """
+    """Return True if all-zero items (padding) give no features, independent of other items."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     if len({len(value) for value in tensors.values()}) != 1:
-        return False  # of items of different sizes there are as many as there are
+        return False  # items of different sizes are not padded
     padded = {**inputs, **{
         name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in tensors.items()
     }}  # fmt: skip
@@ -42,7 +36,7 @@ def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
                 raise NotRunError(f"it does not run on the example{because(error)}") from error
             try:
                 features = trial.read(copy.deepcopy(model), padded)
-            except USER_CODE_RAISES:  # it takes no such items
+            except USER_CODE_RAISES:  # rejects such items
                 return False
         return features.shape == due.shape and torch.equal(features, due)
 
