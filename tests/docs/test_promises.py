@@ -21,13 +21,13 @@ PROMISES = {
             "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
         "that cannot be written stay in memory and are written, in order, with the first later row":
             "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
-        "the run goes on and saves when the next one is due":
+        "The run continues and saves when the next checkpoint is due":
             "tests/training/test_full_disk.py::"
             "test_a_full_disk_costs_checkpoints_but_no_step_and_no_row",
         "verified before use and committed by a manifest that comes last":
             "tests/training/test_corrupt_checkpoints.py::"
             "test_no_mutation_changes_what_is_loaded_without_being_named",
-        "A corrupt one is named, and the newest whole one used.":
+        "A corrupt checkpoint is reported, and the newest intact one is used.":
             "tests/training/test_corrupt_checkpoints.py::"
             "test_a_run_goes_on_from_the_newest_whole_checkpoint",
         "Nothing is ever unpickled.":
@@ -35,36 +35,36 @@ PROMISES = {
             "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
         "a resumed run repeats the uninterrupted one, data included":
             "tests/training/test_resume.py::test_two_halves_equal_the_whole_bit_for_bit",
-        "is refused unless `run.allow_changes` names it":
+        "is rejected unless `run.allow_changes` names it":
             "tests/training/test_resuming.py::"
             "test_what_may_not_change_is_refused_with_old_and_new",
-        "a run may go on with other stages, degrees or replicas":
+        "a run may resume with other stages, degrees or replicas":
             "tests/training/test_resume.py::"
             "test_another_layout_goes_on_from_the_same_checkpoint",
-        "a second one is refused while the first lives":
+        "a second run is rejected while the first lives":
             "tests/training/test_run_owner.py::"
             "test_of_two_commands_at_once_one_trains_and_the_other_names_it",
-        "a save that comes before the one before it is committed waits":
+        "a save that begins before the previous one is committed waits":
             "tests/storage/test_background_save.py::"
             "test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits",
-        "Whatever is killed at whatever moment, the newest whole checkpoint is the old one or":
+        "Whichever process is killed at any moment, the newest intact checkpoint is the old one or":
             "tests/storage/test_background_save.py::"
             "test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole",
-        "The third in a row ends it":
+        "The third failure in a row ends the run":
             "tests/storage/test_background_save.py::"
             "test_the_third_in_a_row_that_cannot_be_written_ends_the_run",
-        "a run that goes on elsewhere begins with those":
+        "a run that resumes on another machine downloads them first":
             "tests/storage/test_run_folder.py::"
             "test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it",
-        "What fails is tried again, after waits of":
+        "Failed requests are retried, after waits of":
             "tests/actors/storage/test_storage_folders.py::"
             "test_what_fails_for_a_moment_is_tried_again",
-        "prints a line each: whole, corrupt (with the file and why), or torn":
+        "prints a line for each: `whole`, `CORRUPT` (with the file and the reason), or `torn`":
             "tests/training/test_check_command.py::"
             "test_what_is_corrupt_is_named_and_what_is_torn_is_not_an_error",
-        "also removes all but the newest whole one, unless a run goes on in the folder":
+        "also removes all but the newest intact one, unless a run is active in the folder":
             "tests/training/test_check_command.py::test_pruning_keeps_the_newest_whole_ones",
-        "Each tensor is stored in the dtype that the source folder has for it":
+        "Each tensor is stored in the dtype of the source folder":
             "tests/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
         "or the command fails and leaves no folder":
             "tests/storage/test_model_folder.py::"
@@ -78,25 +78,25 @@ PROMISES = {
             "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "wait for it, too; a second signal does not":
             "tests/training/test_stop.py::test_while_it_saves_and_a_second_signal",
-        "is said, with the file named, and the checkpoints before it stay":
+        "is reported, with the file, and earlier checkpoints stay":
             "tests/storage/test_background_save.py::"
             "test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost",
-        "The second says which tensors differ, and by how much of their norm":
+        "The second prints which tensors differ, and by how much relative to their norm":
             "tests/training/test_check_command.py::test_differences_are_relative_and_say_kinds",
-        "whatever layouts the two were written under":
+        "whatever layouts the checkpoints were written under":
             "tests/training/test_check_command.py::test_layouts_do_not_matter",
-        "is 1 if something is corrupt or the two differ":
+        "is 1 if a checkpoint is corrupt or the two differ":
             "tests/training/test_check_command.py::"
             "test_two_checkpoints_of_a_run_differ_in_what_was_trained",
         "becomes a folder that stock `peft` loads":
             "tests/storage/test_adapter_folder.py::"
             "test_peft_computes_the_same_with_either_scaling",
-        "`bfloat16` or `float16` stores all of them in another":
+        "`bfloat16` or `float16` stores all tensors in that dtype":
             "tests/storage/test_model_folder.py::test_another_dtype_is_written_when_asked_for",
-        "are loaded without quantisation and cannot be written in their own format":
+        "are loaded without quantization and cannot be written in their own format":
             "tests/storage/test_model_folder.py::"
             "test_an_fp8_folder_is_written_without_quantisation",
-        "Other quantised folders are refused before a run starts":
+        "Other quantized folders are rejected before a run starts":
             "tests/storage/test_model_folder.py::"
             "test_other_quantised_folders_are_refused_by_method",
         "the exported configuration has `tie_word_embeddings: false`":
@@ -137,12 +137,12 @@ PROMISES = {
         "checkpoints are safetensors and JSON, and nothing is ever unpickled":
             "tests/training/test_planted_attacks.py::"
             "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
-        "scripts that it brings are not run":
+        "scripts that it contains are not run":
             "tests/training/test_hub_ids.py::test_a_script_of_a_data_set_is_not_run",
         "with `..` resolved before it is compared":
             "tests/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
-        "is refused, and names the file that it stands for":
+        "is rejected with an error that names the target":
             "tests/data/samples/test_media_folders.py::"
             "test_a_file_that_is_a_link_is_refused_when_it_is_read",
         "decodes only the codecs that are listed":
@@ -157,23 +157,23 @@ PROMISES = {
             "tests/data/sampling/test_scan.py::test_nothing_is_unpickled",
         "settings and safetensors are downloaded, no pickles":
             "tests/training/test_hub_ids.py::test_a_model_and_rows_train_by_their_ids",
-        "never with options of a connection or credentials of its own":
+        "never with connection options or credentials from the row":
             "tests/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
         "which gets none of the credentials":
             "tests/data/readers/test_remote_sources.py::test_a_redirect_gets_no_credentials",
-        "to `http://` nothing is followed":
+        "redirects to `http://` are not followed":
             "tests/data/readers/test_remote_sources.py::"
             "test_servers_that_refuse_are_named_before_anything_starts",
         "Certificates are verified.":
             "tests/data/readers/test_remote_sources.py::"
             "test_a_certificate_of_another_server_is_refused",
-        "stay within the source's folder, with links followed":
+        "must be within the source's folder, with links followed":
             "tests/data/samples/test_media_folders.py::"
             "test_a_file_that_is_a_link_is_refused_when_it_is_read",
         "hold before anything is decoded":
             "tests/data/samples/test_media_limits.py::test_large_files_are_refused_unread",
-        "are refused by their header":
+        "are rejected by their header":
             "tests/data/samples/test_media_limits.py::test_images_are_refused_by_their_headers",
         "They run in Jinja's sandbox":
             "tests/data/conversations/test_template_limits.py::"
@@ -185,14 +185,14 @@ PROMISES = {
         "find damage, not forgery":
             "tests/training/test_corrupt_checkpoints.py::"
             "test_edits_that_are_signed_again_are_refused_or_read_but_never_break",
-        "torch's own store (TCPStore) would listen":
+        "raymm does not use torch's own store (TCPStore)":
             "tests/actors/rank/test_meeting_store.py::"
             "test_a_stranger_who_scans_ports_finds_no_store",
         "every overlay of `deploy/` has a `NetworkPolicy`":
             "tests/deploy/test_check.py::test_what_is_shipped_is_in_order",
-        "more than a million times for one sample is refused with that sample":
+        "more than a million times for one sample is rejected with that sample":
             "tests/data/conversations/test_template_limits.py::test_endless_templates_are_refused",
-        "is refused before it is tokenized":
+        "is rejected before it is tokenized":
             "tests/data/samples/test_row_errors.py::test_a_row_with_too_much_text_is_refused",
         "which raymm switches on unless `RAY_AUTH_MODE` is set":
             "tests/runtime/test_cluster.py::test_an_embedded_ray_wants_a_token",
@@ -206,7 +206,7 @@ PROMISES = {
             "test_an_odd_checkpoint_is_one_line_and_the_others_are_used",
         "cannot be listed is reported in one line; the others are used":
             "tests/storage/test_odd_checkpoints.py::test_a_folder_that_may_not_be_listed_is_reported",
-        "name that leads to another folder is refused":
+        "name that leads to another folder is rejected":
             "tests/actors/weights/test_stored_weights.py::"
             "test_an_index_names_files_of_its_folder_only",
         "it removes the link and keeps the link's target":
