@@ -15,7 +15,6 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
     Args:
         counts: (P, N) integers, row p for process p of the group.
-        group: P processes.
 
     Returns:
         (P, N), row p from process p.
@@ -37,7 +36,6 @@ def exchange_rows(
         rows: (sum of ``sent``, C), ordered by destination.
         sent: number of rows for each process.
         received: number of rows from each process.
-        group: the processes.
 
     Returns:
         (sum of ``received``, C), ordered by source.

@@ -24,7 +24,6 @@ def gather_items(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange) 
     Args:
         local: (n, ...), this process's items.
         sizes: n of every process.
-        exchange: point-to-point messages of the group.
 
     Returns:
         (N, ...).

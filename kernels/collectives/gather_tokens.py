@@ -32,7 +32,6 @@ def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange)
     Args:
         local: (B, t, C), this process's tokens.
         sizes: t of every process.
-        exchange: point-to-point messages of the group.
 
     Returns:
         (B, T, C).
@@ -96,7 +95,6 @@ def _of_all(
     Args:
         sent: one tensor per process; this process keeps its own.
         sizes: number of tokens to receive from each process.
-        exchange: point-to-point messages of the group.
     """
     own = sent[exchange.rank]
     others = [rank for rank in range(exchange.size) if rank != exchange.rank]

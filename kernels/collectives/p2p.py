@@ -102,8 +102,6 @@ def carousel(
     processed.
 
     Args:
-        exchange: point-to-point messages of the group.
-        payload: this rank's tensors.
         payload_shapes: returns the shapes of a rank's payload.
         visit: ``visit(owner, payload) -> results``; called with this rank's payload first.
         result_shapes: returns the shapes of the results of a rank's payload; may be empty.

@@ -3,8 +3,7 @@
 *Gather* fetches the keys and values of all ranks, a few heads at a time, and fetches the next heads
 during computation (Cornstarch v2 §4.3). *Needed* fetches only those that some row sees.
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
-ranks.
+For the legend of shapes see ``attention.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Arguments of an attention call over the ranks of a group, except its tensors.
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
-ranks.
+For the legend of shapes see ``attention.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class ContextGroup:
     """Ranks over which a sequence is split, and the tokens of each rank.
 
     Attributes:
-        exchange: point-to-point messages of the group.
         queries: rows of each rank.
         keys: keys of each rank; the same as ``queries`` in self-attention.
     """

@@ -3,8 +3,7 @@
 *Ring*: keys and values visit every rank, outputs stay (Ring Attention). *Rotate*: queries, partial
 outputs and LSE visit every rank, keys and values stay (LV-XAttn, Alg. 1).
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
-ranks.
+For the legend of shapes see ``attention.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Attention over ranks with heads split instead of tokens during attention (DeepSpeed-Ulysses).
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
-ranks.
+For the legend of shapes see ``attention.py``.
 """
 
 from __future__ import annotations

@@ -237,7 +237,6 @@ def raymm_attention_forward(
     """Compute attention; implements transformers' interface, like ``sdpa_attention_forward``.
 
     Args:
-        module: the calling layer.
         query: (B, Hq, Tq, D).
         key, value: (B, Hk, Tk, D), not repeated for query heads.
         attention_mask: the model's mask, of the tokens of all processes; ignored if there is a

@@ -27,8 +27,7 @@ class AllTokens:
     """Tokens that a mask covers.
 
     Attributes:
-        rows: B.
-        length: T.
+        rows, length: B and T.
         padding: (B, T) bool, False for padding; None if all padding is on the right, where no token
             sees it.
         documents: lengths of packed rows; None if rows are not packed.
@@ -67,7 +66,6 @@ def put_together(masks: tuple[AttentionMask, ...], tokens: torch.Tensor, length:
         masks: one for each row, or one for all.
         tokens: (P,) int64 on the host: the packed tokens, as indices into the flattened (B, T)
             rows.
-        length: T.
     """
     rows, columns = tokens // length, tokens % length
     dense = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)

@@ -187,7 +187,6 @@ def to_block_mask(
 
     Args:
         mask: one for all sequences or one each, of one shape.
-        batch: B.
         block: FlexAttention's ``BLOCK_SIZE``.
     """
     from torch.nn.attention.flex_attention import BlockMask

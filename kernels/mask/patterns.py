@@ -57,7 +57,6 @@ def multimodal(
     earlier tokens of its document; a modality token sees only the tokens of its encoder.
 
     Args:
-        length: T.
         spans: items; the rest is text.
         isolate: a modality token sees only its item, not the encoder's other items.
         document_lengths: see the module.
@@ -147,7 +146,6 @@ def prefix_causal(
     (PaliGemma).
 
     Args:
-        length: T.
         prefix_lengths: tokens of the prefix of each document.
         document_lengths: see the module.
 

@@ -87,7 +87,6 @@ def layout(
     """Split a sequence at the edges of spans and documents.
 
     Args:
-        length: T.
         spans: items, ascending.
         document_lengths: tokens of each packed document; default: one document.
 
