@@ -40,7 +40,6 @@ class CallbackHandler:
 
     @property
     def started(self) -> bool:
-        """True after :meth:`start`."""
         return self._started
 
     def __exit__(

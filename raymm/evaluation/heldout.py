@@ -68,12 +68,10 @@ class HeldoutLoss:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Mean rewards of preference pairs."""
         return {name: total / max(self._tokens, 1) for name, total in self._rewards.items()}
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a metrics row."""
         row: dict[str, Any] = {
             f"{HELDOUT}loss": self.loss, f"{HELDOUT}skipped": len(self.skipped),
         }

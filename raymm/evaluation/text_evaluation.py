@@ -171,7 +171,6 @@ class TextEvaluation:
         return math.exp(sum(sample.loss for sample in samples) / max(tokens, 1))
 
     def _compared(self) -> Mapping[str, float]:
-        """Return the metrics of preference pairs."""
         with StepLoader(
             self._pairs, "heldout", steps=self.asked.samples,
             check=self._parallel.sample_check(), places=self._places, features=self._features,
@@ -183,7 +182,6 @@ class TextEvaluation:
 
     @cached_property
     def _shown(self) -> dict[str, Sample]:
-        """The samples by id, for their pictures."""
         dataset = open_split(self._data, "heldout")
         order = EpochSampler(len(dataset), 1, self._data.shuffle, self._data.seed).one_pass(None)
         samples: dict[str, Sample] = {}

@@ -76,7 +76,6 @@ class _Finder:
         self._offsets = offsets
 
     def start(self, number: int) -> int:
-        """Return the first character of the turn of a message."""
         prompt = self._prompt(number)
         if prompt is None or not self._text.startswith(prompt):
             return self._rewritten_start(number, prompt)
@@ -129,7 +128,6 @@ class _Finder:
         return end if not rest.strip() or length and end == content else None
 
     def stop(self, number: int) -> int:
-        """Return the end of the turn of a message."""
         if number + 1 == len(self._messages):
             self._check_end(number)
             return len(self._text)
@@ -210,7 +208,6 @@ class _Finder:
         self, messages: Sequence[Message], number: int, change: Callable[[str], str],
         prompt: bool = False,
     ) -> str | None:
-        """Return the rendering with the content of one message changed."""
         content = messages[number]["content"]
         if isinstance(content, list):
             mark = change("")

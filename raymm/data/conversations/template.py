@@ -434,7 +434,6 @@ class ChatTemplate:
 
 
 def _replaced(message: Message, text: str) -> Message:
-    """Return a message with another text, if its content has text."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": text} if content.strip() else message

@@ -233,7 +233,6 @@ class TextEncoder:
         return ChatTemplate(self.tokenizer, None, self._options, self._ignored)
 
     def _prompt(self, sample: Sample) -> tuple[int, ...]:
-        """Return the tokens of the messages of a sample, with a generation prompt."""
         try:
             text, _ = self._template.render(
                 self._messages(sample), True, sample.tools, self._template.options(sample)
@@ -248,7 +247,6 @@ class TextEncoder:
 
     @property
     def placeholder_ids(self) -> dict[str, int]:
-        """Token ids of the placeholders by modality."""
         return {name: placeholder.id for name, placeholder in self._placeholders.items()}
 
     def _messages(self, sample: Sample) -> list[dict]:

@@ -255,7 +255,6 @@ class StepBuilder:
         return BuiltStep(microbatches, meta, skipped, sources)
 
     def _kept(self, indices: Sequence[int] | Sequence[Sequence[int]]) -> StepFeatures:
-        """Return the cached features of all samples of a step."""
         if self._lookup is None:
             return StepFeatures()
         samples = []

@@ -38,7 +38,6 @@ class FeatureLookup:
     folders: Mapping[str, FeatureFolder]
 
     def of_step(self, samples: Sequence[Sample]) -> StepFeatures:
-        """Return the cache keys and features of all items of a step."""
         keys, features = {}, {}
         for name, folder in self.folders.items():
             keys[name] = {

@@ -69,7 +69,6 @@ class ItemCheck:
     def _with(
         self, encoded: Conversation, kind: str, number: int, item: Any
     ) -> dict[str, torch.Tensor]:
-        """Process a sample with one of its items replaced."""
         items = list(encoded.media[kind])
         items[number] = item
         media: Mapping[str, Sequence[Any]] = {**encoded.media, kind: items}

@@ -189,7 +189,6 @@ class ProcessedBuilder(StepBuilder):
         return read_image
 
     def _video(self, video: Any, times: Sequence[float] | None = None) -> Clip | list:
-        """Return the frames of a video, with their times if they are known."""
         if isinstance(video, Clip):
             return video
         if not isinstance(video, list):
@@ -353,7 +352,6 @@ class ProcessedSizes:
         self._builder = ProcessedBuilder(config, dataset)
 
     def __call__(self, sample: Sample) -> tuple[int, dict[str, list[tuple[int, int, int]]]]:
-        """Return the sizes of a sample; raise a ``SampleError`` for an unusable one."""
         encoded = self._builder.encode(sample)
         parts, meta = self._builder.alone(encoded)
         kinds = self._builder.config.modalities

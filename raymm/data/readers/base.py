@@ -106,7 +106,6 @@ class Reader(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the sources; a reader has one."""
         return (self.name,)
 
     @property

@@ -149,16 +149,13 @@ class RowIndex:
         self, row: Any, place: str, folders: MediaFolders,
         counted: Mapping[str, int] | None = None,
     ) -> None:
-        """Parse the next row and count its items.
+        """Parse the next row and count its items; raise a ``DataError`` for an unusable row, unless
+        such rows are kept.
 
         Args:
             row: column -> value, or the ``SampleError`` of a row that cannot be read.
-            place: location of the row.
             folders: folders of its media.
             counted: items of media columns by modality, if ``row`` only has the other columns.
-
-        Raises:
-            DataError: the row is unusable, unless such rows are kept.
         """
         counts = dict.fromkeys(self.counts, 0)
         try:

@@ -159,7 +159,6 @@ class PartMedia:
         return {"type": place}
 
     def _check_index(self, index: Any, place: str, where: str, inline: bool) -> None:
-        """Check the ``index`` of a placeholder part."""
         if inline:
             return
         number = self._places.get(place, 0)

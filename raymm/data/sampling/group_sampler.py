@@ -64,7 +64,6 @@ class Position:
 
     @property
     def step(self) -> int:
-        """Number of steps taken in the epoch."""
         return sum(entry["steps"] for entry in self.entries)
 
 

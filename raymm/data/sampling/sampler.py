@@ -16,9 +16,9 @@ START: State = {"epoch": 0, "position": 0}
 class EpochSampler:
     """Deterministic, endless stream of sample indices.
 
-    The order of epoch ``e`` is a permutation drawn from a NumPy generator seeded with (seed, e), or
-    the file order. Steps cross epoch boundaries: the last samples of an epoch share a step with the
-    first samples of the next, so every epoch contains each sample exactly once.
+    Epoch ``e`` is a permutation from a NumPy generator seeded with (seed, e), or the file order.
+    Steps cross epoch boundaries: the last samples of an epoch share a step with the first samples
+    of the next, so every epoch contains each sample exactly once.
 
     Args:
         length: samples in the dataset, > 0.

@@ -1,9 +1,8 @@
-"""Scan of the sizes of all samples of a dataset, which balanced batches need.
+"""Scan of the sizes of all samples of a dataset, for balanced batches.
 
 Text is tokenized; only the headers of images and sounds are read. With ``data.processor``, the
 processor runs once for every sample, because only the processor knows how many tokens an item
-becomes. Worker processes scan in parallel, and the result is cached
-(``raymm.data.sampling.scan_cache``).
+becomes. Worker processes scan in parallel; results are cached (``raymm.data.sampling.scan_cache``).
 """
 
 import os
@@ -126,7 +125,6 @@ class HeaderSizes:
         self.text = TextEncoder.from_config(config)
 
     def __call__(self, sample: Sample) -> Sizes:
-        """Return the sizes of a sample; raise a ``SampleError`` for an unusable one."""
         tokens = len(self.text.encode(sample)[0])
         return tokens, {name: self._items(name, sample) for name in self.config.modalities}
 

@@ -164,7 +164,6 @@ def read_header(file: BinaryIO, max_pixels: int) -> VideoHeader:
 
 
 def header_of(container: Any) -> VideoHeader:
-    """Return the header of an open container."""
     values: dict[str, Any] = {}
     sound = None
     with contextlib.suppress(SampleError):
