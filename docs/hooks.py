@@ -1,9 +1,9 @@
-"""What mkdocs does beside rendering the pages of this folder.
+"""Hooks of mkdocs for pages and files outside this folder.
 
-Links on pages are as the repository has them, so that they also work where a page is read there:
-README.md becomes the site's first page, pages of other folders that the navigation names keep their
-paths, and any other file that a page links to is put beside the pages. ``configuration.md`` is made
-from the classes that check a configuration.
+Links on pages use paths of the repository, so that they also work there. README.md becomes the
+site's first page, pages of other folders that the navigation names keep their paths, and any other
+file that a page links to is copied next to the pages. ``configuration.md`` is generated from the
+classes that check a configuration.
 """
 
 import posixpath
@@ -22,26 +22,26 @@ _LINK = re.compile(r"(\]\()([\w./-]+)((?:#[\w-]+)?\))")
 
 
 def site_path(path: str) -> str:
-    """Where the site has a file of the repository."""
+    """Return the site's path of a file of the repository."""
     return FIRST[1] if path == FIRST[0] else path.removeprefix("docs/")
 
 
 def repository_path(page: str) -> str:
-    """The file that a page of the site is made of."""
+    """Return the source file of a page of the site."""
     if page == FIRST[1]:
         return FIRST[0]
     return f"docs/{page}" if (ROOT / "docs" / page).is_file() or page == REFERENCE else page
 
 
 def linked(markdown: str, page: str) -> Iterator[str]:
-    """Files of the repository that a page links to."""
+    """Yield the files of the repository that a page links to."""
     folder = posixpath.dirname(repository_path(page))
     for _, target, _ in _LINK.findall(markdown):
         yield posixpath.normpath(posixpath.join(folder, target))
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what does not lie in this folder."""
+    """Add the files that are not in this folder."""
     def add(path: str, **content: Any) -> None:
         files.append(File.generated(config, site_path(path), **content))
 
@@ -58,7 +58,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as the site has them. One to a folder is none there: it stays text."""
+    """Rewrite links to paths of the site. A link to a folder becomes plain text."""
     folder = posixpath.dirname(repository_path(page.file.src_uri))
     start = posixpath.dirname(page.file.src_uri)
 

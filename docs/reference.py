@@ -1,4 +1,4 @@
-"""The page of every field of a configuration, made from the classes that check it."""
+"""Generator of the configuration page, from the classes that check a configuration."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ leading `~` is the home folder. Files that are ready to run:
 [stamps.yaml](../examples/alignment/stamps.yaml),
 [llm32b.yaml](../examples/planning/llm32b.yaml).
 """
-# Classes whose fields of the same names say what a section's fields are.
+# Classes that describe a section's fields in fields of the same names.
 EXPLAINED_BY: dict[type[BaseModel], type] = {
     LayoutSection: ParallelSpec, OptimizerSection: OptimizerConfig,
     UpdateSection: UpdateRule,
@@ -42,16 +42,16 @@ _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*?)(?=^    \w|\Z)", re.MULTILINE |
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
 _NAMES = {bool: "true or false", str: "text", int: "whole number", float: "number", Any: "anything"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # as annotated_types calls them
-_HUGE = 10**7  # bounds above only keep sums from overflowing
+_HUGE = 10**7  # larger bounds only prevent overflow of sums
 
 
 def configuration_page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     return "\n".join([INTRODUCTION, *map(_section, sections(TrainConfig).items())])
 
 
 def sections(root: type[BaseModel], path: str = "") -> dict[type[BaseModel], list[str]]:
-    """Every section in a section, with its paths."""
+    """Return every section within a section, with its paths."""
     found: dict[type[BaseModel], list[str]] = {}
     for name, field in root.model_fields.items():
         inner = f"{path}{name}" + (".NAME" if dict in _origins(field.annotation) else "")
@@ -63,10 +63,10 @@ def sections(root: type[BaseModel], path: str = "") -> dict[type[BaseModel], lis
 
 
 def description(section: type[BaseModel], name: str) -> str:
-    """What a field is.
+    """Return the description of a field.
 
     Raises:
-        LookupError: no class says so.
+        LookupError: no class describes the field.
     """
     explained_by = EXPLAINED_BY.get(section)
     for source in (*(explained_by.__mro__ if explained_by else ()), *section.__mro__):
