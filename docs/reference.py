@@ -24,10 +24,10 @@ from raymm.runtime.specs import ParallelSpec
 INTRODUCTION = """# Configuration
 
 Every section and field of the YAML file that `raymm train`, `plan`, `profile` and `export` read,
-made from the classes that check it. A key that is not here is refused, and so is a value of another
+generated from the classes that check it. Unknown keys are rejected, and so are values of another
 type (`true` for 1, `"3"` for 3). Every value can be changed on the command line:
 `--set run.steps=100`. `${NAME}` and `${NAME:-default}` in texts are environment variables, a
-leading `~` is the home folder. Files that are ready to run:
+leading `~` is the home folder. Complete configurations:
 [stamps.yaml](../examples/alignment/stamps.yaml),
 [llm32b.yaml](../examples/planning/llm32b.yaml).
 """
@@ -40,7 +40,7 @@ EXPLAINED_BY: dict[type[BaseModel], type] = {
 _ATTRIBUTES = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*?)(?=^    \w|\Z)", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
-_NAMES = {bool: "true or false", str: "text", int: "whole number", float: "number", Any: "anything"}
+_NAMES = {bool: "true or false", str: "text", int: "integer", float: "number", Any: "anything"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # as annotated_types calls them
 _HUGE = 10**7  # larger bounds only prevent overflow of sums
 
@@ -77,7 +77,7 @@ def description(section: type[BaseModel], name: str) -> str:
         for names, text in _explained(source):
             if name in names:
                 return text
-    raise LookupError(f"no docstring says what {section.__name__}.{name} is")
+    raise LookupError(f"no docstring describes {section.__name__}.{name}")
 
 
 def _explained(source: type) -> Iterator[tuple[list[str], str]]:
@@ -96,7 +96,7 @@ def _section(entry: tuple[type[BaseModel], list[str]]) -> str:
     about = (inspect.getdoc(section) or "").split("\n\nAttributes:")[0]
     return "\n".join([
         f"## {', '.join(paths)}\n", _markdown(about) + "\n",
-        "| field | value | default | what it is |", "| --- | --- | --- | --- |", *rows, "",
+        "| field | value | default | description |", "| --- | --- | --- | --- |", *rows, "",
     ])
 
 
