@@ -46,8 +46,8 @@ class DegreeRange(Section):
     """Number of replicas that varies with the available nodes.
 
     Attributes:
-        min: number of replicas that the run starts with at the earliest.
-        max: number of replicas that an autoscaler is requested to provide.
+        min: minimum number; the run starts once there is room for these replicas.
+        max: maximum number; an autoscaler is requested to add room for these replicas.
     """
 
     min: Degree = 1
