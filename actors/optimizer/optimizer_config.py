@@ -47,6 +47,7 @@ class UpdateRule:
             ``transformers.Trainer`` exempts: biases, parameters of ``torch.nn.LayerNorm`` and
             parameters with a norm in their names. Otherwise patterns for names within the module,
             such as ``"*.bias"`` or ``"*norm*"``; an empty list decays everything.
+        momentum: momentum of Muon.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr`` at
             ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. The rates equal those
             of ``transformers.get_scheduler`` at every step. Steps after ``total_steps`` have the
