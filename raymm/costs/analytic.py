@@ -260,7 +260,7 @@ class _Roofline:
     def _working(self, count: LayerCount) -> float:
         """Return the peak bytes of gradients in a backward: the fp32 hidden state and the widest
         product before and after its activation function (or that product and a weight), or the
-        logits twice."""
+        logits in the compute dtype and in fp32."""
         shared = self._tp * self._cp
         stream = count.stream_elements * _FP32_BYTES / self._cp
         widest = count.widest_elements * self._bytes / shared
@@ -270,8 +270,8 @@ class _Roofline:
 
     def _forward(self, count: LayerCount) -> float:
         """Return the peak bytes of a forward that keeps nothing: four hidden states (around
-        attention, and two of a norm) and the widest product with its results, or one and the logits
-        twice."""
+        attention, and two of a norm) and the widest product with its results, or one hidden state
+        and the logits in the compute dtype and in fp32."""
         shared = self._tp * self._cp
         stream = count.stream_elements * _FP32_BYTES / self._cp
         logits = count.logits * (self._bytes + _FP32_BYTES) / shared

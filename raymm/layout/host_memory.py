@@ -30,9 +30,9 @@ class HostNeed(NamedTuple):
     """Bytes of host memory that a process needs for copies.
 
     Attributes:
-        checkpoint: for what the process writes.
-        snapshot: for one copy of what the process trains.
-        pinned: page-locked staging memory that both are copied through.
+        checkpoint: the part of a checkpoint that the process writes.
+        snapshot: one snapshot of the state that the process trains.
+        pinned: page-locked staging memory for both.
     """
 
     checkpoint: int = 0

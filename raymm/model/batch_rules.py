@@ -72,9 +72,8 @@ def complete_microbatch(
 
 
 def check_tensor(name: str, value: Any, accepted: str, to_send: bool = True) -> torch.Tensor:
-    """Return a value that must be a dense tensor of real numbers, and fit to be sent if
-    ``to_send``. Raises DataError, which says what is ``accepted``, if the value is something
-    else."""
+    """Return ``value`` if it is a dense tensor of real numbers and, with ``to_send``, on the CPU
+    and without a gradient. Otherwise raises DataError with ``name`` and ``accepted``."""
     if not isinstance(value, torch.Tensor):
         raise DataError(f"{name} is {said(value)}; accepted: {accepted}")
     if value.is_nested or value.is_quantized or value.layout is not torch.strided:
@@ -130,8 +129,8 @@ def _text(
 def check_range(
     name: str, values: torch.Tensor, stop: int, accepted: str, also: int | None = None
 ) -> None:
-    """Check that int64 values are in ``[0, stop)``, or equal to ``also``. Raises DataError, which
-    says what is ``accepted``, at the first value that is not."""
+    """Check that int64 values are in ``[0, stop)``, or equal to ``also``. Otherwise raises
+    DataError with the first wrong value and ``accepted``."""
     low, high = (int(value) for value in values.aminmax())
     if low >= 0 and high < stop:
         return

@@ -1,9 +1,9 @@
 """Trial of items on an encoder in this process, before they are sent to a rank.
 
-Only its forward knows what an encoder accepts. So the first items of every new signature (keyword
-arguments, dtypes, shapes) run through its skeleton on the meta device, without weights, memory or
-values. If that fails, perhaps because the forward reads values, a shallow replica with random
-weights runs on the items themselves and decides.
+Only the forward of an encoder determines its accepted input. So the first items of every new
+signature (keyword arguments, dtypes, shapes) run through a skeleton on the meta device, without
+weights, memory or values. If that fails, perhaps because the forward reads values, a shallow
+replica with random weights runs on the items themselves and decides.
 """
 
 from __future__ import annotations
@@ -189,10 +189,8 @@ class EncoderTrial:
 
 
 def signature(tensors: Items, count: int) -> tuple:
-    """Return what decides, apart from values, whether an encoder accepts items.
-
-    The number of items does not count if all tensors have them along the first dimension.
-    """
+    """Return the properties of items, apart from values, that decide whether an encoder accepts
+    them. The number of items does not count if all tensors have them along the first dimension."""
     return tuple(
         (key, value.dtype, len(value) == count, tuple(value.shape)[len(value) == count :])
         for key, value in sorted(tensors.items())
