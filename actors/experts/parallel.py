@@ -129,7 +129,7 @@ def check_experts(module: nn.Module) -> None:
             f"its parameters do not all have {declared} experts in dimension 0: {shapes}"
         )
     if list(module.buffers()) or any("." in name for name in parameters):
-        raise ModelError("it has buffers, or modules with parameters of their own")
+        raise ModelError("it has buffers, or submodules with parameters")
     asked = [
         p for p in inspect.signature(module.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)

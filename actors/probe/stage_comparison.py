@@ -323,8 +323,8 @@ class _Stages:
             raise
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise self._error(
-                "it reads more of them than the hidden state that one stage hands to the next, "
-                "such as those of all of them, of which feature maps are picked, or their sizes"
+                "it reads more block outputs than the hidden state that one stage sends to the "
+                "next, such as the outputs of all blocks (for feature maps), or their sizes"
                 f"{because(error)}"
             ) from error
         assert hidden is not None  # at least two stages

@@ -192,7 +192,7 @@ def compare_shards(
 def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> Comparison:
     for rank, result in enumerate(results):
         if not _close(result.output, expected.output):
-            return Comparison(f"the output of shard {rank} differs from the whole's")
+            return Comparison(f"the output of shard {rank} differs from the complete one")
         for name, gradient in expected.inputs.items():
             if not _close(result.inputs.get(name), gradient):
                 return Comparison(f"the gradient of the input {name!r} differs on shard {rank}")
@@ -209,7 +209,9 @@ def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> C
             if plan.shard(name, rank) is None and _close(everyone, gradient, norm):
                 partial.add(name)
                 continue
-            return Comparison(f"the gradient of {name!r} differs from the whole's on shard {rank}")
+            return Comparison(
+                f"the gradient of {name!r} on shard {rank} differs from the complete one"
+            )
     return Comparison(None, frozenset(partial - plan.partial))
 
 

@@ -119,7 +119,7 @@ def split(
     """
     def shards(dim: int, size: int = 1) -> tuple[ParameterShard, ...]:
         if any(edge % size for own in ranges for part in own for edge in part):
-            raise ValueError(f"{size} inputs with one scale, and a split between them,")
+            raise ValueError(f"a split between {size} inputs that share a scale")
         return tuple(
             ParameterShard(dim, tuple((lo // size, hi // size) for lo, hi in own))
             for own in ranges

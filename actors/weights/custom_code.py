@@ -52,9 +52,9 @@ def why_not_loaded(folder: str | Path, kind: str, error: BaseException) -> str:
     if target is None:
         return f"{str(folder)!r} cannot be loaded: {type(error).__name__}: {error}"
     return (
-        f"{str(folder)!r} needs Python code of its own, {file_of(target)!r} (auto_map), which is "
-        "run only where that is asked for: read it, and set model.trust_remote_code: true (in "
-        "Python, trust_remote_code=True)"
+        f"{str(folder)!r} needs custom Python code, {file_of(target)!r} (auto_map), which runs "
+        "only if you allow it: read the code, and set model.trust_remote_code: true (in Python, "
+        "trust_remote_code=True)"
     )
 
 

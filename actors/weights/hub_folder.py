@@ -58,7 +58,7 @@ def local_folder(path: str, weights: bool = True) -> str:
     from huggingface_hub import constants, errors, snapshot_download
 
     name, revision = split_id(path)
-    no_folder = f"There is no folder {str(Path(path).absolute())!r}"
+    no_folder = f"{str(Path(path).absolute())!r} is not a folder"
     suffix = f" at revision {revision!r}" if revision else ""
     try:
         return snapshot_download(
@@ -111,7 +111,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"There is no file or folder {str(Path(name).absolute())!r}, and the hub "
+            f"{str(Path(name).absolute())!r} is not a file or folder, and the hub "
             f"({constants.ENDPOINT}) has no data set {name!r} that this machine's token may read. "
             "Accepted: a file, folder, glob or URL, or the id of a data set; for a private one, "
             "log in with `hf auth login` or set HF_TOKEN"
@@ -124,7 +124,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
         if ref.is_file():
             return ref.read_text().strip()
         raise ConfigError(
-            f"There is no file or folder {str(Path(name).absolute())!r}, and {name!r} as a data "
+            f"{str(Path(name).absolute())!r} is not a file or folder, and {name!r} as a data "
             f"set of the hub is not in the cache ({constants.HF_HUB_CACHE}) and cannot be "
             f"downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). Where "
             f"there is a network, `hf download --repo-type dataset {name}` fills the cache; "

@@ -34,7 +34,7 @@ class Misfit(NamedTuple):
     expected: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} is {list(self.stored)} in it, {list(self.expected)} in the class"
+        return f"{self.name} {list(self.stored)}, expected {list(self.expected)}"
 
 
 class WeightsReport(NamedTuple):
@@ -72,7 +72,7 @@ class WeightsReport(NamedTuple):
                 f"{_few(self.lacking)}"
             )
         if self.misfits:
-            parts.append(f"weights of another shape than config.json says: {_few(self.misfits)}")
+            parts.append(f"weights with other shapes than in config.json: {_few(self.misfits)}")
         if not parts:
             return None
         if self.lacking and self.unused:
@@ -80,7 +80,7 @@ class WeightsReport(NamedTuple):
         return (
             f"{'; '.join(parts)}. Accepted: a folder with all of the class's weights, or another "
             "model_class; or missing_weights: fresh (in Python, missing_weights='fresh'), which "
-            "draws these anew from the seed, as for the head of a new task"
+            "initialises these from the seed, as for the head of a new task"
         )
 
     def notes(self, model_class: type) -> list[str]:
@@ -88,12 +88,12 @@ class WeightsReport(NamedTuple):
         notes = []
         if self.fresh:
             notes.append(
-                f"{len(self.fresh)} weights of {model_class.__name__} are drawn anew "
-                f"(missing_weights is 'fresh'): {_few(self.fresh)}"
+                f"{len(self.fresh)} weights of {model_class.__name__} are initialised from the "
+                f"seed (missing_weights is 'fresh'): {_few(self.fresh)}"
             )
         if self.unused:
             notes.append(
-                f"{len(self.unused)} tensors of it are of no use to {model_class.__name__}: "
+                f"{len(self.unused)} tensors of it are not used by {model_class.__name__}: "
                 f"{_few(self.unused)}"
             )
         return notes

@@ -54,7 +54,7 @@ def test_each_microbatch_has_the_items_of_its_rows_and_no_other(made):
 def test_grids_that_contradict_patches_are_refused():
     grid = torch.tensor([[1, 2, 2], [1, 2, 3]])
     entries = {"pixel_values": torch.zeros(11, 4), "image_grid_thw": grid}
-    with pytest.raises(DataError, match="11 rows for 2 items .image_grid_thw says 10"):
+    with pytest.raises(DataError, match="11 rows for 2 items .image_grid_thw gives 10"):
         check_rows("vision", entries)
     rows = rows_per_item("vision", {**entries, "pixel_values": torch.zeros(10, 4)}, 2)
     assert rows["pixel_values"].tolist() == [4, 6]

@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
             model.check({**first, name: value})
     model, (first, *_) = whole("Qwen2_5_VLForConditionalGeneration")
     model.check(first)
-    with pytest.raises(DataError, match="image_grid_thw says"):
+    with pytest.raises(DataError, match="image_grid_thw gives"):
         model.check({**first, "pixel_values": first["pixel_values"][1:]})
 
 

@@ -89,7 +89,7 @@ def test_grids_that_contradict_patches_are_refused():
         {"image_grid_thw": grid + 1}, {"pixel_values": torch.ones(23, 3)},
         {"image_grid_thw": grid[:1]},
     ):
-        with pytest.raises(DataError, match="image_grid_thw says"):
+        with pytest.raises(DataError, match="image_grid_thw gives"):
             check({**batch, **changed, "labels": ids})
 
 

@@ -111,10 +111,10 @@ def test_another_node_reads_the_same_commit(hub, commits, tmp_path, monkeypatch)
 
 
 REFUSED = {
-    "no such model": (["acme/nothing", "rows.jsonl"], ["no folder", "has no model 'acme/nothing'"]),
+    "no such model": (["acme/nothing", "rows.jsonl"], ["a folder", "has no model 'acme/nothing'"]),
     "no such revision": ([f"{MODEL}@v9", "rows.jsonl"], ["not its revision 'v9'"]),
     "a gated model": (["acme/gated", "rows.jsonl"], ["gated", "hf auth login", "HF_TOKEN"]),
-    "no such rows": ([MODEL, "acme/none"], ["no file or folder", "has no data set 'acme/none'"]),
+    "no such rows": ([MODEL, "acme/none"], ["not a file or folder", "has no data set 'acme/none'"]),
 }
 
 

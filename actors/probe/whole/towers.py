@@ -149,8 +149,8 @@ def check_kind(model: nn.Module) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ProbeError(
-            f"{name} has no output embeddings of its own class (get_output_embeddings) that the "
-            "logits for the loss come from"
+            f"{name} has no output embeddings (get_output_embeddings) to compute the logits for "
+            "the loss"
         )
 
 

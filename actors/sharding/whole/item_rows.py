@@ -39,7 +39,7 @@ def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Te
             continue
         fits = [size for size in sizes.values() if int(size.sum()) == len(value)]
         if not fits:
-            said = ", ".join(f"{size} says {int(n.sum())}" for size, n in sizes.items())
+            said = ", ".join(f"{size} gives {int(n.sum())}" for size, n in sizes.items())
             raise ModelError(
                 f"{key!r} of {name!r} has {len(value)} rows for {items} items "
                 f"({said or 'no sizes'}); accepted: a row per item, or as many as the items' sizes "

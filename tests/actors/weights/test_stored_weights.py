@@ -99,7 +99,7 @@ def test_an_error_names_what_is_lacking_and_the_cure(tmp_path):
     for part in (str(folder), "lack 1 of LlamaForCausalLM: lm_head.weight", "missing_weights"):
         assert part in str(error.value)
     edit(folder, lambda tensors: tensors.update({"embed_tokens.weight": torch.zeros(7, 16)}))
-    with pytest.raises(ModelError, match=r"embed_tokens.weight is \[7, 16\] in it, \[32, 16\]"):
+    with pytest.raises(ModelError, match=r"embed_tokens.weight \[7, 16\], expected \[32, 16\]"):
         PretrainedSource(str(folder), language_model=True).check()
     with pytest.raises(ModelError, match="missing_weights is 'random'; accepted: 'fresh'"):
         PretrainedSource(str(folder), missing_weights="random")
@@ -132,7 +132,7 @@ def test_weights_that_are_asked_to_be_fresh_are_the_seeds_in_every_stage(tmp_pat
         str(folder), language_model=True, missing_weights="fresh", seed=5
     )
     (note,) = source.check()
-    assert "3 weights of LlamaForCausalLM are drawn anew" in note
+    assert "3 weights of LlamaForCausalLM are initialised" in note
     assert "lm_head.weight" in note
     due = dict(ConfigSource(hf.LlamaForCausalLM, source.config, seed=5).build().named_parameters())
     kept = there.keys() - {
@@ -151,7 +151,7 @@ def test_tensors_of_no_use_are_said_in_a_line(tmp_path):
         MultimodalModule(language_model=ModalityModule(str(tmp_path), model_class="LlamaModel"))
     (line,) = [str(one.message) for one in said]
     assert "\n" not in line
-    assert line.endswith("1 tensors of it are of no use to LlamaModel: lm_head.weight")
+    assert line.endswith("1 tensors of it are not used by LlamaModel: lm_head.weight")
 
 
 def test_sharded_folders_and_what_may_be_wrong_with_their_files(tmp_path):
