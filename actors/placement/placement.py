@@ -276,4 +276,4 @@ def _there() -> str:
             total[name] = total.get(name, 0.0) + amount
     pending = ", ".join(f"{count} {name}" for name, count in sorted(pending_nodes().items()))
     noun = "node" if len(alive) == 1 else "nodes"
-    return f"{len(alive)} {noun} there ({spell(total)}), pending: {pending or 'none'}"
+    return f"{len(alive)} {noun} running ({spell(total)}), pending: {pending or 'none'}"

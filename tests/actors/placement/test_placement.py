@@ -121,7 +121,7 @@ def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
     try:
         with pytest.raises(ClusterError, match=r"could not be placed within 2 s \(run.wait_for"):
             place.wait()
-        assert "1 node there (8 CPU), pending: none" in said[0]
+        assert "1 node running (8 CPU), pending: none" in said[0]
         assert "requested: 2 x (1 CPU, 1 GPU) and 1 x (0.5 CPU)" in said[0]
     finally:
         place.remove()
