@@ -163,7 +163,7 @@ class MeetingPlace:
     def _new_host_link(self, number: int, ends: tuple[int, int]) -> PointToPoint:
         """Create a gloo group without the dispatcher of torch's groups. All links share one I/O
         thread: with one thread per link, processes mostly switch between threads."""
-        gloo: Any = dist.ProcessGroupGloo  # of whose constructors torch declares another one
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs declare another constructor
         options = gloo._Options()
         options._devices, options._threads = self._gloo_devices, 1
         options._timeout = self.timeouts.wait
@@ -210,7 +210,7 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
 def _meeting(ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
     try:
         yield
-    except (ChannelError, torch.AcceleratorError):  # the latter is this process's own
+    except (ChannelError, torch.AcceleratorError):  # an AcceleratorError is this process's own
         raise
     except RuntimeError as error:
         raise ChannelError(

@@ -66,7 +66,7 @@ class RankActor(StoredRank):
 
     # Set by :meth:`connect` and :meth:`build`.
     _own_connections: OwnConnections
-    _generation = -1  # of connections
+    _generation = -1  # generation of the connections
     _executor: Executor
 
     answers = (*StoredRank.answers, "cut")

@@ -125,7 +125,7 @@ class RankGroup(ObservedRanks):
 
     def _beat(self) -> None:
         super()._beat()
-        if self._interrupted is None:  # else the ranks' own processes come first
+        if self._interrupted is None:  # otherwise lost ranks are replaced first
             self._spares.look()
             self._spares.restock(self._start_spare)
 
