@@ -196,7 +196,6 @@ class Executor:
         inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
-        """Run one step."""
         colocation = self._colocation
         try:
             for module, copies in self._copies.items():

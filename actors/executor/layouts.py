@@ -51,7 +51,6 @@ class Layouts(Generic[Route]):
         return len(self._of)
 
     def due(self, keys: Sequence[object]) -> deque[Due[Route]]:
-        """Return the messages of the next step."""
         self._remember()
         self._keys = list(keys)
         due: deque[Due[Route]] = deque()

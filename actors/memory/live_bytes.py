@@ -32,7 +32,6 @@ class LiveBytes(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def restart(self) -> None:
-        """Reset the peak to the current bytes."""
         self.most = self.now
 
     def note_all(self) -> None:

@@ -33,7 +33,6 @@ class PeakMemory:
                 os.close(file)
 
     def restart(self) -> None:
-        """Reset the peak to the current memory."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._clear >= 0:  # otherwise the peak covers the process's whole life

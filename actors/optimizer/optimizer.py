@@ -184,7 +184,6 @@ class RankOptimizer:
         return square.sqrt()
 
     def step(self) -> None:
-        """Update the parameters, unless the norm requires skipping the step."""
         self._take_local_parts()
         self._rate = self.config.rate(self._steps)
         self._steps += 1

@@ -111,8 +111,8 @@ def all_types() -> tuple[NodeType, ...]:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return Ray ids of nodes that are about to end, with the seconds left, or None if unknown.
-    Only here is Ray's internal call for this used, as Ray Train does."""
+    """Return Ray ids of nodes that are about to end, with the seconds left, or None if unknown. Ray
+    has no public call for this; Ray Train uses the same internal one."""
     now = time.time()
     return {
         node: deadline / 1000 - now if deadline else None

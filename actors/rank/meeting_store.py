@@ -135,7 +135,6 @@ class MeetingStore(Store):
     # Interface that torch calls.
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a key and send it to the other members of the group."""
         value = value.encode() if isinstance(value, str) else bytes(value)
         news = News(self._group, self._me, key, value)
         with self._changed:

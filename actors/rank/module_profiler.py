@@ -179,7 +179,6 @@ class ModuleProfiler:
         self._stage.shard_tensors(cast(Any, plans), LoneMember(2))
 
     def layer_bytes(self, request: ProfileRequest) -> tuple[LayerBytes, ...]:
-        """Measure the memory of every layer."""
         inputs, received = self._tensors_of(request)
         held, working, forward = self._bytes(inputs, received)
         options: list[tuple[LayerOption, ...]] = [()] * len(held)
@@ -238,7 +237,6 @@ class ModuleProfiler:
     def _bytes(
         self, inputs: dict[str, Any], received: dict[str, Message]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return the held, working and forward bytes of every layer."""
         kept = self._run(inputs, received, trainable=True, count=True)
         return kept.held, *self._layer_peaks(inputs, received, kept.held)
 

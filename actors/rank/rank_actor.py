@@ -251,7 +251,6 @@ class RankActor(StoredRank):
         self._optimizer.step()
 
     def _finished(self, result: StepResult) -> StepResult:
-        """Return the result of a step after the device has finished it."""
         if self._optimizer.stepped:
             update = self._optimizer.finish(self._check_connections)
             result.grad_norm, result.learning_rate = update.grad_norm, update.learning_rate
@@ -333,7 +332,6 @@ class RankActor(StoredRank):
 
     @task("the optimizer's step")
     def run_optimizer_ops(self, ops: Sequence[Op]) -> StepResult:
-        """Run collective ops separately, after steps that only accumulated gradients."""
         result = StepResult()
         actions = {
             Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,

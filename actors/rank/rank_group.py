@@ -218,7 +218,6 @@ class RankGroup(ObservedRanks):
         return key
 
     def touch_program(self, key: str) -> None:
-        """Mark a loaded program as most recently used."""
         remember(self._programs, key, None)
 
     def submit(
@@ -242,7 +241,6 @@ class RankGroup(ObservedRanks):
         return StepHandle(self, refs, unpack_result)
 
     def run_optimizer_ops(self, ops: Sequence[Op]) -> list[StepResult]:
-        """Run collective ops on all ranks."""
         return self.call("run_optimizer_ops", list(ops))
 
     def renew(self) -> list[Progress | None]:

@@ -115,8 +115,6 @@ class StorageFolder(ABC):
 
 
 class LocalFolder(StorageFolder):
-    """Folder of a mounted file system."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).absolute()
 

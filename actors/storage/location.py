@@ -19,7 +19,6 @@ _ONE_SLASH = re.compile(r"(file|s3|gs):(?!//)")
 
 
 def is_bucket(location: str) -> bool:
-    """Return True if a checked location is in a bucket."""
     return location.startswith(tuple(f"{scheme}://" for scheme in BUCKETS))
 
 
