@@ -16,6 +16,7 @@ class LoraConfig:
     """Low-rank adapters of a module's linear layers; the rest of the module is frozen.
 
     Attributes:
+        r: rank.
         alpha: scales an adapter's output by ``alpha / r``, or by ``alpha / sqrt(r)`` with
             ``use_rslora``.
         dropout: probability of dropping an element of an adapter's input in training.
