@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from processes import all_gone, descendants, end_group, titles, wait_until
+from processes import all_gone, descendants, end_group, ranks_of, titles, wait_until
 from tiny_run import start
 
 from raymm.actors.placement.placement import LINE_EVERY_S
@@ -22,7 +22,8 @@ BY_RAY = "Failed to connect to GCS within"
 ENDED = "ended without reporting|Ray server .raylet. does not listen|the Ray cluster has lost it"
 
 
-STEP, WAITING = "\nstep ", "\nwaiting for nodes, "
+# Moments: lines of the log, and the first process of a rank, which is not connected yet.
+STEP, WAITING, ACTORS = "\nstep ", "\nwaiting for nodes, ", "actors are created"
 # Processes that find no place. With every line on that, the driver's main thread asks Ray for the
 # nodes, which does not return without the GCS.
 NO_ROOM = {"resources.cpus": 500, "run.wait_for_nodes_s": 600}
@@ -37,6 +38,8 @@ NO_ANSWER = r"the Ray cluster's server \(GCS\) at .* has not answered for"
     ("gcs_server", STEP, 0, 1, NO_ANSWER),
     ("gcs_server", WAITING, 1, 143, "stopped by SIGTERM before the first step: nothing was tr"),
     ("gcs_server", WAITING, 0, 1, NO_ANSWER),
+    ("gcs_server", ACTORS, 1, 143, "stopped by SIGTERM before the first step: nothing was tr"),
+    ("gcs_server", ACTORS, 0, 1, NO_ANSWER),
     ("DashboardAgent", STEP, 0, 1, ENDED),
     ("raylet", STEP, 0, 1, ENDED),
 ])
@@ -49,8 +52,12 @@ def test_a_lost_server_ends_the_run(server, mark, signals, code, said, make_conf
     log = tmp_path / "log"
     driver = start(["train", config], tmp_path, log)
     try:
-        wait_until(lambda: driver.poll() is not None or mark in log.read_text(),
-                   PATIENCE_S, mark)
+        def reached():
+            if driver.poll() is not None:
+                return True
+            return ranks_of(driver.pid) if mark == ACTORS else mark in log.read_text()
+
+        wait_until(reached, PATIENCE_S, mark)
         started = descendants(driver.pid)
         (victim,) = (
             pid for pid, title in titles(started).items()
