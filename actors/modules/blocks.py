@@ -95,8 +95,8 @@ def num_blocks(module: nn.Module) -> int:
 
 
 def hidden_name(block: nn.Module) -> str:
-    """Return the block's parameter name of the hidden state: ``hidden_states``, or the first one.
-    """
+    """Return the name of a block's hidden-state parameter: ``hidden_states``, or its first
+    parameter."""
     return _hidden_parameter(type(block))
 
 

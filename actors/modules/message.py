@@ -163,7 +163,10 @@ Read = Callable[[Any], torch.Tensor]
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """Return an encoder's feature tensor: the output, its hidden state, only map, or first entry.
+    """Return the feature tensor of an encoder output.
+
+    This is the output itself, its ``last_hidden_state`` or only feature map, or a tuple's first
+    entry.
 
     Raises:
         TypeError: there is none.

@@ -27,9 +27,9 @@ def disable_tf32() -> None:
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert frozen matrix-product weights to ``dtype``, in place; their fp32 values are lost.
 
-    Autocast casts frozen weights in every forward, which dominates small microbatches. Results are
-    bit-identical. Weights that autocast leaves in fp32 (norms, embeddings) are unchanged. An
-    embedding tied to a head keeps its fp32 weight; the head gets a copy.
+    Autocast casts frozen weights in every forward, a large part of the time of small microbatches.
+    Results are bit-identical. Weights that autocast leaves in fp32 (norms, embeddings) are
+    unchanged. An embedding tied to a head keeps its fp32 weight; the head gets a copy.
     """
     cast: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -103,8 +103,8 @@ class ComputeCopies:
 def _early_gradient(copy: torch.Tensor) -> torch.Tensor:
     """Make autograd accumulate a copy's gradient as soon as it is complete.
 
-    By default the oldest nodes, the copies, run last: memory for all gradients, and late
-    reductions.
+    Autograd runs the oldest nodes last. The copies are the oldest, so the gradients of all layers
+    would stay in memory until the backward ends, and sums over replicas would start late.
     """
     node = cast(Any, copy.grad_fn)
     node._set_sequence_nr(_FIRST)

@@ -71,7 +71,7 @@ def mixing_layers(
     """Return candidate sets of classes of layers that leak from the first document to the second.
 
     The candidates are the outermost and the innermost such layers; attention may be inside the
-    former. ``run`` runs the blocks on one row with two documents, the second from ``start`` on.
+    former. ``run`` runs the model on one row with two documents, the second from ``start`` on.
     """
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 

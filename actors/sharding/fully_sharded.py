@@ -67,7 +67,7 @@ class FullyShardedPlan:
         return (place,) if parameter in self.lengths else tuple(range(self.shards))
 
     def is_replica(self, parameter: str, place: int) -> bool:
-        """Return True if an earlier process holds the same."""
+        """Return True if an earlier process holds the same values."""
         return parameter not in self.lengths and place > 0
 
     def edges(self, parameter: str) -> tuple[int, ...] | None:

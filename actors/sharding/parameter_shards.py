@@ -111,7 +111,7 @@ class ShardSpec:
         return tuple(range(self.shards)) if self.shards > 1 else (place,)
 
     def is_replica(self, name: str, place: int) -> bool:
-        """Return True if an earlier process holds the same."""
+        """Return True if an earlier process holds the same values."""
         plan, rest = self._find(name)
         return place > 0 if plan is None else plan.is_replica(rest, place)
 

@@ -51,8 +51,8 @@ class EncoderSpec:
 
     Callbacks follow Cornstarch v1, Listing 2: ``preprocess(inputs) -> inputs`` before the encoder,
     ``postprocess_module(inputs, output) -> output`` after it, ``postprocess_projector(inputs,
-    output) -> output`` after the projector. :mod:`raymm.actors.probe.callbacks` determines how to
-    cut.
+    output) -> output`` after the projector. If the chain is cut,
+    :mod:`raymm.actors.probe.callbacks` determines ``cut``, ``travels`` and ``lost``.
 
     Attributes:
         travels: floating-point inputs whose values later stages need.
@@ -150,7 +150,10 @@ class EncoderStage(StageModule):
         return cls(spec, lo, hi, module, projector)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
-        """Shard the parameters over a tensor-parallel group; plans: ``"module"``, ``"projector"``.
+        """Shard the parameters over a tensor-parallel group.
+
+        ``plans`` has the plan of the module under ``"module"`` and that of the projector under
+        ``"projector"``.
         """
         self.is_shared = True
         if self.module is not None:
@@ -294,8 +297,7 @@ class EncoderStage(StageModule):
         self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """Return the message of the module's last stage; raise ModelError without one row per item.
-        """
+        """Return the message of the module's last stage."""
         hidden = output if self._items is None else self._items.whole(output, side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
             raise ModelError(

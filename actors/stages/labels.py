@@ -16,7 +16,8 @@ from raymm.kernels.host_copies import to_device
 from raymm.kernels.preference import PreferenceLoss
 
 PAIR = 2
-"""Number of consecutive rows that stay on one process when a microbatch's rows are split."""
+"""Number of rows of an answer pair, which stay on one process when a microbatch's rows are split.
+"""
 
 
 def label_mask(labels: torch.Tensor) -> torch.Tensor:

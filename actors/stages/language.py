@@ -351,7 +351,7 @@ class LanguageStage(StageModule):
     def _own_ports(
         self, ports: dict[str, torch.Tensor], side: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return this process's part of cross-attention ports; ``side`` gets the total length."""
+        """Return this process's part of cross-attention ports; ``side`` gets their full length."""
         if SHOWN not in side:
             raise ModelError(
                 f"the merge policy returned {', '.join(ports)} as ports; with a mask, or cp above "

@@ -34,7 +34,7 @@ class PartForward:
         self.rotary = RotaryState(module)
 
     def share_tokens(self) -> None:
-        """Skip no blocks: processes that split tokens communicate in them."""
+        """Stop skipping blocks: processes that split tokens communicate in them."""
         if self._passage is not None:
             self._passage.skips = False
 

@@ -2,8 +2,8 @@
 
 Only the first stage reads data. Integers, and floats that are read later (``travels``), are sent to
 later stages. Of other floats only shapes are sent: a later stage runs the module's own forward,
-which needs inputs of that shape until the stage's first block. Their values raise when callbacks
-read them.
+which needs inputs of that shape up to the stage's first block. If a callback reads their values, an
+error is raised.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def ghosts(side: Mapping[str, torch.Tensor]) -> frozenset[str]:
 
 
 class Reads:
-    """Record of a callback's reads of unavailable values; raises errors that it swallowed."""
+    """Record of a callback's reads of unavailable values, to raise errors that the callback
+    swallowed."""
 
     def __init__(self, callback: str, module: str) -> None:
         self._callback, self._module = callback, module

@@ -1,8 +1,8 @@
 """Stages of a Hugging Face VLM's language model.
 
 They run the model's own forward, in which the calls of towers return the features received from the
-tower ranks. Every stage gets the batch unchanged, except tower inputs: integers such as grids and
-sizes are sent, of floats only the shapes.
+tower ranks. Every stage gets the batch unchanged, except for inputs of towers: of these, only
+integers (grids, sizes) and the shapes of floats are sent.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class WholeLanguageStage(LanguageStage):
         self._use_entry()
 
     def share_tokens(self, exchange: Exchange) -> None:
-        """Split tokens over a group; the forward up to the text model and masks cover all tokens.
+        """Split tokens over a group; masks, and the forward up to the text model, cover all tokens.
         """
         self._exchange, self.is_shared = exchange, True
         self._use_own_masks()

@@ -54,7 +54,8 @@ def constructed_values(
 ) -> dict[str, torch.Tensor]:
     """Return constructor values of parameters that are small or have one of the given shapes.
 
-    Other parameters take no memory. The values depend on ``shapes``, but not on the caller's part.
+    Other parameters take no memory. The values depend on ``shapes``, but not on the part of the
+    model that the caller builds.
     """
     with torch.random.fork_rng(devices=[]), _RealTensors(shapes):
         torch.default_generator.manual_seed(seed)

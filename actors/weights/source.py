@@ -239,8 +239,7 @@ class ConfigSource(ModuleSource):
         self._complete(model, names)
 
     def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
-        """Initialise parameters that ``_init_weights`` omits from the class's constructor, or raise
-        ModelError."""
+        """Set parameters that ``_init_weights`` omits to the values of the class's constructor."""
         left = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
         if not left:
             return
