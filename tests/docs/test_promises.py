@@ -14,6 +14,17 @@ from tests.house import ROOT
 
 PROMISES = {
     "docs/checkpoints.md": {
+        "the last step always writes one":
+            "tests/training/test_saved_steps.py::"
+            "test_the_last_step_is_saved_without_frozen_weights",
+        "It does not contain frozen modules that can be read again from their source.":
+            "tests/training/test_saved_steps.py::"
+            "test_the_last_step_is_saved_without_frozen_weights",
+        "steps stop until a checkpoint is committed":
+            "tests/training/test_saved_steps.py::"
+            "test_steps_wait_for_checkpoints_that_are_not_asynchronous",
+        "also on NFS":
+            "tests/training/test_run_owner.py::test_a_link_that_nfs_repeats_makes_an_owner",
         "Removing a checkpoint removes only the files that its manifest names.":
             "tests/storage/test_links.py::"
             "test_links_and_other_files_within_a_step_keep_their_targets",

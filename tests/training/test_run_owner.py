@@ -166,6 +166,21 @@ def test_of_many_that_take_over_at_once_one_gets_it(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [OWNER]
 
 
+def test_a_link_that_nfs_repeats_makes_an_owner(tmp_path, monkeypatch):
+    """A lost reply makes a client of NFS repeat the request, which then finds the file there."""
+    link = os.link
+
+    def repeated(source, target):
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(run_owner.os, "link", repeated)
+    with RunOwner(tmp_path) as owner:
+        owner.check()
+        with pytest.raises(ConfigError, match="storage_path is"), RunOwner(tmp_path):
+            pass
+
+
 def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
     me = Owner.this_process()
     owned_by(tmp_path, replace(me, started=me.started + 1))
