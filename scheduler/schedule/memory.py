@@ -155,8 +155,8 @@ def _text(need: RankMemory) -> str:
     if need.activations + need.messages >= need.update:
         parts |= {"activations": need.activations, "messages and data": need.messages}
     else:
-        parts["the end of a step"] = need.update
-    parts["communicators, workspaces and fragments"] = need.system
+        parts["buffers at the end of a step"] = need.update
+    parts["communicators, workspaces and fragmentation"] = need.system
     return ", ".join(f"{_size(size)} of {what}" for what, size in parts.items() if size)
 
 

@@ -35,10 +35,10 @@ class SearchOptions:
 
     schedules: Sequence[str] = field(
         default=SEARCHED_SCHEDULES,
-        metadata={"help": f"of {', '.join(SCHEDULES)}", "metavar": "A,B"},
+        metadata={"help": f"any of {', '.join(SCHEDULES)}", "metavar": "A,B"},
     )
     layouts: Sequence[str] = field(
-        default=LAYOUTS, metadata={"help": f"of {', '.join(LAYOUTS)}", "metavar": "A,B"}
+        default=LAYOUTS, metadata={"help": f"any of {', '.join(LAYOUTS)}", "metavar": "A,B"}
     )
     recompute: bool | str | None = None
 

@@ -24,7 +24,7 @@ from raymm.scheduler.styles.blocks import (
     quota_choices,
 )
 
-OWN, QUOTA, IN_TIME = "devices of its own", "a quota beside others", "turns with others"
+OWN, QUOTA, IN_TIME = "separate devices", "a quota next to others", "turns with others"
 BETWEEN = "between the styles"
 # Up to FEW_LAYOUTS layouts are all tried, except those that a bound rules out. A local search from
 # one starting point tries at most MOST_TRIED plans.
@@ -98,7 +98,7 @@ def _place(plan: Plan, module: str) -> str:
     if stages > 1:
         texts.append(f"a pipeline of {stages} stages")
     if len(replicas) > 1:
-        texts.append(f"{len(replicas)} copies")
+        texts.append(f"{len(replicas)} replicas")
     first = plan.module_stages(module)[0]
     if (way := way_of(plan, module)) == QUOTA:
         neighbors = sorted({
@@ -106,7 +106,7 @@ def _place(plan: Plan, module: str) -> str:
             for other in plan.rank_stages(stage.rank)
             if other.module != module and other.slot == stage.slot and other.quota is not None
         })
-        texts.append(f"a quota of {first.quota:g} beside {', '.join(neighbors)}")
+        texts.append(f"a quota of {first.quota:g} next to {', '.join(neighbors)}")
     else:
         texts.append(way)
     slot = "" if first.slot is None else f", slot {first.slot}"

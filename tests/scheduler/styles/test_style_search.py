@@ -202,4 +202,4 @@ def test_encoders_are_guests_of_the_language_models_pipeline():
     assert {sizes[rank] for rank in guests} == {1}
     # What else would have cost is what was found on the way.
     assert result.ways["llm", OWN] > result.best.seconds < result.ways["a", QUOTA]
-    assert "with a quota beside others +" in result.lines()[0]
+    assert "with a quota next to others +" in result.lines()[0]
