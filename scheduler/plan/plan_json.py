@@ -68,7 +68,7 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
         tuple(data.get("layer_options", ())),
         data.get("quota"),  # the plan checks it
         typed({"split": "microbatches", **data}, "split", str),
-        data.get("slot"),  # likewise
+        data.get("slot"),  # the plan checks it
         typed({"ep": 1, **data}, "ep", int),
     )
 

@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 SHARDINGS = ("none", "zero1", "fsdp")
-"""What the processes that share parameters shard: nothing; the optimizer state (ZeRO-1); or also
+"""State that processes with equal parameters shard: none; the optimizer state (ZeRO-1); or also
 the parameters and gradients of blocks and untied embeddings (ZeRO-3, as in torch's FSDP2)."""
 
 
 SPLITS = ("microbatches", "samples")
-"""What the replicas of a module split: the microbatches of a step, each of which runs on one
-replica, or the samples of every microbatch, in consecutive shares."""
+"""Unit of work that the replicas of a module split: the microbatches of a step, each of which runs
+on one replica, or the samples of every microbatch, in consecutive shares."""
 
 
 class StageId(NamedTuple):

@@ -53,8 +53,8 @@ FEW_PLANS = 2_000
 # Relative improvement of the step time that justifies higher degrees.
 WORTHWHILE = 1e-3
 LEAST_PLANS = 8
-# Most assignments; for larger models, encoders get fewer choices. Of these, at most so many are
-# estimated, those with the least work and path.
+# Most assignments; if there are more, encoders get fewer choices. Of these, the MOST_ESTIMATED with
+# the least work and path are estimated.
 MOST_ASSIGNMENTS, MOST_ESTIMATED = 2_000_000, 4_000
 # Limit of stages times microbatches of a part, if only one of a plan's equal parts is evaluated.
 # Assignments with larger parts have fewer replicas of all modules than others with similar
