@@ -104,7 +104,7 @@ def steps(
     problem: MappingProblem, stages: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield (old stages, new stages) of every step whose new stages have no dependent modules.
-    Whether the stages can be ordered is not checked."""
+    The order of stages is not checked."""
     conflicts = {stage: 0 for stage in stages}
     for stage in stages:
         for m in bits(stage):
