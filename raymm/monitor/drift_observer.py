@@ -68,14 +68,14 @@ class DriftObserver:
         self, step: int, drift: Drift, meta: Sequence[MicrobatchMeta], expected: PlanDrift
     ) -> None:
         text = (
-            f"step {step:>5}  plan drift: rank {drift.rank}, of whose stages {drift.stage} takes "
-            f"longest, does {drift.measured:.0%} of the compute, and {drift.expected:.0%} were "
-            f"planned"
+            f"step {step:>5}  plan drift: rank {drift.rank} does {drift.measured:.0%} of the "
+            f"compute instead of the planned {drift.expected:.0%}; its longest stage is "
+            f"{drift.stage}"
         )
         try:
             table = expected.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
         except PlanError as error:
-            self._say(f"{text}; measure with `raymm profile` and plan anew ({error})")
+            self._say(f"{text}; measure with `raymm profile` and plan again ({error})")
             return
         try:
             file = save_table(table, self._folder / FILE)

@@ -79,7 +79,7 @@ class MetricsLog:
             return
         if self._problem is not None:
             self._problem = None
-            self._say(f"{self._path} can be written again, and has all rows")
+            self._say(f"{self._path} is writable again and has all rows")
 
     def _write(self) -> None:
         if self._rewind_to is not None:
@@ -155,9 +155,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if line.strip():
             if (row := _row(line)) is None:
                 raise ConfigError(
-                    f"{path}, line {number} is {shown(line.decode(errors='replace'))}, and no row "
-                    "that raymm wrote; put back what it was, or move the file elsewhere (the run "
-                    "goes on without the rows that it has)"
+                    f"{path}, line {number} is {shown(line.decode(errors='replace'))}, which is "
+                    "not a row that raymm wrote; restore the line, or move the file elsewhere (the "
+                    "run then continues without its rows)"
                 )
             rows.append(row)
     return rows if (row := _row(last)) is None else [*rows, row]

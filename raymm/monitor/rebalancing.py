@@ -106,7 +106,7 @@ class Rebalancing:
             try:
                 self._look(step)
             except RunFileError as error:
-                self._say(f"{error}. Microbatches stay as they are until the next look")
+                self._say(f"{error}. Microbatches stay unchanged until the next check")
         return {"costs": row} if row else {}
 
     def _learn(
@@ -204,7 +204,8 @@ def _line(
     step: int, decision: Decision, gain: float, error: float, costs: MeasuredCosts
 ) -> str:
     replicas = "".join(
-        f"; copies of {name} take {', '.join(f'{factor:.2f}' for factor in factors)} of their mean"
+        f"; replicas of {name} take {', '.join(f'{factor:.2f}' for factor in factors)} of the "
+        "mean time"
         for name, factors in costs.replicas.items()
     )
     return (

@@ -136,8 +136,8 @@ class StragglerObserver:
         if slow.rank not in self._said:
             self._said.add(slow.rank)
             self._say(
-                f"step {step:>5}  straggler: rank {slow.rank} takes {slow.times:.1f} times what "
-                f"its plan expects, beside what others take, for {STEPS} steps on end"
+                f"step {step:>5}  straggler: rank {slow.rank} takes {slow.times:.1f} times as long "
+                f"as planned, relative to the other ranks, for {STEPS} steps in a row"
             )
         return {"straggler": {"rank": slow.rank, "times": round(slow.times, 2)}}
 

@@ -45,9 +45,9 @@ def connect(quiet: bool = True) -> bool:
     refused = (address or "").startswith("ray://") and not ray.is_initialized()
     if refused or ray_client.is_connected():
         raise ClusterError(
-            f"RAY_ADDRESS is {address!r}, and raymm cannot drive ranks through a Ray Client "
-            "(ray://); run this in the cluster: with RAY_ADDRESS=auto on one of its machines (a "
-            "notebook in the head's pod), or by `ray job submit`"
+            f"RAY_ADDRESS is {address!r}, but raymm cannot drive ranks through a Ray Client "
+            "(ray://); run this inside the cluster: with RAY_ADDRESS=auto on one of its machines "
+            "(for example in a notebook on the head pod), or with `ray job submit`"
         )
     if ray.is_initialized():
         return False
@@ -103,12 +103,12 @@ def _connect_to(address: str, options: dict[str, Any]) -> None:
     except (ConnectionError, TimeoutError, RuntimeError, RayError) as error:
         if os.environ.get("RAY_AUTH_MODE") == "token":
             cure = (
-                "the token in ~/.ray/auth_token or RAY_AUTH_TOKEN must be the cluster's, and its "
-                "Ray the same version"
+                "use the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN, and the same "
+                "version of Ray"
             )
         else:
             cure = (
-                "`ray start` switches token authentication on: set RAY_AUTH_MODE=token, with the "
+                "`ray start` enables token authentication: set RAY_AUTH_MODE=token, with the "
                 "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
             )
         raise ClusterError(
@@ -164,8 +164,8 @@ def pick_device(
     reserves = resources is None or resources("cuda").gpus  # without, ranks find GPUs by themselves
     if device == "cuda" and reserves and reachable_resources().get("GPU", 0) < 1:
         raise ClusterError(
-            "run.device is 'cuda', and no node of the cluster has a GPU, nor can the autoscaler "
-            "bring one; accepted without GPUs: run.device: cpu, or auto"
+            "run.device is 'cuda', but no node of the cluster has a GPU and the autoscaler cannot "
+            "add one; set run.device to cpu or auto"
         )
     if device != "auto":
         return device

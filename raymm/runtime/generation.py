@@ -143,8 +143,8 @@ class WritingRules:
         if not self.unused:
             return None
         return (
-            "note: texts are written greedily, token by token the likeliest; not used of the "
-            f"model's generation_config.json: {', '.join(self.unused)}"
+            "note: text is generated greedily; ignored settings of the model's "
+            f"generation_config.json: {', '.join(self.unused)}"
         )
 
     def until_end(self, ids: Sequence[int]) -> list[int]:
@@ -161,28 +161,29 @@ def check_generates(parallel: WritingModule) -> None:
     stage = plan.module_stages(LANGUAGE_MODEL)[0]
     if plan.splits_samples or max(stage.cp, stage.fsdp) > 1:
         raise ModelError(
-            "to generate, the language model's processes must each have whole samples: accepted: "
-            "pp, tp and dp; not cp, sharding 'fsdp' or a mapping"
+            "to generate text, each process of the language model needs whole samples; accepted: "
+            "pp, tp and dp, without cp, sharding 'fsdp' or a mapping"
         )
     if isinstance(model, WholeModel):
         _check_whole(model)
         return
     if isinstance(model.merge, CrossAttend) or hasattr(model.merge, "model_arguments"):
         raise ModelError(
-            f"to generate, the merge policy must put items among the tokens; it is "
+            f"to generate text, the merge policy must insert items among the tokens; it is "
             f"{type(model.merge).__name__}; accepted: prepend, or token ids"
         )
     if model.packing or model.mask is not None and model.mask not in MASKS.values():
         raise ModelError(
-            "to generate, what a token of text sees must be all before it: accepted: no packing, "
-            f"and no mask or one of {', '.join(MASKS)}"
+            "to generate text, each token must attend to all tokens before it; accepted: no "
+            f"packing, and no mask or one of {', '.join(MASKS)}"
         )
     if (reason := why_not_written(
         model.language_model.source(ModuleKind.LANGUAGE_MODEL)
     )) is not None:
         raise ModelError(
-            f"to generate, a language model of parts must go on from what it keeps: {reason}; "
-            "accepted: another one, or the whole model (model: {path: FOLDER, train: ...})"
+            f"to generate text, the language model must continue from cached keys and values: "
+            f"{reason}; use another language model, or a Hugging Face VLM (model: "
+            "{path: FOLDER, train: ...})"
         )
 
 
@@ -194,8 +195,8 @@ def _check_whole(model: WholeModel) -> None:
     skeleton = model.source.skeleton()
     if model.packing or not getattr(skeleton, "can_generate", bool)():
         raise ModelError(
-            "to generate, a whole model must not pack its rows, and its class must be one that "
-            f"transformers generates with; packing is {model.packing}, the class "
+            "to generate text, a Hugging Face VLM must not pack its rows, and transformers must be "
+            f"able to generate with its class; packing is {model.packing}, the class is "
             f"{type(skeleton).__name__}"
         )
     needed = [
@@ -205,8 +206,8 @@ def _check_whole(model: WholeModel) -> None:
     ]
     if needed:
         raise ModelError(
-            f"to generate, a whole model's forward must go on from tokens alone; that of "
-            f"{type(skeleton).__name__} always takes {', '.join(needed)}"
+            f"to generate text, the forward of a Hugging Face VLM must not need more than tokens; "
+            f"{type(skeleton).__name__} always needs {', '.join(needed)}"
         )
 
 

@@ -34,8 +34,8 @@ def check_head_dims(
         for place, head_dim in _head_dims(model.spec(name).source.skeleton()):
             if head_dim > LARGEST_HEAD_DIM:
                 raise ModelError(
-                    f"{name}: {place} has heads of {head_dim} columns; accepted on cuda: at most "
-                    f"{LARGEST_HEAD_DIM}, or run.kernels: auto, which takes what can compute them"
+                    f"{name}: {place} has head dimension {head_dim}; accepted on cuda: at most "
+                    f"{LARGEST_HEAD_DIM}, or run.kernels: auto, which selects a suitable kernel"
                 )
 
 

@@ -49,11 +49,11 @@ def leave(client: Any, instance: str, seconds: float) -> str:
         int(deadline * 1000),
     )
     if not accepted:
-        return f"node {instance} was not announced to end: {reason}"
+        return f"node {instance} could not be drained: {reason}"
     start = time.monotonic()
     while time.time() < deadline:
         if _node(client, instance) is None:
-            return f"node {instance} has been left after {time.monotonic() - start:.1f} s"
+            return f"node {instance} was vacated after {time.monotonic() - start:.1f} s"
         time.sleep(INTERVAL_S)
     return f"something still runs on node {instance} after {seconds:g} s"
 
@@ -69,11 +69,11 @@ def _node(client: Any, instance: str) -> str | None:
 def main() -> int:
     """The command line; ends with 0, as what a preStop hook says changes nothing."""
     parser = argparse.ArgumentParser(description="Announce that this node is about to end.")
-    parser.add_argument("--seconds", type=float, required=True, help="until the node must be left")
+    parser.add_argument("--seconds", type=float, required=True, help="time until the node ends")
     seconds = parser.parse_args().seconds
     instance = os.environ.get(INSTANCE_VARIABLE)
     if not instance:
-        print(f"{INSTANCE_VARIABLE} is not set: which node is this?", file=sys.stderr)
+        print(f"{INSTANCE_VARIABLE} is not set; set it to the name of this node", file=sys.stderr)
         return 0
     address = services.canonicalize_bootstrap_address_or_die("auto")  # RAY_ADDRESS, where it is set
     client = raylet.GcsClient(address=address)

@@ -101,7 +101,8 @@ class RuntimeOptions:
         accepted = [option.name for option in fields(cls) if option.name not in without]
         if unknown := [name for name in options if name not in accepted]:
             raise TypeError(
-                f"{unknown[0]!r} is no option of a parallel module; accepted: {', '.join(accepted)}"
+                f"{unknown[0]!r} is not an option of a parallel module; accepted: "
+                f"{', '.join(accepted)}"
             )
         chosen = dict(options)
         chosen["optimizer"] = chosen.get("optimizer") or OptimizerConfig()

@@ -56,7 +56,7 @@ class DagParallelModule(PlannedModule):
     def __init__(self, dag: ModuleDag, plan: Plan, **options: Any) -> None:
         super().__init__(dag, RuntimeOptions.of(options))
         if texts := differences(plan.graph, dag.graph):
-            raise PlanError(f"the plan is not of this graph: {'; '.join(texts)}")
+            raise PlanError(f"the plan does not match this graph: {'; '.join(texts)}")
         self._check = DagCheck(dag)
         self._start(plan)
 
@@ -84,7 +84,7 @@ class DagParallelModule(PlannedModule):
             batches = list(batch)
             if not 1 <= len(batches) <= most:
                 raise DataError(
-                    f"a step has {len(batches)} microbatches; accepted: 1 to {most}, the plan's"
+                    f"a step has {len(batches)} microbatches; accepted: 1 to {most}, as in the plan"
                 )
         for microbatch in batches:
             self._check.check(microbatch)
@@ -133,7 +133,7 @@ def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:
     if samples % parts:
         raise DataError(
             f"a batch of {samples} samples does not divide into {parts} microbatches; accepted: a "
-            "multiple, or a list of microbatches"
+            "multiple of that number, or a list of microbatches"
         )
     size = samples // parts
     # Copies: views would bring the whole batch along.

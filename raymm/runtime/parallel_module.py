@@ -335,5 +335,5 @@ def not_finite_weights(names: Sequence[str]) -> ModelError:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ModelError(
         f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{more}; accepted: finite "
-        "numbers. Look at what wrote the file, or the module, that they come from"
+        "numbers. Check the file or the module that they come from"
     )

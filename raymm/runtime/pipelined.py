@@ -162,8 +162,8 @@ class MultimodalParallelModule(PlannedModule):
         for number, microbatch in enumerate(prepared[1]):
             if microbatch.num_samples % 2:
                 raise DataError(
-                    f"microbatch {number} has {microbatch.num_samples} rows; accepted: pairs of a "
-                    "chosen and a rejected answer, one row after the other"
+                    f"microbatch {number} has {microbatch.num_samples} rows; accepted: an "
+                    "even number, each chosen answer followed by its rejected answer"
                 )
         loss, meta = self.model.preference, prepared[1]
         if loss.asked_once:
@@ -181,8 +181,8 @@ class MultimodalParallelModule(PlannedModule):
         ids = [microbatch.sample_ids for microbatch in meta]
         if unknown := [row for rows in ids for row in rows if row not in self.references]:
             raise DataError(
-                f"nothing is known of what the model has said of {unknown[0]!r} at first; "
-                "accepted: rows that scores() was asked for before training, by ids in references"
+                f"the reference scores of row {unknown[0]!r} are missing; accepted: rows with an "
+                "entry in references, computed by scores() before training"
             )
         return [torch.tensor([self.references[row] for row in rows]) for rows in ids]
 

@@ -156,8 +156,8 @@ class PlannedModule(ParallelModule):
         if steps is None:
             self.shutdown()
             raise failure.kind(
-                f"{failure.message}\nThat was within an optimizer's step, which some ranks have "
-                "taken and others not: the model cannot go on"
+                f"{failure.message}\nThe failure interrupted an optimizer step that only some "
+                "ranks have applied, so the model cannot continue"
             )
         self.restore_step(steps)
 
@@ -184,8 +184,8 @@ class PlannedModule(ParallelModule):
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
             raise PlanError(
-                "stages of the new plan differ in layers or ranks from those that run; "
-                "start the model anew under it"
+                "stages of the new plan differ in layers or ranks from the running stages; "
+                "start a new model with this plan"
             )
         self.plan = plan
         self._processes = Processes(plan)

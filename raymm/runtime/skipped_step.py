@@ -20,7 +20,7 @@ from raymm.scheduler.plan.stage import Edge, StageId
 MAX_NAMED = 8
 
 _WHAT = {
-    "output": "the output of {}", "gradient": "the gradient that {} hands back",
+    "output": "the output of {}", "gradient": "the gradient that {} returns",
     "parameters": "the gradients of parameters of {}",
 }
 

@@ -129,13 +129,13 @@ class ParallelSpec:
         check_number("max_dp", most, self.dp)
         if self.ep > 1:
             raise PlanError(
-                f"ep is {self.ep}, and dp from {self.dp} to {most}: experts are dealt out over a "
-                "number of processes that stays; accepted: one dp, or ep 1"
+                f"ep is {self.ep}, and dp from {self.dp} to {most}: experts are sharded over a "
+                "fixed number of processes; accepted: a single dp, or ep 1"
             )
         if self.ranks is not None:
             raise PlanError(
-                f"ranks is {self.ranks}, and dp from {self.dp} to {most}: how many ranks there are "
-                "is not known; accepted: no ranks, which gives every replica its own"
+                f"ranks is {self.ranks}, and dp from {self.dp} to {most}: the number of ranks is "
+                "not fixed; leave ranks out to give every replica its own ranks"
             )
 
     @property
@@ -320,7 +320,7 @@ def _with_quotas(
         if spec.quota is not None and all(stage.quota is None for stage in own):
             ranks = sorted({stage.rank for stage in own})
             raise PlanError(
-                f"quota of {name!r} is {spec.quota}, and no other module with a quota is on its "
+                f"quota of {name!r} is {spec.quota}, but no other module with a quota is on its "
                 f"ranks {ranks}; accepted: quotas of modules that name the same ranks"
             )
     return with_quotas

@@ -37,7 +37,7 @@ def why_not_written(source: ModuleSource) -> str | None:
     model = small_language_model(source).eval()
     name = type(model).__name__
     if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return f"{name} takes no keys and values of tokens before (past_key_values)"
+        return f"{name} does not accept cached keys and values (past_key_values)"
     vocabulary = input_embeddings(model).weight.shape[0]
     texts = [torch.tensor([text]) % vocabulary for text in _TEXTS]
     try:
@@ -45,7 +45,7 @@ def why_not_written(source: ModuleSource) -> str | None:
             whole = [_at_once(copy.deepcopy(model), text) for text in texts]
             return _one_by_one(model, source, texts, whole)
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        return f"{name} does not go on from keys and values of tokens before{because(error)}"
+        return f"{name} cannot continue from cached keys and values{because(error)}"
 
 
 def _at_once(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,9 @@ def _one_by_one(
             apart = float((row - due[seen[number] - 1]).abs().max() / due.abs().max())
             if not apart <= _ALIKE:
                 return (
-                    f"{type(model).__name__} gives other logits for token {seen[number]} from keys "
-                    f"and values of those before than from all of them (by {apart:.1e} of the "
-                    "largest)"
+                    f"{type(model).__name__} computes different logits for token {seen[number]} "
+                    f"from cached keys and values than from all tokens at once (by {apart:.1e} of "
+                    "the largest)"
                 )
     return None
 

@@ -78,6 +78,6 @@ def test_nodes_come_are_announced_to_end_and_go():
         assert "waiting for nodes" in text and "requested: 2 x (1 CPU, 1 GPU) and 1 x" in text
         rig.wait_until(lambda: rig.pods.workers() == [], "idle nodes go")
         rig.wait_until(
-            lambda: any("has been left after" in line for line in rig.events), "the preStop hook"
+            lambda: any("was vacated after" in line for line in rig.events), "the preStop hook"
         )
         assert any(f"workersToDelete\": [\"{second}" in line for line in rig.events), rig.events

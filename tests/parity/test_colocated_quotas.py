@@ -156,7 +156,7 @@ def test_frozen_encoders_are_under_way_at_the_same_time(ray_cluster):
     ("vision", "audio", "why"),
     [
         ({"quota": 0.7}, {"quota": 0.4}, r"on rank 0 sum to 1\.1; accepted: at most 1"),
-        ({"quota": 0.5}, {}, r"quota of 'vision' is 0\.5, and no other module with a quota is on"),
+        ({"quota": 0.5}, {}, r"quota of 'vision' is 0\.5, but no other module with a quota is on"),
         ({"quota": 0.5, "ranks": (1,)}, {"quota": 0.5}, "accepted: quotas of modules that name"),
         ({"quota": 0.5}, {"quota": 0.02}, r"rank 0: quota of 'audio' is 0\.02 .*accepted: 0\.0606"),
         ({"quota": 0.5, "tp": 2}, {"quota": 0.5, "tp": 2}, "its tp 2; accepted: quotas on ranks"),

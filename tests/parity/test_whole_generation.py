@@ -89,5 +89,5 @@ def test_layouts_that_do_not_write_are_refused(tmp_path):
     parallel = WholeParallelModule.__new__(WholeParallelModule)
     parallel.model = model
     parallel.plan = whole_plan(model, {LANGUAGE_MODEL: ParallelSpec(cp=2)})
-    with pytest.raises(ModelError, match="not cp, sharding 'fsdp' or a mapping"):
+    with pytest.raises(ModelError, match="without cp, sharding 'fsdp' or a mapping"):
         next(generate(parallel, [], 1))

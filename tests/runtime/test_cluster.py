@@ -58,7 +58,7 @@ def test_a_server_that_comes_up_is_waited_for(monkeypatch, no_session):
 
 
 @pytest.mark.parametrize(("mode", "cure"), [
-    (None, "set RAY_AUTH_MODE=token"), ("token", "must be the cluster's"),
+    (None, "set RAY_AUTH_MODE=token"), ("token", "use the cluster's token"),
 ])
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch, no_session, mode, cure):
     """What Ray raises where the token is missing, as of a head of ``ray start``."""

@@ -38,7 +38,7 @@ def test_what_does_not_come_up_is_a_sentence_and_leaves_nothing(tmp_path):
     )
     said = done.stdout
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert "an embedded Ray did not come up on this machine" in said
+    assert "an embedded Ray did not start on this machine" in said
     assert f"Its logs are in {tmp_path}" in said and "RAY_ADDRESS" in said
     assert "left: set()" in said
 

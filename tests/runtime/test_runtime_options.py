@@ -19,7 +19,7 @@ CLASSES = (MultimodalParallelModule, DagParallelModule)
 
 @pytest.mark.parametrize("make", CLASSES)
 def test_options_are_refused_by_name_before_anything_else(make):
-    with pytest.raises(TypeError, match="'sed' is no option .* accepted: .*seed, timeout_s"):
+    with pytest.raises(TypeError, match="'sed' is not an option .* accepted: .*seed, timeout_s"):
         make(None, None, sed=1)
     with pytest.raises(ValueError, match="device is 'tpu'; accepted: cpu, cuda"):
         make(None, None, device="tpu")
@@ -76,7 +76,7 @@ def wide_model(mask: str | None) -> MultimodalModule:
 
 
 def test_heads_that_no_kernel_has_are_refused_before_anything_runs():
-    said = "llm: .*self_attn has heads of 520 columns; accepted on cuda: at most 512"
+    said = "llm: .*self_attn has head dimension 520; accepted on cuda: at most 512"
     with pytest.raises(ModelError, match=said):
         MultimodalParallelModule(wide_model("causal"), None, device="cuda")  # type: ignore[arg-type]
     wide, on_gpus = wide_model("causal"), RuntimeOptions(device="cuda")

@@ -22,10 +22,10 @@ def model_of(name):
 @pytest.mark.parametrize(("name", "reason"), [
     ("LlamaForCausalLM", None), ("Gemma3ForCausalLM", None), ("OPTForCausalLM", None),
     ("Lfm2ForCausalLM", None), ("BloomForCausalLM", None),
-    ("OpenAIGPTLMHeadModel", "takes no keys and values"),
-    ("RobertaForCausalLM", "gives other logits for token 7"),
+    ("OpenAIGPTLMHeadModel", "does not accept cached keys and values"),
+    ("RobertaForCausalLM", "computes different logits for token 7"),
     # States in its layers, of whichever text was last.
-    ("RecurrentGemmaForCausalLM", "gives other logits for token 7"),
+    ("RecurrentGemmaForCausalLM", "computes different logits for token 7"),
 ])
 def test_what_goes_on(name, reason):
     answer = why_not_written(model_of(name).source(ModuleKind.LANGUAGE_MODEL))
@@ -41,5 +41,5 @@ def test_what_does_not_is_refused_before_it_writes():
 
     Parallel.model = model
     assert Parallel.plan.module_stages(LANGUAGE_MODEL)
-    with pytest.raises(ModelError, match="must go on from what it keeps: RobertaForCausalLM"):
+    with pytest.raises(ModelError, match="from cached keys and values: RobertaForCausalLM"):
         check_generates(Parallel())

@@ -181,7 +181,7 @@ def test_a_log_that_cannot_go_on_is_refused_before_ranks_start(
     (exporting := run / ".out.raymm-partial").mkdir()
     before = log.read_text()
     code, text = raymm("train", make_config({"run.steps": 14, "optimizer.total_steps": 14}))
-    assert code == 2 and f"{log}, line " in text and "no row that raymm wrote" in text
+    assert code == 2 and f"{log}, line " in text and "not a row that raymm wrote" in text
     assert log.read_text() == before and exporting.is_dir()
 
 

@@ -16,7 +16,7 @@ from raymm.training.trainer import Trainer
 
 @pytest.mark.parametrize(("layout", "says"), [
     ({"dp": {"min": 2, "max": 1}}, "max_dp is 1"),
-    ({"dp": {"min": 1, "max": 2}, "ranks": [0]}, "how many ranks there are is not known"),
+    ({"dp": {"min": 1, "max": 2}, "ranks": [0]}, "the number of ranks is not fixed"),
 ])  # fmt: skip
 def test_ranges_that_cannot_be_are_refused(make_config, layout, says):
     config = load_config(make_config({"parallel": {"language_model": layout}}))

@@ -25,7 +25,7 @@ def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
     }))
     assert code == 0, text
     assert "jsonl: No space left on device. The run continues" in text, text
-    assert "jsonl can be written again, and has all rows" in text
+    assert "jsonl is writable again and has all rows" in text
     assert "the run continues and saves at the next checkpoint" in text.lower()
     assert curve(run) == curve(finished.path)
     steps = [row["step"] for row in read_metrics(run / "samples.jsonl")]

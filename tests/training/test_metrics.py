@@ -74,7 +74,7 @@ def test_rows_stay_in_memory_while_the_disk_is_full(small_disk):
     assert [row["step"] for row in read_metrics(small_disk.path / "samples.jsonl")] == [2, 3]
     assert len(said) == 2
     assert said[0].endswith("The run continues; rows are in memory until it can be written")
-    assert said[1].endswith("can be written again, and has all rows")
+    assert said[1].endswith("is writable again and has all rows")
 
 
 def test_rows_stay_in_memory_while_the_disk_is_read_only(small_disk):
@@ -116,7 +116,7 @@ def test_a_line_that_is_no_row_is_named_and_nothing_is_written(tmp_path, line):
     """Left out of a log that goes on, it would be lost; only the last one may be cut off."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(text := b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match="line 2 is .*, and no row that raymm wrote; put back"):
+    with pytest.raises(ConfigError, match="line 2 is .*, which is not a row that raymm wrote"):
         MetricsLog(path, resume_step=2)
     assert path.read_bytes() == text
     path.write_bytes(b'{"step": 1}\n' + line)

@@ -125,7 +125,7 @@ def test_a_copy_that_gets_slow_is_noticed_and_spared(plan, tmp_path):
     )
     assert shown[-1]["error"] < 0.05
     assert len(run.lines) == sum(row["decision"] is not None for row in log)
-    assert "rebalanced: from step" in run.lines[0] and "copies of text take" in run.lines[0]
+    assert "rebalanced: from step" in run.lines[0] and "replicas of text take" in run.lines[0]
     samples = [one for groups, _ in run.taken for one in flat(groups)]
     epoch = samples[:COUNT]
     assert len(samples) < COUNT or sorted(epoch) == list(range(COUNT))
@@ -230,7 +230,7 @@ def test_a_slow_copy_of_shared_microbatches_gets_the_lighter_samples(tmp_path):
     decision = next(row["decision"] for row in log if row["decision"])
     assert decision["costs"]["shared"] == ["text"]
     assert decision["costs"]["copies"]["text"] == pytest.approx([0.7, 1.3], abs=0.02)
-    assert "copies of text take" in lines[0]
+    assert "replicas of text take" in lines[0]
     assert np.mean(longest[:EVERY]) > 0.6 and np.mean(longest[-8:]) < 0.53
     assert row["costs"]["error"] < 0.01
     assert row["costs"]["step_s"]["predicted"] == pytest.approx(

@@ -237,7 +237,7 @@ def test_texts_end_where_the_generation_configuration_says(tmp_path, capsys):
         command = ["generate", str(file), "--prompt", "What is it?", "--max-tokens", "6", *option]
         assert main(command) == 0
         printed = capsys.readouterr().out
-        assert "not used of the model's generation_config.json: do_sample True" in printed
+        assert "ignored settings of the model's generation_config.json: do_sample True" in printed
         assert "repetition_penalty 1.5" in printed
         text = processor.decode(due, skip_special_tokens=skip).strip()
         assert f"> What is it?\n{text}\n" in printed and (text != "") != skip

@@ -130,9 +130,9 @@ def _did_not_come_up(error: Exception) -> str:
     sessions = sorted(folder.glob(f"session_*_{os.getpid()}"))
     logs = sessions[-1] / "logs" if sessions else folder
     return (
-        f"an embedded Ray did not come up on this machine: {type(error).__name__}: "
+        f"an embedded Ray did not start on this machine: {type(error).__name__}: "
         f"{' '.join(str(error).split())} Its logs are in {logs} (gcs_server.out, raylet.out). "
-        "Often the machine is short of memory, of places for processes or of room in that folder, "
-        "or so busy that starting takes too long: start again when it is not, set RAY_TMPDIR to "
-        "a folder with room, or set RAY_ADDRESS to a cluster that runs"
+        "Common causes are too little memory, a limit on processes, a full disk or a high load. "
+        "Try again when the load is lower, set RAY_TMPDIR to a folder with free space, or set "
+        "RAY_ADDRESS to a running cluster"
     )

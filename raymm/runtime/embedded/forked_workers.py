@@ -360,7 +360,7 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
     """What :func:`_forked` sends."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     if struct.unpack("iII", credentials)[1] != os.getuid():
-        raise ConnectionError("the request is another user's")
+        raise ConnectionError("the request comes from another user")
     head, outputs, _, _ = socket.recv_fds(connection, 8, 3)
     message = bytearray()
     while len(message) < int.from_bytes(head, "little"):

@@ -90,7 +90,7 @@ class WholeParallelModule(PlannedModule):
     @classmethod
     def check_plan(cls, model: WholeModel, plan: Plan, options: RuntimeOptions) -> RankSpecs:
         if texts := differences(plan.graph, model.graph):
-            raise PlanError(f"the plan is not of this model: {'; '.join(texts)}")
+            raise PlanError(f"the plan does not match this model: {'; '.join(texts)}")
         return super().check_plan(model, plan, options)
 
     def _full_name(self, stage: StageId, name: str) -> str:
@@ -127,7 +127,7 @@ class WholeParallelModule(PlannedModule):
         if not 1 <= len(batches) <= self.plan.num_microbatches:
             raise DataError(
                 f"a step has {len(batches)} microbatches; accepted: 1 to "
-                f"{self.plan.num_microbatches}, the plan's"
+                f"{self.plan.num_microbatches}, as in the plan"
             )
         parts, meta = [], []
         for microbatch in batches:
