@@ -33,7 +33,7 @@ _HINTS = {
 }
 # Files of rows, which are no configuration.
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".tar", ".gz", ".zst")
-_AS_ROWS = "rows of data are given with --data: raymm train --model MODEL --data"
+_AS_ROWS = "pass rows of data with --data: raymm train --model MODEL --data"
 _TAG = "tag:yaml.org,2002:"
 # Numbers that YAML 1.1 and 1.2 read differently: 010 is 8 or 10, 1:30 is 90 or a text.
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
             name = key.value if merges else self.construct_object(key, deep=True)
             if isinstance(name, Hashable):
                 if name in seen:
-                    raise _wrong(key, f"the key {name!r} is twice in the same section")
+                    raise _wrong(key, f"the key {name!r} occurs twice in the same section")
                 seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -104,10 +104,10 @@ def parse_yaml(text: str, what: str) -> Any:
     try:
         value = yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{what} is not YAML that can be used: {_explained(error)}") from None
+        raise ConfigError(f"{what} is not valid YAML: {_explained(error)}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         # ValueError: a date such as 2024-13-45, a number of thousands of digits.
-        raise ConfigError(f"{what} is not YAML that can be used: {error}") from None
+        raise ConfigError(f"{what} is not valid YAML: {error}") from None
     _check_size(value, what)
     return value
 
@@ -133,11 +133,11 @@ def _check_size(value: Any, what: str) -> None:
         level = list(islice(inner, left + 1))
         left -= len(level)
         if left < 0:
-            raise ConfigError(f"{what} has more than {MOST_VALUES} values, aliases written out")
+            raise ConfigError(f"{what} has more than {MOST_VALUES} values with aliases expanded")
     if level:
         raise ConfigError(
-            f"{what} has sections nested deeper than {MOST_DEPTH}, or an alias of a section in "
-            "that section"
+            f"{what} has sections nested deeper than {MOST_DEPTH}, or a section that "
+            "contains an alias of itself"
         )
 
 
@@ -183,7 +183,7 @@ def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
         ConfigError: naming the file, or the override.
     """
     if str(path).endswith(_ROWS) and os.path.isfile(path):
-        raise ConfigError(f"{path} is no configuration by its name; {_AS_ROWS} {path}")
+        raise ConfigError(f"{path} does not look like a configuration file; {_AS_ROWS} {path}")
     if os.path.isdir(path):
         raise ConfigError(
             f"config is {str(path)!r}, which is a folder; give a YAML file, or a model's folder "
@@ -194,13 +194,13 @@ def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
         raise ConfigError(f"{path} is empty; it needs the sections run, model and data")
     if isinstance(data, list):
         raise ConfigError(
-            f"{path} holds a list, and a configuration has the sections run, model and data; "
+            f"{path} holds a list, but a configuration has the sections run, model and data; "
             f"{_AS_ROWS} {path}"
         )
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{path} holds a {type(data).__name__}; a configuration has the sections run, model "
-            "and data"
+            f"{path} holds a {type(data).__name__}, but a configuration has the sections run, "
+            "model and data"
         )
     for override in overrides:
         apply_override(data, override)

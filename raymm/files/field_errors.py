@@ -31,7 +31,7 @@ def explain(error: ValidationError, section: type[BaseModel]) -> str:
         elif item["type"] == "model_type":
             lines.append(f"{where}: must be a section of keys (got {shown(item['input'])})")
         elif item["type"] == "invalid_key" or item["loc"][-1:] == ("[key]",):
-            lines.append(f"{where}: keys are texts; put this one in quotes")
+            lines.append(f"{where}: keys must be strings; put this one in quotes")
         else:
             message = item["msg"].removeprefix("Value error, ")
             value = item["input"]

@@ -169,7 +169,7 @@ class Output:
 _TRIES = 5
 _FOLDER = "a folder that can be written"
 _FILE = "a file that can be written"
-_NEW_FOLDER = "a new folder, where one can be made"
+_NEW_FOLDER = "a new folder in a place that can be written"
 
 
 def with_home(name: str) -> str:
@@ -187,14 +187,14 @@ def with_home(name: str) -> str:
 
 def _path(field: str, name: str, expected: str) -> Path:
     if not name.strip() or "\0" in name:
-        raise _refusal(field, name, expected, "it is empty, or has a null character")
+        raise _refusal(field, name, expected, "it is empty or contains a null character")
     try:
         path = Path(with_home(name))
         os.fsencode(path)
     except ValueError as error:  # a home of nobody; a surrogate
         raise _refusal(field, name, expected, str(error)) from None
     if expected != _FOLDER and path.name in ("", ".."):
-        raise _refusal(field, name, expected, "it has no name of its own")
+        raise _refusal(field, name, expected, "it has no file or folder name")
     return path
 
 

@@ -207,8 +207,8 @@ class FolderOwner(ABC):
         if owner != self._me:
             whose = f"{file} is gone" if owner is None else f"it belongs to {owner}"
             raise RunError(
-                f"{self._place} is this run's no more; {whose}. Was it stopped for long, or was "
-                "that file removed?"
+                f"{self._place} no longer belongs to this run: {whose}. Was the run paused for a "
+                "long time, or was the file removed?"
             )
 
     def _beat(self) -> None:
@@ -245,9 +245,9 @@ class FolderOwner(ABC):
         if current() != owner:
             return False
         raise ConfigError(
-            f"run.storage_path is {str(self._place)!r}, which belongs to a run that goes on: "
-            f"{owner}. Wait for its end or end it, or give another storage_path. Once it is gone, "
-            "the next run takes the folder over by itself"
+            f"run.storage_path is {str(self._place)!r}, which belongs to an active run: "
+            f"{owner}. Wait until it ends, end it, or set another storage_path. Once it has ended, "
+            "the next run takes over the folder"
         )
 
     def _stays_silent(
@@ -260,7 +260,7 @@ class FolderOwner(ABC):
         left = GONE_AFTER_S - silent()
         if left > 0:
             self._say(
-                f"the run folder belongs to {owner}; looking for a sign of life for at most "
+                f"the run folder belongs to {owner}; waiting for its next heartbeat for at most "
                 f"{left:.0f} s"
             )
         deadline = time.monotonic() + left

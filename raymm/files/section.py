@@ -39,7 +39,7 @@ def section_of(options: type) -> type[Section]:
 
 def _text(value: str) -> str:
     if not value.strip() or "\0" in value:
-        raise ValueError("must be a text that is not blank and has no null character")
+        raise ValueError("must be a text that is not blank and contains no null character")
     try:
         value.encode()
     except UnicodeEncodeError:

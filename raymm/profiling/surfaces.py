@@ -320,20 +320,20 @@ class _Work:
         if len(self.degrees) > 1:
             links = spec and f"{spec.name}'s links ({spec.within_node.bandwidth / 1e9:g} GB/s)"
             notes.append(
-                "one device was measured, with each replica's samples; sums of gradients "
-                + (f"are added from {links}" if links else "are left out: links are not known")
+                "one device was measured, with the samples of each replica; gradient all-reduces "
+                + (f"are estimated from {links}" if links else "are left out: links are unknown")
             )
         if self.device != "cuda":
             notes.append(
-                "CPUs have no quotas: only whole devices are measured; no bandwidth use and no "
-                "colocations either, so interference is not known"
+                "CPUs have no quotas: only whole devices are measured, without bandwidth "
+                "use and colocations, so interference is unknown"
             )
             return tuple(notes)
-        notes.append("quotas are granted in whole groups of multiprocessors: what was measured at "
-                     "a quota had the groups nearest to it")  # fmt: skip
+        notes.append("quotas are granted in whole groups of multiprocessors: each measurement "
+                     "used the number of groups nearest to its quota")  # fmt: skip
         notes.append(
-            "bandwidth use is not known: the device is not in raymm's table" if spec is None else
-            f"bandwidth use: counted traffic of products and attention over measured time, of "
+            "bandwidth use is unknown: the device is not in raymm's table" if spec is None else
+            f"bandwidth use: counted traffic of products and attention over measured time, of the "
             f"{spec.name}'s {spec.memory_bandwidth / 1e9:g} GB/s; a lower bound"
         )
         return tuple(notes)

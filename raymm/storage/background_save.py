@@ -91,4 +91,4 @@ class BackgroundSave:
 
     def _check(self) -> None:
         if self._abandoned.is_set():
-            raise InternalError(f"the checkpoint of step {self.step} is given up")
+            raise InternalError(f"the checkpoint of step {self.step} was abandoned")

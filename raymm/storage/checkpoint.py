@@ -63,7 +63,7 @@ class Checkpoint:
         """What to say aloud of the newer ones."""
         return [
             *(f"corrupt checkpoint, left where it is: {reason}" for reason in self.corrupt),
-            *([f"the newest whole one before it is {self.folder}"] if self.corrupt else ()),
+            *([f"the newest intact checkpoint is {self.folder}"] if self.corrupt else ()),
         ]
 
 
@@ -118,7 +118,7 @@ class CheckpointStore:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {self._root}, where checkpoints are: {error.strerror or error}"
+                f"cannot read the checkpoint folder {self._root}: {error.strerror or error}"
             ) from None
 
     def _committed(self) -> list[StorageFolder]:
@@ -150,8 +150,8 @@ class CheckpointStore:
             return Checkpoint(folder.place, manifest, tuple(corrupt))
         if corrupt:
             raise CheckpointError(
-                "no checkpoint is whole:\n" + "\n".join(corrupt) + "\nPut back what was changed; "
-                f"or, to begin from the beginning, remove {self._root} or give another storage_path"
+                "no checkpoint is intact:\n" + "\n".join(corrupt) + "\nRestore the changed files; "
+                f"or, to start from the beginning, remove {self._root} or set another storage_path"
             )
         return None
 
@@ -324,7 +324,7 @@ class CheckpointStore:
             self._remove_old(step)
         except RunFileError as error:
             self.unremoved = (
-                f"an old checkpoint stays: {error}. The next save tries to remove it again"
+                f"an old checkpoint could not be removed: {error}. The next save tries again"
             )
         return folder.place
 
@@ -336,13 +336,13 @@ class CheckpointStore:
         try:
             before = [folder for folder in self._committed() if folder not in self._corrupt]
         except OSError:
-            return "those before it stay"
-        return f"{before[-1]} stays" if before else "there is none before it"
+            return "earlier checkpoints are kept"
+        return f"{before[-1]} is kept" if before else "there is no earlier checkpoint"
 
     def _not_finite(self, step: int, names: list[str]) -> NotFiniteError:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return NotFiniteError(
-            f"no checkpoint of step {step} was written: not finite are "
+            f"no checkpoint of step {step} was written: these tensors are not finite: "
             f"{', '.join(names[:MAX_NAMED])}{more}. The last checkpoint is "
             f"{self.latest() or 'none'}. A lower optimizer.lr, or optimizer.max_grad_norm, may "
             "help"

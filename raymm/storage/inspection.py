@@ -126,7 +126,7 @@ def _checkpoints(folder: StorageFolder) -> list[StorageFolder]:
         raise CheckpointError(f"cannot read {folder}: {error.strerror or error}") from None
     if not folders:
         raise CheckpointError(
-            f"{folder} has no checkpoint; expected a run's folder (run.storage_path), or that of a "
+            f"{folder} has no checkpoint; expected the folder of a run (run.storage_path) or of a "
             f"checkpoint in its {CHECKPOINTS}"
         )
     return folders

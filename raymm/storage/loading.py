@@ -149,7 +149,7 @@ def _copy_averages(stored: StoredTensors, own: Mapping[str, torch.Tensor]) -> in
 def _check_averages(folder: Path | str, averaged: bool, copied: int) -> None:
     if averaged and not copied:
         raise CheckpointError(
-            f"{folder} has no averages of weights; a run keeps them with optimizer.ema"
+            f"{folder} has no averaged weights; a run saves them if optimizer.ema is set"
         )
 
 
@@ -168,7 +168,7 @@ def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> N
         lost = left - state or state
         what = "tensor(s) that this model lacks"
         if lost == state:
-            what = "tensor(s) of an optimizer of parameters that this model does not train"
+            what = "optimizer tensor(s) of parameters that this model does not train"
         raise CheckpointError(
             f"{folder} has {len(lost)} {what}, which would be lost: {_few(lost)}"
         )

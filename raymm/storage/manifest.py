@@ -115,17 +115,17 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a field twice
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
     if (version := values.get("format")) != CHECKPOINT_FORMAT:
         raise CheckpointError(
             f"{path}: format is {version!r:.80}; this raymm reads {CHECKPOINT_FORMAT}, which has "
-            "checksums. Export it with the raymm that wrote it, or begin in another storage_path"
+            "checksums. Export it with the raymm that wrote it, or set another storage_path"
         )
     stated, due = values.pop("checksum", None), _checksum(values)
     if stated != due:
         raise CheckpointError(
-            f"{path} was changed after it was written: its checksum is {stated!r:.80}, what it "
-            f"says has {due!r}. If you have edited it on purpose, put that in"
+            f"{path} was changed after it was written: it states the checksum {stated!r:.80}, "
+            f"but its content has {due!r}. If you edited it on purpose, write that checksum into it"
         )
     try:
         return Manifest.model_validate(values)

@@ -68,5 +68,5 @@ def _of_rank(rank: int, ref: ray.ObjectRef) -> Any:
         return ray.get(ref)
     except RayTaskError as error:
         if isinstance(error.cause, MemoryError):
-            raise CheckpointError(f"rank {rank} has no memory to write its part") from None
+            raise CheckpointError(f"rank {rank} has no memory to write its shard") from None
         raise

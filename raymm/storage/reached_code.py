@@ -73,9 +73,9 @@ def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -
     if strict and values.unseen and code_version is None:
         code = ", ".join(name for name, source in sources.items() if source != "absent")
         raise ModelError(
-            f"cache.version is not given, and changes of user code ({code}) might not be noticed: "
-            f"it {values.unseen[0]}. Set cache.version to a text that you change with the code and "
-            "the files that it reads, or set cache.features to 'host' or 'none'"
+            f"cache.version is not set, and changes to user code ({code}) might go unnoticed: it "
+            f"{values.unseen[0]}. Set cache.version to a text that you change whenever the code or "
+            "a file that it reads changes, or set cache.features to 'host' or 'none'"
         )
     return {
         "sources": sources, "libraries": libraries, "version": code_version,

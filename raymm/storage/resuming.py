@@ -39,42 +39,42 @@ class Rule(NamedTuple):
 RULES = (
     # Progress and rates: the usual reasons to go on with another file.
     Rule("run.steps", True, ""),
-    Rule("optimizer.total_steps", True, "the rest of the learning rate's schedule is another one"),
-    Rule("optimizer.name", False, "what is kept of parameters is another algorithm's"),
-    Rule("optimizer.modules.*.name", False, "what is kept of parameters is another algorithm's"),
-    Rule("optimizer.parameters", False, "weights would be rounded, or their masters lost"),
+    Rule("optimizer.total_steps", True, "the rest of the learning rate schedule changes"),
+    Rule("optimizer.name", False, "the saved optimizer state is for another algorithm"),
+    Rule("optimizer.modules.*.name", False, "the saved optimizer state is for another algorithm"),
+    Rule("optimizer.parameters", False, "weights would be rounded, or master weights lost"),
     Rule("optimizer.modules.*.parameters", False, "weights would be rounded, or masters lost"),
     Rule("optimizer.no_decay*", False, _OTHER_DECAY),
     Rule("optimizer.modules.*.no_decay*", False, _OTHER_DECAY),
-    Rule("optimizer.*", True, "it holds from the next step on"),
-    Rule("run.precision", True, "numbers are rounded otherwise"),
-    Rule("run.seed", False, "weights that no checkpoint has, and dropout, would be others"),
+    Rule("optimizer.*", True, "it applies from the next step on"),
+    Rule("run.precision", True, "numbers are rounded differently"),
+    Rule("run.seed", False, "dropout, and weights that are not in checkpoints, would change"),
     # Which samples a step has. The position in the data is counted in samples or planned steps.
-    Rule("data.*.times", True, "files were written again; what was read of them is the same"),
-    Rule("data.train.*.name", True, "samples and metrics name it"),
-    Rule("data.train.*.weight*", True, "it holds from the next step on"),
-    Rule("data.train*", False, "the position in the epoch would mean other samples"),
-    Rule("data.seed", False, "the rest of the epoch would repeat samples and leave some out"),
-    Rule("data.shuffle", False, "the rest of the epoch would repeat samples and leave some out"),
-    Rule("data.batch_size", True, "the epoch goes on at the same sample, in steps of another size"),
+    Rule("data.*.times", True, "the files were rewritten; the part that was compared is the same"),
+    Rule("data.train.*.name", True, "samples and metrics use the new name"),
+    Rule("data.train.*.weight*", True, "it applies from the next step on"),
+    Rule("data.train*", False, "the position in the epoch would refer to other samples"),
+    Rule("data.seed", False, "the rest of the epoch would repeat some samples and skip others"),
+    Rule("data.shuffle", False, "the rest of the epoch would repeat some samples and skip others"),
+    Rule("data.batch_size", True, "the epoch continues at the same sample with another step size"),
     Rule("data.microbatches", True, "the same samples in other microbatches"),
-    Rule("data.batching*", True, "what is left of the epoch is planned anew"),
-    Rule("data.heldout*", True, "held-out losses cannot be compared with those before"),
-    Rule("data.batches", True, "batches in memory are taken in turn"),
+    Rule("data.batching*", True, "the rest of the epoch is planned again"),
+    Rule("data.heldout*", True, "held-out losses cannot be compared with earlier ones"),
+    Rule("data.batches", True, "batches in memory are used in turn"),
     # What the model is given.
-    Rule("data.tokenizer*", False, "token ids, or the template around them, would mean others"),
-    Rule("data.processor_files*", False, "the model would be given other numbers"),
-    Rule("data.modalities.*.processor_files*", False, "the encoder would be given other numbers"),
-    Rule("data.*", True, "samples are prepared otherwise from the next step on"),
+    Rule("data.tokenizer*", False, "token ids, or the template around them, would change"),
+    Rule("data.processor_files*", False, "the model would receive other numbers"),
+    Rule("data.modalities.*.processor_files*", False, "the encoder would receive other numbers"),
+    Rule("data.*", True, "samples are prepared differently from the next step on"),
     # What the model computes. Names, shapes and dtypes must fit both ways in any case.
     Rule("model.parameters*", False, ""),
-    Rule("model.*.code", True, "the function of that name does something else now, or holds it"),
-    Rule("model.packing", True, "the same loss"),
-    Rule("model.*lora.dropout", True, "it holds from the next step on"),
-    Rule("model.*.config.*drop*", True, "it holds from the next step on"),
-    Rule("model.*.weights.times", True, "files were written again; what was read is the same"),
-    Rule("model.*.weights*", False, "frozen weights, which no checkpoint has, would be others"),
-    Rule("model.*", False, "the model would compute something else with the same weights"),
+    Rule("model.*.code", True, "the function of that name, or a value that it holds, has changed"),
+    Rule("model.packing", True, "the loss is the same"),
+    Rule("model.*lora.dropout", True, "it applies from the next step on"),
+    Rule("model.*.config.*drop*", True, "it applies from the next step on"),
+    Rule("model.*.weights.times", True, "the files were rewritten; the compared part is the same"),
+    Rule("model.*.weights*", False, "frozen weights, which are not in checkpoints, would change"),
+    Rule("model.*", False, "the model would compute other results with the same weights"),
 )
 # No option helps against these: something would be lost or made up.
 _NEVER = "model.parameters"
@@ -119,7 +119,7 @@ def compare(
     """
     if not manifest.run:
         raise CheckpointError(
-            f"{folder} does not say what its run was made of: no trainer has saved it"
+            f"{folder} has no description of its run: it was not saved by a trainer"
         )
     texts: list[str] = []
     refused: dict[str, str] = {}
@@ -151,16 +151,16 @@ def _of_another_name(field: str, was: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def _refusal(folder: Path | str, refused: Mapping[str, str]) -> str:
-    cure = "Put back what it was, or give another run.storage_path to begin a new run"
+    cure = "Restore the old values, or set another run.storage_path to start a new run"
     if _NEVER in refused:
-        cure += "; `raymm export` with the old settings gives it the weights to begin with"
+        cure += "; `raymm export` with the old settings writes the weights to start it from"
     else:
         cure += (
-            ". If the change is meant, and this run is to go on with it: run.allow_changes: "
+            ". If the change is intended, resume with run.allow_changes: "
             f"[{', '.join(refused)}]"
         )
     return "\n".join([
-        f"this run cannot go on from {folder}, which is of another one:", *refused.values(), cure,
+        f"cannot resume from {folder}, which was saved by another run:", *refused.values(), cure,
     ])
 
 
@@ -169,7 +169,7 @@ def _rule(place: str, was: Any, now: Any) -> Rule:
     if rule is None:
         return Rule(place, True, "")
     if ".config." in place and _MISSING in (was, now):
-        return Rule(place, True, "other versions of transformers have other fields")
+        return Rule(place, True, "versions of transformers differ in their fields")
     return rule
 
 
@@ -177,10 +177,10 @@ def _line(place: str, was: Any, now: Any) -> str:
     if place.startswith(f"{_NEVER}."):
         name = place.removeprefix(f"{_NEVER}.")
         if now is _MISSING:
-            return f"{name} is in the checkpoint, and not in the model"
+            return f"{name} is in the checkpoint, but not in the model"
         if was is _MISSING:
-            return f"{name} is in the model, and not in the checkpoint"
-        return f"{name} is {now} in the model, and {was} in the checkpoint"
+            return f"{name} is in the model, but not in the checkpoint"
+        return f"{name} is {now} in the model, but {was} in the checkpoint"
     return f"{place} is {_shown(now)}, was {_shown(was)}"
 
 

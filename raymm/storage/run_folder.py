@@ -134,7 +134,7 @@ class RunFolder:
                 self._mirrored[name] = (state.st_mtime_ns, state.st_size)
         except OSError as error:
             raise ConfigError(
-                f"run.storage_path is {self._location!r}; what is there cannot be read into "
+                f"run.storage_path is {self._location!r}; its content cannot be copied to "
                 f"{self.path}: {error}"
             ) from None
 

@@ -157,7 +157,7 @@ def verified_manifest(folder: StorageFolder) -> Manifest:
     manifest = read_manifest(folder.place)
     if folder.name != folder_name(manifest.step):
         raise CheckpointError(
-            f"{folder} is of step {manifest.step}, as its {MANIFEST} says: it was renamed or copied"
+            f"{folder} was renamed or copied: its {MANIFEST} is of step {manifest.step}"
         )
     verify_checkpoint(folder.place, manifest)
     return manifest

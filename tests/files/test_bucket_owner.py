@@ -33,7 +33,7 @@ def elsewhere(owner):
 def test_one_owns_and_the_other_is_told_whom(folder):
     with BucketOwner(folder) as owner:
         owner.check()
-        with pytest.raises(ConfigError, match="belongs to a run that goes on: process"):
+        with pytest.raises(ConfigError, match="belongs to an active run: process"):
             BucketOwner(folder).__enter__()
         owner.check()
     assert folder.names() == []
@@ -50,7 +50,7 @@ def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
             heir.check()
             with pytest.raises(RunError, match="belongs to process"):
                 owner.check()
-    assert "looking for a sign of life" in said[0] and "on far, " in said[-1]
+    assert "waiting for its next heartbeat" in said[0] and "on far, " in said[-1]
     assert said[-1].endswith("which is gone")
 
 

@@ -12,12 +12,12 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
 )
 REFUSED = {
-    "a key twice": ("run: {steps: 1}\nmodel: {}\nrun: {steps: 2}\n", "'run' is twice"),
-    "a key twice below": ("run:\n  steps: 1\n  steps: 2\n", "'steps' is twice"),
-    "a key twice in a list": ("a: [{b: 1, b: 2}]", "'b' is twice"),
-    "a key twice in a merged section": ("a: &x {b: 1, b: 2}\nc: {<<: *x}", "'b' is twice"),
-    "two merges": ("a: &x {b: 1}\nc: {<<: *x, <<: *x}", "'<<' is twice"),
-    "an alias of what is around it": ("a: &x [*x]", "alias of a section"),
+    "a key twice": ("run: {steps: 1}\nmodel: {}\nrun: {steps: 2}\n", "'run' occurs twice"),
+    "a key twice below": ("run:\n  steps: 1\n  steps: 2\n", "'steps' occurs twice"),
+    "a key twice in a list": ("a: [{b: 1, b: 2}]", "'b' occurs twice"),
+    "a key twice in a merged section": ("a: &x {b: 1, b: 2}\nc: {<<: *x}", "'b' occurs twice"),
+    "two merges": ("a: &x {b: 1}\nc: {<<: *x, <<: *x}", "'<<' occurs twice"),
+    "an alias of what is around it": ("a: &x [*x]", "contains an alias of itself"),
     "aliases of aliases": (BOMB, "more than 100000 values"),
     "deep": ("a: " + "[" * 60 + "]" * 60, "deeper than 50"),
     "very deep": ("[" * 5000, "deeper than 50"),

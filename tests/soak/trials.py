@@ -21,7 +21,7 @@ EVERY = int(os.environ.get(EVERY_VARIABLE, "3"))
 PARTS = {"in place": 66, "with a spare": 15, "the same command": 10, "several nodes": 9}
 
 # What a run says of a checkpoint that was not written, or of an older one that had to stay.
-UNSAVED = ("could not be saved", "an old checkpoint stays")
+UNSAVED = ("could not be saved", "an old checkpoint could not be removed")
 # What a second process says of a driver that could not.
 LAST_WORDS = "ended without reporting a cause"
 

@@ -188,7 +188,7 @@ def test_one_that_is_saved_counts_though_an_old_one_cannot_be_removed(
         checkpoints.finish()
         assert len(store.committed()) == (1 if step == 6 else step)
     assert told == [1, 2, 3, 4, 5, 6] and checkpoints.saved == 6 and store.unremoved is None
-    lines = [line for line in said if "an old checkpoint stays: cannot write " in line]
+    lines = [line for line in said if "could not be removed: cannot write " in line]
     assert len(lines) == 4 and "step-00000001" in lines[-1] and "No space left" in lines[-1]
 
 
@@ -197,7 +197,7 @@ def test_what_is_not_finite_is_not_committed(ranks, tmp_path):
     store, running = CheckpointStore(tmp_path), Running(1)
     running.tensors[1][3] = torch.nan
     store.start(running, {})
-    with pytest.raises(NotFiniteError, match=r"step 1 was written: not finite are llm/x1 \(1 of"):
+    with pytest.raises(NotFiniteError, match=r"these tensors are not finite: llm/x1 \(1 of"):
         store.finish()
     assert store.committed() == [] and store.remove_leftovers() == []
 

@@ -27,7 +27,7 @@ class Group:
 
 @pytest.mark.parametrize(("error", "kind", "message"), [
     (CheckpointError("cannot write x: full"), CheckpointError, "^cannot write x: full$"),
-    (MemoryError("of 7 bytes"), CheckpointError, "^rank 1 has no memory to write its part$"),
+    (MemoryError("of 7 bytes"), CheckpointError, "^rank 1 has no memory to write its shard$"),
     (KeyError("x"), RankFailedError, "KeyError"),
 ])  # fmt: skip
 def test_a_rank_that_cannot_write_is_no_rank_that_is_lost(ray_cluster, error, kind, message):

@@ -82,7 +82,7 @@ def test_variables_that_follow_from_the_environment_count(key, monkeypatch) -> N
     ("import threading\nLOCK = threading.Lock()\n", "own_processor.LOCK"),
 ])
 def test_code_that_cannot_be_seen_needs_a_version(key, after, why) -> None:
-    with pytest.raises(ModelError, match=rf"cache.version is not given.*{why}"):
+    with pytest.raises(ModelError, match=rf"cache.version is not set.*{why}"):
         key(after=after)
     assert key(after, "1") != key(after, "2")
 

@@ -351,7 +351,7 @@ def test_bad_plan_files(outcomes, name):
     [
         ("no such file", ["nothing.yaml", "there is no such file"]),
         ("no sections", ["list.yaml", "list", "sections"]),
-        ("no YAML", ["no.yaml", "not YAML"]),
+        ("no YAML", ["no.yaml", "not valid YAML"]),
     ],
 )
 def test_bad_files(outcomes, name, expected):

@@ -76,4 +76,4 @@ def test_averages_go_on_and_are_exported(ray_cluster, raymm, inputs, make_config
     name = "model.layers.0.mlp.up_proj.weight"
     assert model.state_dict()[name].equal(stored[f"optimizer/llm/module.{name}/ema"])
     code, text = raymm("export", plain, "--out", str(tmp_path / "none"), "--ema")
-    assert code == 2 and "has no averages of weights" in text
+    assert code == 2 and "has no averaged weights" in text

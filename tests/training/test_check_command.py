@@ -83,7 +83,7 @@ def test_pruning_keeps_the_newest_whole_ones(run, raymm):
 def test_a_run_that_goes_on_is_not_pruned(run, raymm):
     with RunOwner(run):
         code, text = raymm("check", str(run), "--keep", "1")
-    assert code == 2 and "belongs to a run that goes on" in text
+    assert code == 2 and "belongs to an active run" in text
     assert len(list(inspect_checkpoints(run))) == 4
 
 
@@ -126,7 +126,7 @@ def test_differences_are_relative_and_say_kinds(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["nowhere"], "has no checkpoint; expected a run's folder"),
+    (["nowhere"], "has no checkpoint; expected the folder of a run"),
     (["s3:bucket"], "location is 's3:bucket'"),
     (["runs/x", "--keep", "0"], "--keep is 0; expected at least 1"),
     (["runs/x/checkpoints/step-00000001", "--keep", "1"], "--keep needs a run's folder"),

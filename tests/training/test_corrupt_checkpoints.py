@@ -63,7 +63,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(finished, make_config, t
     text = " ".join(capsys.readouterr().out.split())
     for file, reason in zip((flipped, edited), result.corrupt, strict=True):
         assert str(file) in reason and " ".join(reason.split()) in text
-    assert f"the newest whole one before it is {checkpoint(run, 8)}" in text
+    assert f"the newest intact checkpoint is {checkpoint(run, 8)}" in text
     assert f"resuming from {checkpoint(run, 8)}" in text
     assert curve(run) == curve(finished.path)
     rows = [r for r in read_metrics(run / "metrics.jsonl") if "corrupt_checkpoints" in r]
@@ -156,7 +156,7 @@ def test_leftovers_of_torn_saves_are_removed_and_nothing_else(plan, tmp_path):
     newest = store.newest()
     assert newest.folder == checkpoint(tmp_path, 4) and newest.corrupt == ()
     shutil.rmtree(newest.folder)
-    with pytest.raises(CheckpointError, match="no checkpoint is whole:\n.*02 has no manifest.json"):
+    with pytest.raises(CheckpointError, match="no checkpoint is intact:\n.*02 has no manifest"):
         store.newest()
 
 
@@ -164,11 +164,11 @@ def test_checkpoints_on_a_disk_that_is_missing_are_not_none(tmp_path):
     """A run would begin anew, and forget the metrics of those that are there."""
     root = tmp_path / "checkpoints"
     root.symlink_to(tmp_path / "disk")
-    with pytest.raises(CheckpointError, match=f"cannot read {root}, where .*: No such file"):
+    with pytest.raises(CheckpointError, match=f"checkpoint folder {root}: No such file"):
         CheckpointStore(tmp_path).newest()
     root.unlink()
     root.write_text("")
-    with pytest.raises(CheckpointError, match=f"cannot read {root}, where .*: Not a directory"):
+    with pytest.raises(CheckpointError, match=f"checkpoint folder {root}: Not a directory"):
         CheckpointStore(tmp_path).newest()
 
 
@@ -364,7 +364,7 @@ def test_edits_that_are_signed_again_are_refused_or_read_but_never_break(finishe
 @pytest.mark.parametrize(("text", "reason"), [
     (b"\xff\xfe{}", "codec can't decode"),
     (b"[" * 100_000, "recursion"),
-    (b"[1, 2]", "holds no object"),
+    (b"[1, 2]", "is not a JSON object"),
     (b'{"format": 2, "step": 1, "step": 2}', "'step' more than once"),
     (b'{"format": 1, "step": 1}', "format is 1; this raymm reads 2"),
     (b'{"format": true}', "format is True"),

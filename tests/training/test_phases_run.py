@@ -63,7 +63,7 @@ def test_phases(ray_cluster, raymm, make_config, tmp_path):
         if folder.name != "step-00000004":
             shutil.rmtree(folder)
     code, text = raymm("train", make_config({**FROZEN, "at": {4: AT[2]}}, "other.yaml"))
-    assert code == 2 and "in the model, and" in text and "trained in the checkpoint" in text
+    assert code == 2 and "in the model, but" in text and "trained in the checkpoint" in text
     model = build_model(load_config(config))
     load_into_model(model, CheckpointStore(run).latest())
 

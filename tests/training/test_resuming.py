@@ -92,7 +92,7 @@ REFUSED = {
     ),
     "heads": (
         {f"{LLM}.config.num_attention_heads": 1, f"{LLM}.config.head_dim": 16},
-        None, "layers.0.self_attn.q_proj.weight is float32 [16, 32] trained in the model, and "
+        None, "layers.0.self_attn.q_proj.weight is float32 [16, 32] trained in the model, but "
         "float32 [32, 32] trained in the checkpoint",
     ),
     "merge": (
@@ -104,11 +104,11 @@ REFUSED = {
     ),
     "fewer layers": (
         {f"{LLM}.config.num_hidden_layers": 1, "parallel": {}}, None,
-        "layers.1.self_attn.q_proj.weight is in the checkpoint, and not in the model",
+        "layers.1.self_attn.q_proj.weight is in the checkpoint, but not in the model",
     ),
     "more layers": (
         {f"{LLM}.config.num_hidden_layers": 3}, None,
-        "layers.2.self_attn.q_proj.weight is in the model, and not in the checkpoint",
+        "layers.2.self_attn.q_proj.weight is in the model, but not in the checkpoint",
     ),
     "untied": (
         {f"{LLM}.config.tie_word_embeddings": False}, "model.llm.config.tie_word_embeddings",
@@ -116,11 +116,11 @@ REFUSED = {
     ),
     "frozen": (
         {"model.encoders.vision.train": "frozen"}, None,
-        "frozen in the model, and float32 [16] trained in the checkpoint",
+        "frozen in the model, but float32 [16] trained in the checkpoint",
     ),
     "projector": (
         {"model.encoders.vision.projector": "linear"}, None,
-        "vision/projector.layers.2.bias is in the checkpoint, and not in the model",
+        "vision/projector.layers.2.bias is in the checkpoint, but not in the model",
     ),
 }  # fmt: skip
 
@@ -130,8 +130,8 @@ def test_what_may_not_change_is_refused_with_old_and_new(described, tmp_path, ca
     changes, field, says = REFUSED[case]
     was, now = described(), described(changes)
     _, error = compared(tmp_path, was, now)
-    assert f"cannot go on from {tmp_path}" in error and says in error, error
-    assert "give another run.storage_path to begin a new run" in error
+    assert f"cannot resume from {tmp_path}" in error and says in error, error
+    assert "set another run.storage_path to start a new run" in error
     _, back = compared(tmp_path, now, was)
     assert back
     if field is None:  # no option helps: something would be lost, or made up
@@ -155,7 +155,7 @@ def test_adapters_without_rslora_resume_from_earlier_versions(described, tmp_pat
     ({"run.steps": 20, "optimizer.total_steps": 20},
      ["run.steps is 20, was 12", "optimizer.total_steps is 20, was 12"]),
     ({"optimizer.lr": 0.5}, ["optimizer.lr is 0.5, was 0.01"]),
-    ({"data.batch_size": 8}, ["data.batch_size is 8, was 4 (the epoch goes on at the same sample"]),
+    ({"data.batch_size": 8}, ["data.batch_size is 8, was 4 (the epoch continues at the same"]),
     ({"data.microbatches": 4}, ["data.microbatches is 4, was 2"]),
     ({"data.max_length": 16}, ["data.max_length is 16, was 32"]),
     ({"data.batching": "balanced"}, ["data.batching.method is 'balanced', was 'random'"]),
@@ -192,7 +192,8 @@ def test_code_is_compared_where_names_are_the_same(described, tmp_path, monkeypa
     assert compared(tmp_path, runs[0], runs[1]) == ([], "")
     said, error = compared(tmp_path, runs[1], runs[2])
     assert not error and len(said) == 1
-    assert "model.vision.preprocess.code is '" in said[0] and "does something else now" in said[0]
+    assert "model.vision.preprocess.code is '" in said[0]
+    assert "or a value that it holds, has changed" in said[0]
     before = {name: value for name, value in runs[1].items() if not name.endswith(".code")}
     assert compared(tmp_path, before, runs[2]) == ([], "")
     assert compared(tmp_path, runs[1], described())[1]  # none at all: the name is refused
@@ -283,7 +284,7 @@ def test_frozen_weights_from_a_folder_are_compared(described, folder, tmp_path):
     weights.write_bytes(data)
     _, error = compared(tmp_path, was, described(frozen))
     assert "model.vision.weights.files.model.safetensors is '" in error
-    assert "frozen weights, which no checkpoint has, would be others" in error
+    assert "frozen weights, which are not in checkpoints, would change" in error
     assert "weights" not in "".join(compared(tmp_path, described(), described())[0])
 
 
@@ -320,7 +321,7 @@ def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
     run = finished.copy_until(tmp_path / "run", 10)
     layers = "model.language_model.config.num_hidden_layers"
     one = {"language_model": {"ranks": [0]}, "encoders": {"vision": {"ranks": [0]}}}
-    for count, says in ((1, "is in the checkpoint, and not"), (3, "is in the model, and not in")):
+    for count, says in ((1, "is in the checkpoint, but not"), (3, "is in the model, but not in")):
         code, text = raymm("train", make_config({layers: count, "parallel": one}))
         assert code == 2 and "CheckpointError" in text and says in text and "Traceback" not in text
     code, text = raymm(

@@ -101,7 +101,7 @@ def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
         since = json.loads((tmp_path / OWNER).read_text())["since"]
         assert f"storage_path is {str(tmp_path)!r}" in str(error.value)
         assert f"process {os.getpid()} on {host}, since {since}" in str(error.value)
-        assert "end it, or give another storage_path" in str(error.value)
+        assert "end it, or set another storage_path" in str(error.value)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ZeroDivisionError), RunOwner(tmp_path):
         raise ZeroDivisionError
@@ -203,7 +203,7 @@ def test_an_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path, monkeypatch
     try:
         with pytest.raises(ConfigError, match="process .* on far, since 2026-01-01"):
             RunOwner(tmp_path, said.append).__enter__()
-        assert "looking for a sign of life for at most" in said[0]
+        assert "waiting for its next heartbeat for at most" in said[0]
     finally:
         beats.set()
         thread.join()
@@ -245,7 +245,7 @@ def test_an_owner_is_renewed_and_one_that_was_replaced_is_told(tmp_path, monkeyp
         os.utime(tmp_path / OWNER, times=(0, 0))
         wait_until(lambda: (tmp_path / OWNER).stat().st_mtime > 1, PATIENCE_S, "a sign of life")
         (tmp_path / OWNER).unlink()
-        with pytest.raises(RunError, match="is this run's no more; .*owner.json is gone"):
+        with pytest.raises(RunError, match="no longer belongs to this run: .*owner.json is gone"):
             owner.check()
         owned_by(tmp_path, other := elsewhere())
         os.utime(tmp_path / OWNER, times=(0, 0))

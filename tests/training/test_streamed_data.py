@@ -94,4 +94,4 @@ def test_killed_in_a_stream_it_goes_on_at_the_sample(
     lines = (inputs / "train.jsonl").read_text().splitlines(keepends=True)
     source.replace("train.jsonl", "".join([*lines[1:], lines[0]]).encode())
     code, text = raymm("train", make_config({"data.train": url, "run.steps": 14}))
-    assert code == 2 and "data.train" in text and "cannot go on from" in text
+    assert code == 2 and "data.train" in text and "cannot resume from" in text
