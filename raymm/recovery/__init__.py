@@ -1,1 +1,1 @@
-"""What a run is doing, what it does after a failure, and how it goes on in the same processes."""
+"""State machine, failure policy, and in-place recovery of a run."""

@@ -1,4 +1,4 @@
-"""What a run does when it has lost processes, or had to leave them: a decision, as data."""
+"""Failure policy: decides, as data, how a run continues after an interruption."""
 
 from __future__ import annotations
 
@@ -13,56 +13,52 @@ RETRY_WAITS_S = (1.0, 5.0, 25.0)
 
 
 class Cause(Enum):
-    """Why an attempt ended before the run did.
-
-    The values are tags of metrics.
-    """
+    """Why an attempt ended before the run did. The values are metric tags."""
 
     FAILURE = "failure"
     """A process, or the node it was on, was lost."""
     PREEMPTION = "preemption"
-    """A node was lost, or left in time, that Ray had been told would end."""
+    """A node was lost or left after Ray was notified that it would end."""
     RESIZE = "resize"
     """The cluster has room for other degrees."""
     ERROR = "error"
-    """Code that ranks run raised."""
+    """Code on a rank raised."""
     RESOURCES = "resources"
     """A process found no memory, thread, file descriptor or disk space."""
     CONNECTION = "connection"
     """A process could not reach a server, or lost a connection to one."""
     CLUSTER = "cluster"
-    """There is no cluster any more to start processes on."""
+    """The cluster is gone, so no processes can be started."""
 
 
-# Causes that may pass by themselves.
+# Causes that may disappear without intervention.
 _PASSING = (Cause.RESOURCES, Cause.CONNECTION)
 
 
 class Action(Enum):
-    """What to do."""
+    """Continuation of a run after an interruption."""
 
     RECOVER = "recover"
-    """Go on in the processes that are left, from the last snapshot."""
+    """Continue in the remaining processes from the last snapshot."""
     GO_ON = "go on"
-    """Start processes anew, from the last checkpoint."""
+    """Start new processes from the last checkpoint."""
     END = "end"
-    """End; the same command, started again, goes on."""
+    """End the run. The same command resumes it."""
     END_FOR_GOOD = "end for good"
-    """End; the same command, started again, would end in the same way."""
+    """End the run. The same command would fail in the same way."""
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """An attempt that ended before the run did.
+    """End of an attempt, or of a step, before the run finished.
 
     Attributes:
-        cause: why.
-        step: that was under way; None before the first step of the attempt.
-        text: what happened, without what is another time and again (numbers of processes).
-        at: when, in seconds.
-        in_place: whether processes have survived that can go on.
-        recovering: whether they were just being put together again: no step was at work that could
-            be why.
+        cause: cause of the interruption.
+        step: step in flight; None before the first step of the attempt.
+        text: description without parts that differ between repetitions, such as process ids.
+        at: time in seconds.
+        in_place: True if enough processes survived to recover in place.
+        recovering: True if it happened during a recovery, so that no step can be the cause.
     """
 
     cause: Cause
@@ -74,12 +70,12 @@ class Interruption:
 
     @property
     def what(self) -> tuple[Cause, int | None, bool, str]:
-        """What is the same when it happens again."""
+        """Key that is equal for repetitions of the same interruption."""
         return self.cause, self.step, self.recovering, self.text
 
     @property
     def where(self) -> str:
-        """When it happened, in words."""
+        """Phrase about the step or recovery that was interrupted."""
         if self.step is None:
             return "before the first step"
         return f"in {'the recovery of ' if self.recovering else ''}step {self.step}"
@@ -87,10 +83,10 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why, in words that continue a sentence.
+    """Action and its reason. The reason continues a sentence.
 
     Attributes:
-        wait_s: seconds to wait before it is done.
+        wait_s: seconds to wait before the action.
     """
 
     action: Action
@@ -100,12 +96,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides by what has happened; nothing else.
+    """Policy that decides from the history of interruptions alone.
 
     Attributes:
-        max_failures: interruptions by failures after which a run goes on; None: any number.
-        max_preemptions: the same of preemptions.
-        max_recoveries: in the same processes, within an hour; None: any number.
+        max_failures: maximum number of restarts after failures; None for no limit.
+        max_preemptions: maximum number of restarts after preemptions; None for no limit.
+        max_recoveries: maximum number of in-place recoveries per hour; None for no limit.
     """
 
     max_failures: int | None
@@ -113,9 +109,10 @@ class FailurePolicy:
     max_recoveries: int | None = None
 
     def decide(self, interruptions: Sequence[Interruption]) -> Decision:
-        """
+        """Return the action after the last of a run's interruptions.
+
         Args:
-            interruptions: of the run so far, oldest first; the last one is to be decided on.
+            interruptions: all interruptions of the run so far, oldest first.
         """
         *before, last = interruptions
         if last.cause is Cause.ERROR:
@@ -135,8 +132,8 @@ class FailurePolicy:
         return self._within_budget(interruptions)
 
     def _retry(self, interruptions: Sequence[Interruption]) -> Decision:
-        """Decide on a shortage, or a lost connection: wait longer each time that it happens in the
-        same step, and end the run when no wait has helped."""
+        """Decide on a shortage or a lost connection: wait longer after each one in the same step,
+        and end the run once no wait has helped."""
         last = interruptions[-1]
         times = sum(each.cause in _PASSING and each.step == last.step for each in interruptions)
         if times > len(RETRY_WAITS_S):
@@ -166,11 +163,11 @@ class FailurePolicy:
         return _within(Action.GO_ON, name, count, most, field)
 
     def recoveries_left(self, interruptions: Sequence[Interruption], at: float) -> float:
-        """How many recoveries in the same processes the budget still has.
+        """Return how many in-place recoveries the budget still allows.
 
         Args:
-            interruptions: of the run so far.
-            at: now, in seconds.
+            interruptions: all interruptions of the run so far.
+            at: current time in seconds.
         """
         if self.max_recoveries is None:
             return math.inf
@@ -184,7 +181,7 @@ class FailurePolicy:
 
 
 def _recoveries(interruptions: Sequence[Interruption], at: float) -> int:
-    """Within an hour before, in seconds."""
+    """Count the in-place recoveries within the hour before ``at``."""
     return sum(each.in_place and each.at > at - HOUR_S for each in interruptions)
 
 

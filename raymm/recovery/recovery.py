@@ -1,4 +1,4 @@
-"""A run goes on in the processes that are left, from a snapshot in host memory."""
+"""In-place recovery: a run continues in the remaining processes from a snapshot in host memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from raymm.runtime.plan_module import PlannedModule
 
 
 class Recovery:
-    """Recoveries of one attempt of a run.
+    """In-place recoveries of one attempt.
 
     Args:
-        parallel: the model that runs.
-        controller: of the run; decides.
-        every: steps between snapshots; None: there are none, and no recovery.
-        say: prints a line.
-        pause: waits for some seconds, or until the run is asked to end.
+        parallel: running model.
+        controller: decides on each interruption.
+        every: steps between snapshots; None to disable snapshots and recovery.
+        say: called with each line to print.
+        pause: sleeps for some seconds, or until a stop is requested.
 
     Attributes:
-        count: recoveries so far.
-        lost_node: whether the last one was of a lost node, and what was loaded there is lost, too.
+        count: number of recoveries so far.
+        lost_node: True if the last recovery followed a lost node, which also loses data loaded
+            there.
     """
 
     def __init__(
@@ -44,37 +45,37 @@ class Recovery:
 
     @property
     def enabled(self) -> bool:
-        """Whether snapshots are taken."""
+        """True if snapshots are taken."""
         return self._every is not None
 
     def after_step(self, step: int, position: Any, first: bool = False) -> None:
-        """A step was submitted, after which a snapshot may be due. Does not wait.
+        """Take a snapshot if one is due after a submitted step. Does not wait.
 
         Args:
-            step: its number.
-            position: in the data after it.
-            first: none was taken yet: one is due.
+            step: number of the step.
+            position: position in the data after the step.
+            first: True for the first snapshot, which is always due.
         """
         if self._every is not None and (first or step % self._every == 0):
             self._snapshots.take(step, position)
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest snapshot; None if there is none."""
+        """Step of the newest snapshot; None without snapshots."""
         newest = self._snapshots.newest() if self.enabled else None
         return None if newest is None else newest.step
 
     @property
     def for_stragglers(self) -> bool:
-        """Whether the budget has a recovery for one that is slow, and another one for a loss."""
+        """True if the budget allows a recovery for a straggler and one more for a failure."""
         return self._controller.recoveries_left() > 1
 
     def goes_on(self, error: RunFailedError, recovering: bool = False) -> Decision | None:
-        """What to do after an error; None: there is no going on in these processes.
+        """Return the decision after an error; None if the current processes cannot recover.
 
         Args:
-            error: what happened.
-            recovering: in a recovery, and not by a step.
+            error: error that interrupted the run.
+            recovering: True if the error happened during a recovery rather than a step.
         """
         group = self._parallel.group
         survives = group.ended is None and (
@@ -85,14 +86,17 @@ class Recovery:
         return self._controller.decide_on(error, in_place=True, recovering=recovering)
 
     def recover(self, error: RunFailedError) -> TakenSnapshot | None:
-        """Have other processes take the places of those that are lost, and all go back to the
-        newest snapshot; returns it. None: no rank was lost, and there is nothing to go back to.
+        """Replace the lost processes and restore the newest snapshot in all processes.
 
         Args:
-            error: what happened.
+            error: error that interrupted the run.
+
+        Returns:
+            The restored snapshot; None if no rank was lost and nothing had to be restored.
 
         Raises:
-            RunFailedError: that, or what happened meanwhile: it does not go on in these processes.
+            RunFailedError: recovery in place is not possible: the same error, or one during
+                recovery.
         """
         start, recovering, self.lost_node = time.perf_counter(), False, False
         while True:
@@ -117,11 +121,7 @@ class Recovery:
             return snapshot
 
     def forget(self, steps: Sequence[Any]) -> None:
-        """Steps that were under way are taken again.
-
-        Args:
-            steps: what was to be their outputs.
-        """
+        """Discard pending outputs of steps that will be repeated."""
         for step in steps:
             step.forget()
 
@@ -131,14 +131,14 @@ class Recovery:
         self._parallel.renew()
         snapshot = self._snapshots.restore()
         self._parallel.restore_step(snapshot.step)
-        # Parts of it may have lain with a process that is gone.
+        # Replicas of the snapshot may have been lost with a process.
         self._snapshots.take(snapshot.step, snapshot.kept)
         return snapshot
 
 
 def _let_go(error: BaseException) -> None:
-    """Frames of what an error ended hold what it had: batches, and with them data workers, whose
-    places others are to have."""
+    """Clear the frames of an error. They hold batches, and with them data workers whose resources
+    the replacements need."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

@@ -1,4 +1,4 @@
-"""Batches that can be had again after a recovery."""
+"""Batches that can be replayed after a recovery."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-# Batches since the last snapshot that are kept, with their tensors in the object store; what is
-# older is loaded again.
+# Maximum number of batches since the last snapshot that are kept, with their tensors in the object
+# store. Older batches are loaded again.
 KEPT_BATCHES = 16
 
 
 class HasPosition(Protocol):
-    """A batch that says where the data go on after it."""
+    """Batch with the position in the data after it."""
 
     @property
     def state_after(self) -> Any: ...
@@ -22,13 +22,13 @@ Batch = TypeVar("Batch", bound=HasPosition)
 
 
 class ReplayedBatches(Generic[Batch]):
-    """The batches of a run, in order; those since a snapshot again after :meth:`rewind`.
+    """Batches of a run in order. After :meth:`rewind`, the batches since a snapshot are replayed.
 
     Args:
-        load: loads batches, given the position in the data and how many steps were taken there.
-        step: steps taken before the first.
-        position: in the data; None for the beginning.
-        keep: whether any may be asked for again.
+        load: loads batches from a position in the data; also called with the number of steps taken.
+        step: steps taken before the first batch.
+        position: position in the data; None for the beginning.
+        keep: True to keep batches for replay.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ReplayedBatches(Generic[Batch]):
     ) -> None:
         self._load, self._step, self._position = load, step, position
         self._loader = load(position, step)
-        # Numbered by the steps that they are of: handed out, and to be handed out again.
+        # Batches with their step numbers: already yielded, and waiting to be yielded again.
         self._kept: deque[tuple[int, Batch]] = deque(maxlen=KEPT_BATCHES if keep else 0)
         self._again: deque[tuple[int, Batch]] = deque()
 
@@ -51,21 +51,17 @@ class ReplayedBatches(Generic[Batch]):
             yield batch
 
     def forget(self, step: int) -> None:
-        """Batches up to a step are not asked for again.
-
-        Args:
-            step: its number.
-        """
+        """Drop batches up to a step, which will not be replayed."""
         while self._kept and self._kept[0][0] <= step:
             self._kept.popleft()
 
     def rewind(self, step: int, position: Any, anew: bool = False) -> None:
-        """Go on after a step.
+        """Continue after an earlier step. The last argument is True if the kept batches were lost,
+        too, and must be loaded again.
 
         Args:
-            step: its number.
-            position: in the data after it.
-            anew: what is kept was lost, too.
+            step: number of the step.
+            position: position in the data after the step.
         """
         again = [kept for kept in (*self._kept, *self._again) if kept[0] > step and not anew]
         there = not anew and (
@@ -78,7 +74,7 @@ class ReplayedBatches(Generic[Batch]):
             self.load_anew()
 
     def load_anew(self) -> None:
-        """What loads them was lost: load what is not there from new ones."""
+        """Replace a lost loader. Batches that are not kept are loaded by the new one."""
         step, position = self._step, self._position
         if self._again:
             step, position = self._again[-1][0], self._again[-1][1].state_after
@@ -86,7 +82,7 @@ class ReplayedBatches(Generic[Batch]):
         self._loader = self._load(position, step)
 
     def close(self) -> None:
-        """Load no more."""
+        """Stop loading."""
         close = getattr(self._loader, "close", None)
         if close is not None:
             close()

@@ -1,4 +1,4 @@
-"""What a run is doing, and what has happened to it: one per start of a run."""
+"""State and interruptions of a run, from one start of the command to its end."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from raymm.errors import (
 from raymm.recovery.failure_policy import Cause, Decision, FailurePolicy, Interruption
 from raymm.recovery.run_state import RunState, checked
 
-# In errors: what is another time and again, of processes and addresses.
+# Parts of error messages that differ between repetitions: processes and addresses.
 _PASSING = re.compile(r", process \d+ on [^)]*|[0-9a-f]{8,}|\d{3,}|since \d+\.\d s")
 _CAUSES = {FailureKind.RESOURCE: Cause.RESOURCES, FailureKind.CONNECTION: Cause.CONNECTION}
 
 
 class RunController:
-    """A run's state, and its interruptions, on which a policy decides.
+    """Keeps a run's state and interruptions, and applies the failure policy.
 
     Args:
-        policy: decides.
-        step: that is under way; None before the first.
-        clock: seconds, for budgets of an hour.
+        policy: decides on each interruption.
+        step: returns the step in flight; None before the first step.
+        clock: returns seconds, for hourly budgets.
 
     Attributes:
-        state: what the run is doing.
-        interruptions: so far, oldest first.
+        state: current state of the run.
+        interruptions: all interruptions so far, oldest first.
     """
 
     def __init__(
@@ -42,30 +42,26 @@ class RunController:
         self._decided: tuple[BaseException, Decision] | None = None
 
     def enter(self, state: RunState) -> None:
-        """The run does something else now.
-
-        Args:
-            state: what.
+        """Change the state of the run.
 
         Raises:
-            InternalError: it cannot.
+            InternalError: the transition is not allowed.
         """
         self.state = checked(self.state, state)
 
     def recoveries_left(self) -> float:
-        """How many recoveries in the same processes the budget still has."""
+        """Return how many in-place recoveries the budget still allows."""
         return self._policy.recoveries_left(self.interruptions, self._clock())
 
     def decide(
         self, cause: Cause, text: str, in_place: bool = False, recovering: bool = False
     ) -> Decision:
-        """What to do after an interruption, which is noted.
+        """Record an interruption and return the decision about it.
 
         Args:
-            cause: of it.
-            text: what happened.
-            in_place: whether processes have survived that can go on.
-            recovering: whether they were being put together again.
+            text: description of the interruption.
+            in_place: True if enough processes survived to recover in place.
+            recovering: True if the interruption happened during a recovery.
         """
         self.interruptions.append(Interruption(
             cause, self._step(), _PASSING.sub("", text), self._clock(), in_place, recovering
@@ -76,12 +72,11 @@ class RunController:
         self, error: RunFailedError, announced: bool = False, in_place: bool = False,
         recovering: bool = False,
     ) -> Decision:
-        """:meth:`decide`, once of every error.
+        """Return :meth:`decide` for an error. The same error is recorded only once.
 
         Args:
-            error: what happened.
-            announced: whether a node was to end.
-            in_place, recovering: as of :meth:`decide`.
+            announced: True if a notice said that a node of the run would end.
+            in_place, recovering: as in :meth:`decide`.
         """
         if self._decided is None or self._decided[0] is not error:
             cause, text = cause_of(error, announced), first_line(error)
@@ -89,11 +84,11 @@ class RunController:
         return self._decided[1]
 
     def add_notes(self, error: BaseException, why: str) -> None:
-        """Say with an error what has happened before, and why the run does not go on.
+        """Add notes to an error: the earlier interruptions, and why the run does not resume.
 
         Args:
-            error: that the run ends by.
-            why: in words.
+            error: error that ends the run.
+            why: reason that continues a sentence.
         """
         for number, before in enumerate(self.interruptions[:-1], start=1):
             error.add_note(f"Earlier interruption {number}, {before.where}: {before.text}")
@@ -101,16 +96,15 @@ class RunController:
 
 
 def first_line(error: BaseException) -> str:
-    """What happened, without what ranks were doing."""
+    """Return the first line of an error, without the activity of the ranks."""
     return str(error).partition("\n")[0]
 
 
 def cause_of(error: RunFailedError, announced: bool = False) -> Cause:
-    """Of an attempt that ended by an error.
+    """Return the cause of an attempt that ended with an error.
 
     Args:
-        error: the error.
-        announced: whether a node was to end.
+        announced: True if a notice said that a node of the run would end.
     """
     if error.kind in _CAUSES:
         return _CAUSES[error.kind]

@@ -1,4 +1,4 @@
-"""What a run is doing, and what it may do next."""
+"""States of a run and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from raymm.errors import InternalError
 
 
 class RunState(Enum):
-    """What a run is doing."""
+    """State of a run."""
 
     INITIALIZING = "initializing"
-    """Processes start, and get what they go on from."""
+    """Processes start and load the state to resume from."""
     RUNNING = "running"
-    """Steps are taken, and evaluated."""
+    """Steps and evaluations run."""
     SAVING = "saving"
     """Steps wait for a checkpoint, or for its copy in host memory."""
     RECOVERING = "recovering"
-    """Something was lost: others come in its place, or the run's attempt is over."""
+    """Lost processes are replaced, or the attempt ends."""
     RESIZING = "resizing"
-    """Processes leave, as the cluster has room for another number of them."""
+    """Processes end because the cluster has room for another number of them."""
     FINISHED = "finished"
-    """All steps are taken, or somebody asked the run to end."""
+    """All steps are taken, or a stop was requested."""
     FAILED = "failed"
-    """It does not go on by itself."""
+    """The run failed and does not resume by itself."""
 
 
 _ENDS = {RunState.FINISHED, RunState.FAILED}
@@ -34,7 +34,7 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
         RunState.SAVING, RunState.RECOVERING, RunState.RESIZING, *_ENDS
     }),
     RunState.SAVING: frozenset({RunState.RUNNING, RunState.RECOVERING, *_ENDS}),
-    # In the same processes, or in others.
+    # To RUNNING in the same processes, to INITIALIZING in new ones.
     RunState.RECOVERING: frozenset({RunState.RUNNING, RunState.INITIALIZING, *_ENDS}),
     RunState.RESIZING: frozenset({RunState.INITIALIZING, *_ENDS}),
     RunState.FINISHED: frozenset(),
@@ -43,14 +43,10 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
 
 
 def checked(before: RunState, after: RunState) -> RunState:
-    """The state after another one; a state may follow itself.
-
-    Args:
-        before: what the run was doing.
-        after: what it does now.
+    """Return the new state if the transition is allowed; a state may follow itself.
 
     Raises:
-        InternalError: :data:`TRANSITIONS` does not have it.
+        InternalError: :data:`TRANSITIONS` has no such transition.
     """
     if after is not before and after not in TRANSITIONS[before]:
         raise InternalError(f"the run state cannot change from {before.value} to {after.value}")

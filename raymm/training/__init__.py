@@ -1,1 +1,1 @@
-"""The trainer, its loop, and how plans run in it."""
+"""Trainer, training loop, and execution of plans."""

@@ -1,4 +1,4 @@
-"""An attempt of a run: the steps that processes take which have started, to their end."""
+"""One attempt of a run: the steps taken by one set of processes, until they end."""
 
 from __future__ import annotations
 
@@ -45,26 +45,21 @@ from raymm.training.training_loop import TrainingLoop
 
 @dataclass
 class Attempt:
-    """What an attempt needs beside its processes.
+    """State that an attempt needs besides its processes.
 
     Attributes:
-        folder: that it works in.
-        run, model, data: of the trainer.
-        training: how the training data are taken.
-        store: for checkpoints.
-        checkpoint: that it goes on from.
-        device: of the processes.
-        callbacks: watch the run.
-        attempted: what has become of the attempts before.
-        changed: what is other than in the run that the checkpoint was saved by.
-        console: where to print.
-        stop: asks it to end, or to leave.
-        saved: called after every checkpoint but the last.
-        controller: of the run.
-        features: looks for features of items that were kept.
-        until: steps taken when it is over; None for all of the run's.
-        dropped: how names of what the checkpoint has, and nobody needs any more, begin.
-        loop: its steps; None until they begin.
+        folder: run folder on this machine.
+        store: checkpoint store of the run.
+        checkpoint: checkpoint to resume from; None for a new run.
+        device: device of the ranks, ``"cpu"`` or ``"cuda"``.
+        attempted: summary of the earlier attempts; None for the first.
+        changed: differences from the run that saved the checkpoint, one line per field.
+        stop: request to end the run or to leave the current nodes.
+        saved: called after each checkpoint except the last.
+        features: looks up cached encoder features.
+        until: number of steps at which the attempt ends; None for ``run.steps``.
+        dropped: name prefixes of checkpoint tensors that are not needed any more.
+        loop: training loop; None until it starts.
     """
 
     folder: Path
@@ -90,7 +85,7 @@ class Attempt:
     def take_steps(
         self, parallel: MultimodalParallelModule | WholeParallelModule, execution: Execution
     ) -> Result:
-        """Take them, until all are taken or somebody asks to stop.
+        """Take steps until all are taken or a stop is requested.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.

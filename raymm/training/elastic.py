@@ -1,4 +1,4 @@
-"""Runs whose replicas come and go with the nodes of a cluster."""
+"""Elastic runs, whose number of replicas follows the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
 
-# Seconds until the room that is there for more than the fewest replicas must have been reserved.
+# Seconds to wait for the resources of a plan with more than the fewest replicas. Other jobs may
+# have taken the resources since they were counted.
 ROOM_S = 30.0
 
 
 class ElasticPlans:
-    """The plans among which the cluster's room decides.
+    """Candidate plans of an elastic run. The free resources of the cluster decide which plan runs.
 
     Args:
-        spec: with ranges of replicas.
-        model: the description.
+        spec: layout with ranges of replicas.
 
     Attributes:
-        plans: fewest processes first; of as many, fewest of the language model.
+        plans: sorted by number of processes; among equal numbers, by replicas of the language
+            model.
 
     Raises:
-        PlanError: one of them cannot be.
+        PlanError: a candidate plan is invalid.
     """
 
     def __init__(self, spec: MultimodalParallelSpec, model: MultimodalModule) -> None:
@@ -46,20 +47,22 @@ class ElasticPlans:
         self._asked = False
 
     def largest(self, room: int) -> Plan:
-        """The plan for so many processes; the smallest one if there is none."""
+        """Return the largest plan of at most ``room`` processes, or the smallest plan if none fits.
+        """
         fitting = [plan for plan in self.plans if plan.num_processes <= room]
         return fitting[-1] if fitting else self.plans[0]
 
     def plan(
         self, resources: RankResources, placement: PlacementOptions
     ) -> tuple[Plan, PlacementOptions]:
-        """The plan for what the cluster has room for now, and how it is placed: nodes are waited
-        for by the smallest one only. An autoscaler is asked for the room of the largest one, until
-        :meth:`asking` ends.
+        """Return the plan for the currently free resources, and its placement options.
+
+        Only the smallest plan waits for nodes to join. Until the block of :meth:`asking` ends, an
+        autoscaler is requested to provide the resources of the largest plan.
 
         Args:
-            resources: of each process.
-            placement: what is reserved beside them.
+            resources: resources of one process.
+            placement: options, with the bundles to reserve besides the ranks.
         """
         if has_autoscaler():
             self._asked = True
@@ -74,30 +77,27 @@ class ElasticPlans:
         return plan, replace(placement, wait_for_nodes_s=ROOM_S)
 
     def gives_way(self, plan: Plan | StageMapping | None) -> bool:
-        """The room that there was for a plan is gone before its processes were placed; whether
-        there is a smaller plan, which the next one is then.
-
-        Args:
-            plan: the one.
-        """
+        """Return True if a smaller plan exists after the resources for ``plan`` were lost before
+        its processes were placed. The next call of :meth:`plan` then returns a smaller plan."""
         if not isinstance(plan, Plan) or plan.num_processes <= self.plans[0].num_processes:
             return False
         self._most = plan.num_processes - 1
         return True
 
     def started(self, held: Mapping[str, Resources]) -> None:
-        """Processes have started, which reserve so much by node."""
+        """Record the resources that the started processes hold, by node."""
         self._held, self._most = held, None
 
     def larger(
         self, plan: Plan, resources: RankResources, placement: PlacementOptions
     ) -> Plan | None:
-        """A plan for more processes than those of the one that has started, if there is room.
+        """Return a plan with more processes than the running one if resources for it are free, or
+        None.
 
         Args:
-            plan: that has started.
-            resources: of each process.
-            placement: what is reserved beside them.
+            plan: running plan.
+            resources: resources of one process.
+            placement: options, with the bundles to reserve besides the ranks.
         """
         best = self.largest(self._room(resources, placement))
         return best if best.num_processes > plan.num_processes else None
@@ -109,7 +109,7 @@ class ElasticPlans:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Afterwards the autoscaler is asked for nothing."""
+        """Context at whose end a request for resources to an autoscaler is withdrawn."""
         try:
             yield
         finally:

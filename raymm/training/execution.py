@@ -1,4 +1,4 @@
-"""A plan, as the trainer sees it: how to start and watch it."""
+"""Start and observation of a plan, as the trainer uses them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from raymm.scheduler.plan.rank_quotas import SLOTS
 
 
 class Execution:
-    """A plan that is to run.
+    """Plan that the trainer starts and observes.
 
     Args:
-        plan: what runs where.
-        notes: to say of it beside.
+        plan: assignment of stages to ranks.
+        notes: additional lines for :meth:`describe`.
 
     Attributes:
-        plan: it.
-        num_processes: that it runs in.
-        modules: module of every name in a step's ``stage_busy``.
-        processes: per module how many compute it, where it has them to itself; and of all as
-            ``"total"``.
+        num_processes: number of processes of the plan.
+        modules: stage name, as in a step's ``stage_busy``, -> module name.
+        processes: module name -> number of processes that compute only this module. Modules that
+            share ranks are left out; ``"total"`` counts all processes.
     """
 
     def __init__(self, plan: Plan, notes: Sequence[str] = ()) -> None:
@@ -54,12 +53,12 @@ class Execution:
                 self.processes[module] = sum(map(plan.processes, ranks))
 
     def save(self, folder: Path) -> None:
-        """Write ``plan.json``."""
+        """Write the plan to ``plan.json`` in a folder."""
         write_json(folder / "plan.json", self.plan.to_dict())
 
     def unkept(self, model: MultimodalModule | WholeModel, data: Any) -> str | None:
-        """Why a run that goes on cannot keep it: it is of another model, or of another number of
-        microbatches; None if it can."""
+        """Return why a resumed run cannot keep this plan (other model or number of microbatches),
+        or None."""
         different = differences(self.plan.graph, model.graph)
         if different:
             return f"the checkpoint's plan is for a different model: {'; '.join(different)}"
@@ -72,8 +71,7 @@ class Execution:
         return None
 
     def describe(self, device: str) -> list[str]:
-        """What runs, in words: the first line is continued by the trainer; and what the plan was
-        not made for.
+        """Return lines that describe the plan. The trainer continues the first line.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
@@ -93,17 +91,18 @@ class Execution:
         return [*lines, *self._notes]
 
     def check(self, model: MultimodalModule | WholeModel, **options: Any) -> None:
-        """Raise what :meth:`start` raises before it starts processes; needs no cluster."""
+        """Raise the errors that :meth:`start` raises before it starts processes. Needs no cluster.
+        """
         _parallel_class(model).check_plan(model, self.plan, RuntimeOptions.of(options))
 
     def start(
         self, model: MultimodalModule | WholeModel, **options: Any
     ) -> MultimodalParallelModule | WholeParallelModule:
-        """Start the ranks; options as of :class:`MultimodalParallelModule`."""
+        """Start the ranks. Options are those of :class:`raymm.runtime.options.RuntimeOptions`."""
         return _parallel_class(model)(model, self.plan, **options)
 
     def observer(self, run: ObservedRun) -> StepObserver:
-        """Balance, rebalancing, drift from the plan's profile, and the report."""
+        """Return an observer of the steps of a run."""
         return StepObserver(run, self.plan)
 
 
@@ -112,19 +111,18 @@ def _parallel_class(model: MultimodalModule | WholeModel) -> Any:
 
 
 def _mapped(plan: Plan) -> bool:
-    """Whether a plan is a mapping's."""
+    """Return True if the plan was made from a multiplexed mapping."""
     return plan.schedule == SLOTS
 
 
 class StepObserver:
-    """Watches the steps of a run.
+    """Observer of a run's steps: balance, rebalancing, plan drift, stragglers and the final report.
 
     Args:
-        run: that has started.
-        plan: of it.
+        run: run whose processes have started.
 
     Attributes:
-        stragglers: looks for ranks that are slow.
+        stragglers: detects slow ranks.
     """
 
     def __init__(self, run: ObservedRun, plan: Plan) -> None:
@@ -138,8 +136,8 @@ class StepObserver:
         self.stragglers = StragglerObserver(plan, run.say)
 
     def after_step(self, step: ObservedStep) -> dict[str, Any]:
-        """``balance``, ``straggler`` where there is one, and ``plan_drift`` where the plan has a
-        profile."""
+        """Return the step's ``balance``, ``straggler`` if there is one, and ``plan_drift`` if the
+        plan has a profile, for ``metrics.jsonl``."""
         run, timeline = self._run, step.timeline
         program = run.parallel.step_program(step.meta)
         self._report.add(step.number, program, timeline)
@@ -156,5 +154,5 @@ class StepObserver:
         }
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
-        """Plan, pictures and trace."""
+        """Write plan, pictures and trace; return the files by description."""
         return self._report.write(history)

@@ -1,4 +1,4 @@
-"""Features of a run's frozen encoders: which are kept, where, and under which plan."""
+"""Cached features of frozen encoders: selection, location, and the plan that uses them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _MEMORY = Path("/dev/shm")
 
 
 class CodeKey(NamedTuple):
-    """How user code counts in the name of a folder.
+    """Settings for user code in the name of a feature folder.
 
     Attributes:
         version: text that the user changes with the code.
-        strict: refuse code whose changes would not be noticed.
+        strict: True to reject code whose changes would go unnoticed.
     """
 
     version: str | None = None
@@ -51,14 +51,14 @@ class CodeKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptFeatures:
-    """What a run keeps of its encoders.
+    """Cached encoder features of a run.
 
     Attributes:
-        plan: of the run, with stages for projectors.
-        folders: by encoder.
-        lookup: for data workers; None if nothing is kept.
-        lines: what to say.
-        memory: folder in the host's memory that goes with the run.
+        plan: plan of the run, with separate stages for projectors.
+        folders: feature folder by encoder.
+        lookup: lookup for data workers; None if nothing is cached.
+        lines: messages for the user.
+        memory: folder in host memory, removed when the run ends; None if features are on disk.
     """
 
     plan: Plan
@@ -72,16 +72,15 @@ class KeptFeatures:
         cls, cache: CacheSection | None, model: MultimodalModule | WholeModel, plan: Plan,
         data: DataConfig | Sequence[Any], computed: str,
     ) -> KeptFeatures:
-        """
+        """Return the cached features of a run.
+
         Args:
-            cache: what is asked for; None: nothing.
-            model: the description.
-            plan: of the run.
-            data: of the run; of batches in memory nothing is kept.
-            computed: how features are computed: device and precision.
+            cache: settings; None to cache nothing.
+            data: data of the run. Features of batches in memory are not cached.
+            computed: device and precision that compute the features.
 
         Raises:
-            ModelError: changes of user code would not be noticed.
+            ModelError: changes of user code would go unnoticed.
         """
         if cache is None or not isinstance(data, DataConfig):
             return cls(plan, {})
@@ -122,7 +121,7 @@ class KeptFeatures:
 
     @contextmanager
     def while_it_runs(self) -> Iterator[None]:
-        """What is in memory goes when the run ends."""
+        """Context that removes features in host memory at its end."""
         try:
             yield
         finally:
@@ -133,7 +132,8 @@ class KeptFeatures:
 def _first_blocks(
     model: MultimodalModule, plan: Plan, data: DataConfig
 ) -> tuple[dict[str, int], list[str]]:
-    """As :func:`featured_modules`, of those whose first blocks make the same by themselves."""
+    """Return :func:`featured_modules` without encoders whose first blocks differ when run on their
+    own."""
     blocks, reasons = featured_modules(model, plan, data.modalities)
     for name in list(blocks):
         if blocks[name] == plan.graph.node(name).num_blocks:
@@ -149,14 +149,11 @@ def _first_blocks(
 def _makes(
     source: ModuleSource, skeleton: nn.Module, callables: Sequence[Any], code: CodeKey
 ) -> dict[str, Any]:
-    """Describe what the features of an item follow from and a resumed run need not compare: the
-    code that computes them, and the seed of weights that no file has.
+    """Describe what determines the features of an item but is not compared on resume: the code that
+    computes them, and the seed of weights that are in no file.
 
     Args:
-        source: of the frozen module.
-        skeleton: the module.
-        callables: user functions that process its inputs and outputs.
-        code: how user code is described.
+        callables: user functions that process the module's inputs and outputs.
     """
     roots: list[Any] = [type(source), *dict.fromkeys(type(m) for m in skeleton.modules())]
     roots.sort(key=lambda kind: (kind.__module__, kind.__qualname__))
@@ -173,7 +170,8 @@ def _makes(
 
 
 def _tower_digest(name: str, model: WholeModel, computed: str, code: CodeKey) -> str:
-    """Of all that features of an item follow from, beside what the tower is given of it."""
+    """Return a digest of everything except the input of an item that determines a tower's features.
+    """
     spec, form = model.tower_spec(name), model.root_form(name)
     skeleton = spec.source.skeleton()
     described = {
@@ -191,7 +189,8 @@ def _digest(
     name: str, encoder: ModalityModule, blocks: int, data: DataConfig, computed: str,
     code: CodeKey,
 ) -> str:
-    """Of all that features of an item follow from, beside the item; ``blocks``: that make them."""
+    """Return a digest of everything except the item that determines its features after ``blocks``
+    blocks."""
     source = encoder.source()
     skeleton = source.skeleton()
     callables: list[Any] = [encoder.preprocess_callback, encoder.postprocess_module_callback]
@@ -206,7 +205,7 @@ def _digest(
     }
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
     if isinstance(source.origin, LiveSource):
-        assert encoder.module is not None  # where its weights are
+        assert encoder.module is not None  # a live source has its weights here
         for key, tensor in sorted(encoder.module.state_dict().items()):
             digest.update(key.encode())
             values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,10 +1,10 @@
-"""A sentence for a run whose process ends before it can say why.
+"""Message of a run whose process is killed before it can report why.
 
-Ray ends the process of a driver from C++, without running any of its code, when Ray's server on the
-machine (raylet) is gone: the death of the raylet's agents takes the raylet with it. The kernel ends
-a process in the same way when memory runs out. A second process, which costs a few megabytes, sees
-that and prints the sentence. This file is its script, too, so it imports nothing but Python's own
-modules.
+When Ray's server on the machine (raylet) dies, Ray ends the driver's process from C++ without
+running any of its Python code. The death of one of the raylet's agents ends the raylet too. The
+kernel kills a process in the same way when memory runs out. A second process, which costs a few
+megabytes, detects that and prints the message. This file is also its script, so it imports only
+Python's own modules.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-# Sent when the run has an end of its own, which needs no sentence.
+# Sent when the run ends by itself, so that no message is printed.
 _DONE = b"\0"
 
 
 @contextmanager
 def last_words(place: object) -> Iterator[Callable[[], None]]:
-    """Have a sentence printed to the standard error if this process is ended within the block.
+    """Print a message to standard error if this process is killed within the block.
 
     Args:
         place: folder or URL of the run.
 
     Yields:
-        Function after which nothing is printed: the process ends, and has printed why itself.
+        Function that suppresses the message. Call it when the process has reported its own end.
     """
     text = (
         f"\nthe run failed:\nprocess {os.getpid()}, which drove the run in {place}, ended without "
@@ -46,7 +46,7 @@ def last_words(place: object) -> Iterator[Callable[[], None]]:
         pipe.flush()
 
     def done() -> None:
-        with suppress(OSError, ValueError):  # closed before
+        with suppress(OSError, ValueError):  # already closed
             pipe.write(_DONE)
             pipe.close()
 
@@ -58,7 +58,7 @@ def last_words(place: object) -> Iterator[Callable[[], None]]:
 
 
 def main() -> None:
-    """Print what standard input has, if it ends without :data:`_DONE`."""
+    """Print the text from standard input unless it ends with :data:`_DONE`."""
     text = b""
     while data := os.read(0, 2**16):
         text += data

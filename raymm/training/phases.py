@@ -1,5 +1,7 @@
-"""Modules that are frozen or trained from a step on: a run in phases, each planned for what trains
-in it."""
+"""Training phases: modules that are frozen or trained from a given step on.
+
+Each phase is planned for the modules that it trains.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,18 @@ from raymm.training.result import Result
 
 
 class Phases:
-    """What trains when. The model is changed in place, between its starts.
+    """Schedule that freezes and unfreezes modules. The model is changed in place, between starts of
+    its processes.
 
     Args:
-        model: the description.
-        at: by step, after which it holds: by module as plans name it, or that with ``_projector``,
-            of a whole model by part as ``model.train`` names it, ``"full"`` or ``"frozen"``; of
-            one with adapters these are.
-        steps: of the run.
+        model: model description.
+        at: step -> {module: ``"full"`` or ``"frozen"``}, applied after that many steps. Modules are
+            named as in plans, optionally with the suffix ``_projector``; parts of a Hugging Face
+            VLM as in ``model.train``. For a module with adapters, only the adapters change.
+        steps: total steps of the run.
 
     Raises:
-        ModelError: a module that is none, or is trained in part; nothing trains in a phase.
+        ModelError: a module is unknown or trained only in part, or a phase trains nothing.
     """
 
     def __init__(
@@ -50,11 +53,7 @@ class Phases:
             self.enter(0)
 
     def enter(self, step: int) -> None:
-        """The model as the step after so many has it.
-
-        Args:
-            step: number of steps taken.
-        """
+        """Freeze and unfreeze modules for the step that follows ``step`` taken steps."""
         if not self._at:
             return
         modes = dict(self._first)
@@ -64,19 +63,16 @@ class Phases:
             self._parts.set_frozen(name, mode == FROZEN)
 
     def enter_before(self, checkpoint: Checkpoint | None) -> None:
-        """The model as the last step before a checkpoint had it.
-
-        Args:
-            checkpoint: that a run goes on from; None at its start.
-        """
+        """Set the modules as for the last step before a checkpoint, or for the first step if it is
+        None."""
         self.enter(0 if checkpoint is None else max(checkpoint.manifest.step - 1, 0))
 
     def enter_after(self, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> int:
-        """The model as the step after a checkpoint has it; returns how many were taken.
+        """Set the modules as for the step after a checkpoint. Return the number of steps taken.
 
         Args:
-            checkpoint: as of :meth:`enter_before`.
-            say: is told of what changes there.
+            checkpoint: checkpoint to resume from; None at the start of a run.
+            say: called with a line if modules change at this step.
         """
         step = 0 if checkpoint is None else checkpoint.manifest.step
         self.enter(step)
@@ -85,30 +81,27 @@ class Phases:
         return step
 
     def end(self, step: int) -> int:
-        """Steps taken when the phase is over that the next step is in.
-
-        Args:
-            step: number of steps taken.
-        """
+        """Return the number of steps at which the phase ends that starts or continues after
+        ``step`` steps."""
         return next((start for start in self._at if start > step), self._steps)
 
     def plan(self, plan: Plan | None) -> Plan | None:
-        """A plan that was given, of the model as it is now."""
+        """Return a given plan with the graph of the model in its current phase."""
         return plan if plan is None or not self._at else replace(plan, graph=self._parts.graph)
 
     def changes(self, step: int) -> str:
-        """What changes after so many steps, in words; nothing: empty."""
+        """Describe the changes after ``step`` steps; empty if nothing changes."""
         return ", ".join(
             f"{name} is {'trained' if mode == FULL else 'frozen'}"
             for name, mode in self._at.get(step, {}).items()
         )
 
     def go_on_after(self, result: Result, say: Callable[[str], None]) -> bool:
-        """Whether an attempt has ended because a phase has.
+        """Return True if an attempt ended because its phase ended.
 
         Args:
-            result: of the attempt.
-            say: is told if the run ends with the phase, as the model got no better.
+            result: result of the attempt.
+            say: called with a line if the run ends here because evaluations stopped improving.
         """
         step = result.metrics.get("step", 0)
         if result.stopped is not None or not self.changes(step):
@@ -118,7 +111,7 @@ class Phases:
         return result.exhausted is None
 
     def dropped(self, step: int) -> tuple[str, ...]:
-        """How names of what the optimizer keeps, and no longer needs after so many steps, begin."""
+        """Return the name prefixes of optimizer state that is not needed after ``step`` steps."""
         return tuple(
             f"optimizer/{prefix}"
             for name, mode in self._at.get(step, {}).items() if mode == FROZEN
@@ -127,10 +120,7 @@ class Phases:
 
 
 def check_trains(model: MultimodalModule | WholeModel, when: str = "") -> None:
-    """
-    Raises:
-        ModelError: nothing of the model is trained.
-    """
+    """Raise ModelError if no parameter of the model is trained."""
     counts = model.parameter_counts()
     if not any(trained for trained, _ in counts.values()):
         raise ModelError(

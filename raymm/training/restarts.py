@@ -1,4 +1,4 @@
-"""The attempts of a run, each from the last checkpoint, until one gets to its end."""
+"""Attempts of a run: each resumes from the last checkpoint, until one finishes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raymm.recovery.run_state import RunState
 from raymm.training.result import Result
 from raymm.training.stop_request import StopRequest
 
-# Seconds that Ray may take to find out that a node is dead. Until then it would place processes
+# Seconds to wait until Ray detects that a node is dead. Until then, Ray would place processes
 # there.
 NODE_DEATH_S = 60.0
 
 
 @dataclass(frozen=True)
 class Attempted:
-    """What the attempts before have come to.
+    """Summary of the earlier attempts of a run.
 
     Attributes:
-        count: of them.
-        cause: why the last one ended.
-        text: what happened to it.
+        count: number of restarts so far.
+        cause: why the last attempt ended.
+        text: description of the last interruption.
     """
 
     count: int
@@ -35,12 +35,12 @@ class Attempted:
 
 
 class Restarts:
-    """Goes on after interruptions, as long as a policy says so.
+    """Loop that restarts a run after interruptions for as long as the failure policy allows.
 
     Args:
-        controller: of the run; decides.
-        stop: what asks an attempt to leave.
-        say: prints a line.
+        controller: decides on each interruption.
+        stop: request that an attempt leaves its nodes or ends.
+        say: called with each line to print.
     """
 
     def __init__(
@@ -50,13 +50,15 @@ class Restarts:
         self._count = 0
 
     def until_done(self, attempt: Callable[[Attempted | None], Result]) -> Result:
-        """
+        """Run attempts until one finishes or the policy ends the run. Return the last result.
+
         Args:
-            attempt: makes one; is given what has become of those before.
+            attempt: runs one attempt; called with the summary of the earlier ones, None for the
+                first.
 
         Raises:
-            RunFailedError: of the last attempt, with what happened to those before it.
-            ClusterError: there is no room for the first.
+            RunFailedError: from the last attempt, with notes about the earlier interruptions.
+            ClusterError: the cluster has no room for the first attempt.
         """
         ended: Result | RunFailedError | None = None
         attempted = None
@@ -76,7 +78,7 @@ class Restarts:
                     raise
                 return self._end(ended, f"the run could not resume: {error}")
             except RunFailedError as error:
-                ended = error.with_traceback(None)  # its frames hold all that the attempt had
+                ended = error.with_traceback(None)  # frees the attempt's objects
                 self._controller.enter(RunState.RECOVERING)
                 announced = self._reason_cause is Cause.PREEMPTION
                 cause, text = cause_of(error, announced), first_line(error)
@@ -105,10 +107,7 @@ class Restarts:
         return decision
 
     def _end(self, ended: Result | RunFailedError, why: str, for_good: bool = False) -> Result:
-        """
-        Raises:
-            RunFailedError: that one.
-        """
+        """Return the result of the last attempt, or raise its error."""
         self._controller.enter(
             RunState.FINISHED if isinstance(ended, Result) else RunState.FAILED
         )
@@ -128,15 +127,15 @@ def _wait_for_death(ended: Result | RunFailedError) -> None:
 
 
 def what_is_left(error: RunFailedError, latest: Callable[[], object]) -> str:
-    """Of a run that failed.
+    """Return a sentence about how to continue after a failed run.
 
     Args:
-        error: why.
-        latest: finds the last checkpoint; None if there is none.
+        error: error that ended the run.
+        latest: returns the last checkpoint, or None.
     """
     try:
         checkpoint = latest()
-    except CheckpointError as unseen:  # it may be why the run failed
+    except CheckpointError as unseen:  # the storage may be what failed
         return f"Cannot look for the last checkpoint: {unseen}"
     if error.repeats:
         return f"The same command would fail in the same way. The last checkpoint is {checkpoint}."

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Result of a training run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Result:
     """Outcome of :meth:`raymm.training.trainer.Trainer.fit`, like ``ray.train.Result``.
 
     Attributes:
-        metrics: the last step's row.
+        metrics: row of the last step.
         history: all rows of ``metrics.jsonl``.
-        checkpoint: folder of the last checkpoint; in a bucket, its URL.
-        changed: what is other than in the run that the checkpoint was saved by.
-        corrupt: what is wrong with checkpoints that the run could not go on from, newest first.
-        path: the run's folder; of a run in a bucket, the one of this machine that it worked in.
-        files: what to look at, by what it is (loss curve, schedule, trace).
-        steps_not_applied: of all steps in ``history``, as their loss or gradients were not finite;
-            ``not_applied`` of their rows says where that began.
-        stopped: of a run that was asked to stop (:attr:`raymm.training.trainer.Trainer.stop`,
-            ``run.max_seconds``), or had to leave a node and found no other, after which step, and
-            what is saved; None if it has taken all its steps.
-        exhausted: why it ended, where its last evaluations were no better (``patience`` of
-            ``run.evaluate``).
+        checkpoint: folder of the last checkpoint, or its URL in a bucket.
+        changed: differences from the run that saved the checkpoint, one line per field.
+        corrupt: problems of checkpoints that could not be resumed from, newest first.
+        path: run folder. For a run in a bucket, its working folder on this machine.
+        files: files to look at, by description (loss curve, schedule, trace).
+        steps_not_applied: number of steps in ``history`` with non-finite loss or gradients. Their
+            rows have the origin as ``not_applied``.
+        stopped: after which step the run stopped and what is saved; None if it took all steps. Set
+            after a stop request (:attr:`raymm.training.trainer.Trainer.stop`, ``run.max_seconds``)
+            or if the run had to leave a node and found no other.
+        exhausted: why the run ended early because its evaluations stopped improving (``patience``
+            of ``run.evaluate``); None otherwise.
     """
 
     metrics: dict[str, Any]
@@ -48,10 +48,9 @@ class Result:
 
     @property
     def best_checkpoint(self) -> Path | str | None:
-        """Best checkpoint by ``best`` of ``run.evaluate``, as :attr:`checkpoint`; None without.
-
-        The state before the first step is no checkpoint: ``best.json`` has its value as
-        ``start``."""
+        """Best checkpoint by ``best`` of ``run.evaluate``, in the form of :attr:`checkpoint`; None
+        if there is none. The state before the first step has no checkpoint; ``best.json`` has its
+        value as ``start``."""
         file = self.path / BEST
         if self.checkpoint is None or not file.is_file():
             return None
@@ -75,7 +74,8 @@ class Result:
 
 
 def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) -> int:
-    """How many steps were not applied; ``at_the_end``: since the last one that was."""
+    """Return the number of steps that were not applied; with ``at_the_end``, only since the last
+    applied step."""
     steps = ["not_applied" in row for row in rows if "loss" in row]
     if at_the_end:
         return len(list(takewhile(bool, reversed(steps))))
@@ -83,5 +83,5 @@ def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) 
 
 
 def last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last row of a step that was taken; empty if there is none."""
+    """Return the row of the last step; empty if no step was taken."""
     return next((row for row in reversed(rows) if "loss" in row), {})

@@ -1,4 +1,4 @@
-"""The data of a run, as its steps take them."""
+"""Training and held-out batches of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raymm.runtime.parallel_module import ParallelModule
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's data: parts and metadata per microbatch, and where the data goes on."""
+    """Data of one step: parts and metadata per microbatch, and the data position after the step."""
 
     parts: Sequence[Mapping[str, Any]]
     meta: Sequence[MicrobatchMeta]
@@ -26,17 +26,18 @@ class Batch:
 
 
 class Batches:
-    """The data of a run.
+    """Loaders of a run's data.
 
     Args:
         data: a :class:`DataConfig`, or batches in memory.
-        training: how the training data are taken.
-        check: looks whether the model can take a sample of data on disk.
-        places: of the data workers: those of the training data, then those of the held-out ones.
-        features: looks for features of items that were kept.
+        training: training samples and their sampler.
+        check: checks whether the model accepts a sample. Not applied to batches in memory.
+        places: bundles of the data workers: first for the training data, then for the held-out
+            data.
+        features: looks up cached encoder features.
 
     Attributes:
-        heldout_places: of the held-out data's workers.
+        heldout_places: bundles of the held-out data workers.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class Batches:
         self._places, self.heldout_places = places[:workers], places[workers:]
 
     def by_source(self, losses: Mapping[int, tuple[float, int]]) -> dict[str, dict[str, Any]]:
-        """What a row of the metrics has of several sources: each one's mean loss over its label
-        tokens, and how many they are.
+        """Return the metrics row entries for several data sources: mean loss over the label tokens,
+        and number of label tokens, by source name.
 
         Args:
-            losses: as of :class:`raymm.runtime.parallel_module.StepOutput`.
+            losses: source number -> (mean loss, label tokens), as in
+                :class:`raymm.runtime.parallel_module.StepOutput`.
         """
         if not losses or (dataset := self._training.dataset) is None:
             return {}
@@ -67,13 +69,13 @@ class Batches:
     def train(
         self, state: Any, steps: int, parallel: ParallelModule, before: int = 0
     ) -> Iterator[Batch]:
-        """Training data from a position on.
+        """Iterate over training data from a position.
 
         Args:
-            state: the position; None for the beginning.
-            steps: how many there may be.
-            parallel: what the batches are for.
-            before: steps taken there, for errors.
+            state: data position; None for the beginning.
+            steps: maximum number of batches.
+            parallel: model that splits batches in memory into microbatches.
+            before: steps taken before the first batch, for error messages.
         """
         if isinstance(self._data, DataConfig):
             with StepLoader(
@@ -94,17 +96,18 @@ class Batches:
 
     @property
     def modalities(self) -> tuple[str, ...] | None:
-        """Those of the held-out data; None if there are no held-out data."""
+        """Modalities of the held-out data; None without held-out data."""
         if not isinstance(self._data, DataConfig) or not self._data.heldout:
             return None
         return tuple(self._data.modalities)
 
     def once(self, shuffled: bool = False) -> Iterator[StepLoader]:
-        """Iterate over a pass of the training data in their order, then one of the held-out data.
+        """Iterate over one pass of the training data in stored order, then one pass of the held-out
+        data.
 
         Args:
-            shuffled: also over a pass of the held-out data for each modality, with its items in
-                the wrong samples.
+            shuffled: also yield a pass of the held-out data per modality, with its items in the
+                wrong samples.
         """
         assert isinstance(self._data, DataConfig)
         yield StepLoader(
@@ -120,12 +123,14 @@ class Batches:
         self, steps: int | None, shuffled: Sequence[str],
         check_cluster: Callable[[], None] = lambda: None,
     ) -> StepLoader:
-        """One pass over the held-out data, with some modalities' items in the wrong samples.
+        """Return a loader for one pass over the held-out data.
 
         Args:
-            steps, shuffled, check_cluster: as of :class:`StepLoader`.
+            steps: maximum number of batches; None for all.
+            shuffled: modalities whose items are put into the wrong samples.
+            check_cluster: called while waiting for data; raises if the cluster is lost.
         """
-        assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
+        assert isinstance(self._data, DataConfig)  # batches in memory have no held-out data
         return StepLoader(
             self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check,
             places=self.heldout_places, features=self._features, check_cluster=check_cluster,
@@ -133,7 +138,7 @@ class Batches:
 
 
 def timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
-    """Batches with the seconds that each was waited for."""
+    """Yield each batch with the seconds spent waiting for it."""
     start = time.perf_counter()
     for batch in batches:
         yield batch, time.perf_counter() - start

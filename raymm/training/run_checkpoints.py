@@ -1,4 +1,4 @@
-"""The checkpoints of a run's steps: what is saved, what is being written, and who is told."""
+"""Checkpoints of a run: when they are saved, background writes, and callbacks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from raymm.runtime.parallel_module import ParallelModule
 from raymm.storage.background_save import Saved
 from raymm.storage.checkpoint import CheckpointStore
 
-# Checkpoints in a row that could not be written behind the steps, until a run ends: a disk that is
-# full is emptied, one that is gone does not come back by itself.
+# Consecutive failed background writes after which the run ends. A full disk may be freed in time; a
+# lost disk does not return by itself.
 MOST_UNWRITTEN = 3
 
 
 class RunCheckpoints:
-    """Saves the state of a run, and tells of a checkpoint once it is committed.
+    """Saves the state of a run and calls the callbacks once a checkpoint is committed.
 
     Args:
-        store: keeps them.
-        parallel: the model that runs.
-        callbacks: are told.
-        say: prints a line.
-        asynchronous: steps go on while a checkpoint is written; at most one is under way.
+        asynchronous: True to continue with steps while a checkpoint is written. At most one write
+            is in flight.
 
     Attributes:
-        saved: steps taken by the state that was saved last.
+        saved: number of steps taken by the last saved state.
     """
 
     def __init__(
@@ -45,15 +42,15 @@ class RunCheckpoints:
         self._unwritten = 0
 
     def take(self, position: Any) -> None:
-        """Save the state of now, with nothing under way; steps may go on when this returns.
+        """Save the current state. No step may be in flight; steps may continue when this returns.
 
         Args:
-            position: in the data.
+            position: position in the data.
 
         Raises:
-            RunFileError: it cannot be written, or those before it could not
-                (:data:`MOST_UNWRITTEN`).
-            NotFiniteError: it is not finite, or the one before it was not.
+            RunFileError: the checkpoint cannot be written, or :data:`MOST_UNWRITTEN` writes in a
+                row have failed.
+            NotFiniteError: the state, or the previously written one, has non-finite values.
         """
         self.finish()
         if not self._asynchronous:
@@ -64,7 +61,7 @@ class RunCheckpoints:
         self._stood_still = time.perf_counter() - start
 
     def take_now(self, position: Any) -> None:
-        """Save the state of now; it is committed when this returns. As :meth:`take` else."""
+        """Save the current state and wait until it is committed. Raises as :meth:`take`."""
         self.finish()
         start = time.perf_counter()
         folder = self._store.save(self._parallel, {"data": position})
@@ -72,38 +69,39 @@ class RunCheckpoints:
         self._tell(Saved(self._parallel.steps_taken, folder, self._stood_still))
 
     def look(self) -> bool:
-        """Whether a checkpoint was committed since the last look; does not wait. Raises as
+        """Return True if a checkpoint was committed since the last call. Does not wait; raises as
         :meth:`take`."""
         self._tell(self._asked(self._store.ended))
         committed, self._committed = self._committed, False
         return committed
 
     def finish(self) -> None:
-        """Wait for what is being written, and say so. Raises as :meth:`take`."""
+        """Wait for the write in flight. Raises as :meth:`take`."""
         if (step := self._store.under_way) is not None:
             self._say(f"waiting for the checkpoint of step {step}, which is still being written")
         start, group = time.perf_counter(), self._parallel.group
         while not self._store.wait(LISTEN_S):
-            group.look_after()  # nobody waits for the ranks meanwhile
+            group.look_after()  # detect dead ranks while waiting
         saved = self._asked(self._store.finish)
         self._stood_still += time.perf_counter() - start
         self._tell(saved)
 
     def settle(self) -> None:
-        """Wait for what is being written, as the run ends by an error; if that cannot be written
-        either, say so."""
+        """Wait for the write in flight when the run ends with an error. Log a failed write instead
+        of raising."""
         try:
             self.finish()
-        except Exception as error:  # what the run ends by is raised
+        except Exception as error:  # the error that ends the run takes precedence
             if self._parallel.group.ended is None:
                 self._say(str(error))
 
     def abandon(self) -> None:
-        """Do not wait: somebody wants the run to end at once."""
+        """Abandon the write in flight, because the run must end immediately."""
         self._store.abandon()
 
     def drop(self) -> None:
-        """What is being written is not to be committed: the run goes back, and saves again."""
+        """Discard the write in flight, because the run goes back to an earlier step and saves
+        again."""
         self._store.abandon()
         self._store.remove_leftovers()
 
@@ -117,7 +115,7 @@ class RunCheckpoints:
             self._say(f"{error}. The run continues and saves at the next checkpoint")
             return None
         except RankFailedError:
-            self._parallel.group.pids()  # raises who died, and why
+            self._parallel.group.pids()  # raises an error that names the dead rank and the cause
             raise
 
     def _tell(self, saved: Saved | None) -> None:

@@ -1,4 +1,4 @@
-"""The plan that an attempt of a run has: the one that was given, its checkpoint's, or a new one."""
+"""Choice of the plan for an attempt without a given plan: the checkpoint's, or a new one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from raymm.training.execution import Execution
 
 @dataclass(frozen=True)
 class RunPlanner:
-    """Plans a run for the cluster it finds.
+    """Planner of a run for the connected cluster.
 
     Attributes:
-        request: what is asked for.
-        model: the description.
-        data: the run's.
-        precision: the run's.
-        optimizer: the run's.
-        say: prints a line.
+        request: planning options.
     """
 
     request: PlanRequest
@@ -42,14 +37,14 @@ class RunPlanner:
         self, checkpoint: Checkpoint | None, device: str, resources: RankResources,
         placement: PlacementOptions,
     ) -> Plan:
-        """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
-        numbers are those of a run without interruption.
+        """Return a plan. A resumed run keeps the plan of its checkpoint if possible, so that its
+        results equal those of an uninterrupted run.
 
         Args:
-            checkpoint: that it goes on from.
-            device: of the ranks.
-            resources: of each rank.
-            placement: what is reserved beside them.
+            checkpoint: checkpoint to resume from; None for a new run.
+            device: device of the ranks.
+            resources: resources of one rank.
+            placement: options, with the bundles to reserve besides the ranks.
         """
         if checkpoint is not None:
             execution = Execution(Plan.from_dict(dict(checkpoint.manifest.plan)))
@@ -60,7 +55,7 @@ class RunPlanner:
             self.say(f"planning again: {reason}")
         extra = placement.bundles_beside(resources.bundle())
         worker_cpus = sum(bundle.get("CPU", 0.0) for bundle in extra)
-        from raymm.planning.planned_run import plan_for_cluster  # solvers, which few runs need
+        from raymm.planning.planned_run import plan_for_cluster  # imports solvers; few runs need it
 
         planned = plan_for_cluster(
             self.request, self.model, self.data, device=device, resources=resources,

@@ -1,4 +1,4 @@
-"""What a run starts with: a schedule for all its steps, token ids, a position in the data."""
+"""Checks and settings at the start of a run: learning rate schedules, token ids, data position."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from raymm.storage.checkpoint import Checkpoint
 
 
 def open_splits(data: object) -> dict[str, Dataset]:
-    """Samples of ``"train"`` and, if there are any, ``"heldout"``; none of batches in memory.
-
-    Args:
-        data: of the run.
+    """Open the datasets ``"train"`` and, if configured, ``"heldout"``; empty for batches in memory.
     """
     if not isinstance(data, DataConfig):
         return {}
@@ -40,16 +37,13 @@ def open_splits(data: object) -> dict[str, Dataset]:
 def check_updates(
     optimizer: OptimizerConfig, run: RunConfig, model: MultimodalModule | WholeModel, plan: object
 ) -> None:
-    """Look whether every step of a run has a learning rate, and every rule a module.
+    """Check that every step has a learning rate above 0 and every optimizer rule matches a module.
 
     Args:
-        optimizer: the run's.
-        run: says how many steps, and how it computes.
-        model: its description.
-        plan: what runs where; another thing than a plan if that is not known yet.
+        plan: plan of the run; any other value if the plan is not known yet.
 
     Raises:
-        ConfigError: steps that would change nothing.
+        ConfigError: steps would not change the model, or evaluation metrics do not fit its loss.
         PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer` and
             :func:`raymm.layout.preference_check.check_preference`.
     """
@@ -64,7 +58,7 @@ def check_updates(
             )
     if isinstance(model, MultimodalModule):
         check_preference(model, plan if isinstance(plan, Plan) else None)
-    # "auto" may become bf16 on a GPU or by a checkpoint; a trainer checks again once it is known.
+    # "auto" may become bf16 on a GPU or by a checkpoint; the trainer checks again once it is known.
     in_bf16 = run.precision != "fp32"
     if isinstance(plan, Plan):
         check_optimizer(optimizer, plan, in_bf16)
@@ -85,8 +79,8 @@ def check_updates(
 
 
 def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
-    """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
-    run's end, as its schedule is over; None if there is none."""
+    """Return the number, from 1, of the first step after the schedule's end, where the rate is 0;
+    or None."""
     if optimizer.schedule == "constant" or optimizer.min_lr_ratio > 0:
         return None
     if optimizer.total_steps is None or optimizer.total_steps >= steps:
@@ -95,8 +89,8 @@ def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
 
 
 def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
-    """Return the data configuration with the token ids that the model has embeddings for, and the
-    inputs of a whole model's towers."""
+    """Return the data configuration with the model's token ids and, for a Hugging Face VLM, the
+    inputs of its towers."""
     preference = getattr(model, "preference", None)
     if not isinstance(data, DataConfig):
         if preference is not None and preference.asked_once:
@@ -122,11 +116,11 @@ def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
 
 
 def with_commits(data: Any) -> Any:
-    """Return the data configuration with ids of tokenizer and processor on the hub at their
+    """Return the data configuration with hub ids of tokenizer and processor pinned to their
     commits, so that data workers on all nodes read the same files.
 
     Raises:
-        ConfigError: the hub does not have them or cannot be reached, and neither has the cache.
+        ConfigError: neither the hub nor the cache has the files, or the hub cannot be reached.
     """
     if not isinstance(data, DataConfig):
         return data
@@ -139,13 +133,12 @@ def with_commits(data: Any) -> Any:
 def placement_beside(
     run: RunConfig, data: Any, say: Callable[[str], None], check: Callable[[], None]
 ) -> PlacementOptions:
-    """What data workers reserve beside the ranks; those of an evaluation run beside those of the
-    training data.
+    """Return placement options that reserve bundles for data workers besides the ranks. Evaluation
+    workers get bundles in addition to those of training workers.
 
     Args:
-        run, data: of the trainer.
-        say: prints a line.
-        check: raises if somebody asks to stop.
+        say: called with each line to print.
+        check: raises if a stop was requested.
     """
     bundles: tuple[dict[str, float], ...] = ()
     if isinstance(data, DataConfig) and data.worker_cpus:
@@ -157,10 +150,10 @@ def placement_beside(
 
 
 def data_position(checkpoint: Checkpoint | None) -> Any:
-    """Where the data go on after a checkpoint; None is the beginning.
+    """Return the data position saved in a checkpoint; None for the beginning.
 
     Raises:
-        CheckpointError: it was not saved by a trainer.
+        CheckpointError: the checkpoint was not saved by a trainer.
     """
     if checkpoint is None:
         return None

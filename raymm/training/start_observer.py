@@ -1,7 +1,7 @@
-"""The end of a run whose cluster loses its server (GCS) before the first step.
+"""Detection of a lost Ray server (GCS) before the first step of a run.
 
-Ray's calls that create actors and placement groups wait for a lost GCS in C++, where Python hears
-no signal, until Ray ends the process a minute later. A thread of this process looks instead.
+Ray's calls that create actors and placement groups wait for a lost GCS in C++, where Python handles
+no signals, until Ray ends the process a minute later. A thread of this process detects it earlier.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 
 from raymm.actors.faults.cluster_observer import ClusterObserver
 
-# Seconds that the main thread may take to end the run by itself, after a signal or a lost GCS.
+# Seconds in which the main thread may end the run by itself after a signal or a lost GCS.
 ORDERLY_END_S = 10.0
 LOOK_S = 0.5
 
@@ -45,7 +45,7 @@ class StartObserver:
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._hears_signals = before == -1
-            if not self._hears_signals:  # an event loop has it, in a notebook
+            if not self._hears_signals:  # a notebook's event loop uses it
                 signal.set_wakeup_fd(before)
         self._thread.start()
 
@@ -64,7 +64,7 @@ class StartObserver:
 
     def _observe(self) -> None:
         number: int | None = None
-        since: float | None = None  # when a signal came, or the GCS was lost, before the first step
+        since: float | None = None  # time of the first signal or lost GCS before the first step
         while not self._ended.is_set():
             if select.select([self._reader], [], [], LOOK_S)[0]:
                 numbers = [n for n in os.read(self._reader, 64)

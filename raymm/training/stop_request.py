@@ -1,6 +1,7 @@
-"""A wish that a run ends after the step under way: made by a signal, or by whatever else may have a
-reason to. The run looks for it between steps, finishes what it does, saves, and ends.
-Until its loop begins, and while it waits for data, a signal raises ``KeyboardInterrupt``: the one
+"""Requests to end a run after the current step, made by signals or by other code.
+
+The run checks for a request between steps, finishes the current step, saves and ends. Before the
+training loop starts, and while it waits for data, a signal raises ``KeyboardInterrupt``, the only
 exception that Ray's waits let through.
 """
 
@@ -17,16 +18,17 @@ from typing import Any, TypeVar
 
 from raymm.recovery.failure_policy import Cause
 
-# How long after a signal the same one is taken for the very same wish: `timeout`, `make` and
-# terminals send it to a process and to its process group.
+# Seconds in which a repeated signal counts as the same request: `timeout`, `make` and terminals
+# send a signal both to a process and to its process group.
 SAME_SIGNAL_S = 1.0
-# Seconds between two looks in a pause.
+# Seconds between two checks for a request during a pause.
 _LOOK_S = 0.1
-# `ray job stop` kills after so long (ray/dashboard/modules/job/job_supervisor.py). It reads the
-# variable in the job's own environment, or in that of the cluster's nodes.
+# Default seconds between SIGTERM and SIGKILL of `ray job stop`
+# (ray/dashboard/modules/job/job_supervisor.py). Ray reads the variable from the environment of the
+# job or of the cluster's nodes.
 JOB_STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 JOB_STOP_DEFAULT_S = "3"
-# Set by Ray in the process that a job is.
+# Set by Ray in the entrypoint process of a job.
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -36,13 +38,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run is to end.
+    """Reason for a stop request.
 
     Attributes:
-        why: in a word or two, ``"SIGTERM"``.
-        number: of the signal; None if it was something else.
-        cause: of what another attempt of the run may not meet: it leaves, and goes on. None: it
-            ends.
+        why: short name, such as ``"SIGTERM"``.
+        number: signal number; None if the request was not made by a signal.
+        cause: interruption that the run resumes from in another attempt; None to end the run.
     """
 
     why: str
@@ -51,21 +52,22 @@ class StopReason:
 
     @property
     def rank(self) -> int:
-        """Of two reasons, the one with the higher rank counts."""
+        """Priority of the reason: a signal over other requests to end, and these over requests to
+        leave."""
         if self.cause is not None:
             return 0
         return 1 if self.number is None else 2
 
 
 class StopRequest:
-    """Whether a run is asked to end.
+    """Request to end a run, or to leave its nodes.
 
-    A signal ends what is under way at once, as Ctrl-C does anywhere, until :meth:`deferred` says
-    that there is something to finish; a second signal does so always.
+    Outside of :meth:`deferred`, a signal raises KeyboardInterrupt immediately, like Ctrl-C. Inside,
+    the first signal only records the request, and a second signal raises.
 
     Attributes:
-        reason: why; None as long as nobody has asked.
-        at_once: whether a signal ended, or is to end, what was under way.
+        reason: reason of the request; None without a request.
+        at_once: True after a second signal, which ends the run without finishing the current step.
     """
 
     def __init__(self) -> None:
@@ -76,14 +78,14 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def ask(self, reason: StopReason) -> None:
-        """Ask from any thread. What is under way is finished. A signal comes before others who want
-        it to end, and these before who wants it to leave; else the first counts."""
+        """Request a stop, from any thread. A reason with a higher rank replaces the current one."""
         if self.reason is None or reason.rank > self.reason.rank:
             self.reason = reason
 
     @contextlib.contextmanager
     def asking_after(self, seconds: float | None) -> Iterator[None]:
-        """For the length of a block, its time is limited (``run.max_seconds``); None: it is not."""
+        """Request a stop after some seconds (``run.max_seconds``) unless the block ends earlier;
+        None for no limit."""
         if seconds is None:
             yield
             return
@@ -97,29 +99,30 @@ class StopRequest:
             timer.cancel()
 
     def check(self) -> None:
-        """Where nothing is to be finished.
-
-        Raises:
-            KeyboardInterrupt: somebody wants the run to end.
-        """
+        """Raise KeyboardInterrupt if the run should end. For places where nothing needs to be
+        finished."""
         if self.reason is not None and self.reason.cause is None:
             raise KeyboardInterrupt
 
     def pause(self, seconds: float) -> None:
-        """Wait for some seconds, or until the run is asked to end."""
+        """Sleep for some seconds, or until a stop is requested."""
         deadline = time.monotonic() + seconds
         while self.reason is None and (rest := deadline - time.monotonic()) > 0:
             time.sleep(min(rest, _LOOK_S))
 
     def withdraw(self) -> None:
-        """Another attempt begins: whoever wanted the one before to leave has what it wanted."""
+        """Clear a request to leave, because the next attempt has left the nodes."""
         if self.reason is not None and self.reason.cause is not None:
             self.reason = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals ask, for the length of a block; in the main thread, elsewhere they do what they
-        do. Those that are ignored stay so. Afterwards handlers are what they were."""
+        """Handle signals as stop requests within the block, and restore the previous handlers
+        afterwards.
+
+        Works in the main thread only; elsewhere signals keep their effect. Ignored signals stay
+        ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -140,7 +143,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within, a first signal only asks."""
+        """Only record the first signal within the block instead of raising."""
         before, self._deferred = self._deferred, True
         try:
             yield
@@ -156,13 +159,14 @@ class StopRequest:
             self._deferred = before
 
     def until_asked(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Items, until there are no more or somebody asks; a signal ends the wait for one."""
+        """Yield items until they end or a stop is requested. A signal interrupts the wait for an
+        item."""
         iterator = iter(items)
         try:
             while self.reason is None:
                 try:
                     with self._interruptible():
-                        if self.reason is not None:  # a signal came just before
+                        if self.reason is not None:  # a signal arrived just before this block
                             return
                         item = next(iterator)
                 except StopIteration:
@@ -190,12 +194,13 @@ class StopRequest:
             return
         else:
             self.at_once = True
-            self._restore()  # what comes now has the last word
-        # Of what a handler raises Ray's waits let through this, and nothing but this.
+            self._restore()  # a third signal has its default effect
+        # KeyboardInterrupt is the only exception that Ray's waits let through from a handler.
         raise KeyboardInterrupt
 
     def error(self, text: str) -> BaseException:
-        """What ends the program of a run that a signal ended; ``text`` says what was saved."""
+        """Return the exception that ends the program after a signal: SystemExit with code 143 after
+        SIGTERM, else KeyboardInterrupt. ``text`` describes what was saved."""
         if self.reason is None or self.reason.number != signal.SIGTERM:
             return KeyboardInterrupt(text)
         end = SystemExit(text)
@@ -204,13 +209,13 @@ class StopRequest:
 
 
 def _say(text: str) -> None:
-    # Not through the console: a handler runs in the middle of anything, its locks included.
+    # The console is not safe in a signal handler: the interrupted code may hold its lock.
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 def in_ray_job() -> bool:
-    """Whether this process is the entrypoint of a Ray job."""
+    """Return True if this process is the entrypoint of a Ray job."""
     return _JOB_VARIABLE in os.environ
 
 
@@ -222,7 +227,7 @@ def _job_note() -> str:
 
 
 def job_stop_note() -> str | None:
-    """What to know of ``ray job stop`` before it is needed; None outside of a Ray job, or if the
+    """Return a note about the timeout of ``ray job stop``; None outside of a Ray job or if the
     variable is set."""
     if not in_ray_job() or JOB_STOP_VARIABLE in os.environ:
         return None

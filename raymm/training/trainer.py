@@ -1,4 +1,4 @@
-"""The trainer: a run from its start, or its last checkpoint, to its end."""
+"""Trainer: runs training from the start, or from the last checkpoint, to the end."""
 
 from __future__ import annotations
 
@@ -76,33 +76,34 @@ class Trainer:
     """Trains a model on Ray.
 
     Args:
-        model: the model's description.
-        parallel: a plan, a multiplexed mapping (:func:`raymm.plan_multiplexed`), or specs to make
-            a plan from (of ranges of replicas, for what the cluster has room for, and anew after a
-            checkpoint when that changes); a :class:`raymm.planning.request.PlanRequest` says what
-            raymm is to plan itself. By default it plans for the cluster it finds, and
-            a run that goes on keeps the plan it began with.
-        data: a :class:`DataConfig`, or a list of batches as
+        model: model description.
+        parallel: plan, multiplexed mapping (:func:`raymm.plan_multiplexed`), specs to make a plan
+            from, or a :class:`raymm.planning.request.PlanRequest` for automatic planning. Specs
+            with ranges of replicas are planned for the free resources of the cluster, and again
+            after a checkpoint when these change. By default raymm plans for the connected cluster,
+            and a resumed run keeps its plan.
+        data: :class:`DataConfig`, or a list of batches as
             :meth:`raymm.MultimodalParallelModule.execute` takes them, used in turn.
-        run_config: how long, and what to write where.
+        run_config: length of the run, storage, evaluation and fault tolerance.
         optimizer: AdamW, its schedule, and clipping.
-        resources: what each rank reserves in Ray, or a function of the device (``"cpu"``,
-            ``"cuda"``) that says so; by default one CPU, and a GPU on CUDA.
+        resources: Ray resources of each rank, or a function of the device (``"cpu"``, ``"cuda"``)
+            that returns them. Default: one CPU, and one GPU on CUDA.
         threads: intra-op threads per rank.
-        callbacks: watch the run, beside those that ``run_config`` names.
-        console: where to print; None for standard output.
-        cache: what is computed once; None: nothing.
-        at: what is frozen or trained from a step on, as of :class:`raymm.training.phases.Phases`.
+        callbacks: additional callbacks besides those that ``run_config`` names.
+        console: console to print to; None for standard output.
+        cache: settings of the feature cache; None for no cache.
+        at: modules to freeze or train from given steps on, as in
+            :class:`raymm.training.phases.Phases`.
 
     Attributes:
-        plan: what runs where; None until :meth:`fit` has planned.
-        training: how the training data are taken; empty until then.
-        stop: ends :meth:`fit` after the step under way, with a checkpoint, if it is asked to, from
-            any thread.
+        plan: plan of the run; None until :meth:`fit` has planned.
+        training: training samples and their sampler; empty until :meth:`fit`.
+        stop: stop request. From any thread, it ends :meth:`fit` after the current step and a
+            checkpoint.
 
     Raises:
-        ConfigError: without ``data`` or ``run_config``, or with a schedule that is over before the
-            run is.
+        ConfigError: ``data`` or ``run_config`` is missing, or the learning rate schedule ends
+            before the run.
     """
 
     def __init__(
@@ -159,28 +160,30 @@ class Trainer:
         self._restarted = False
 
     def fit(self) -> Result:
-        """Train until ``run.steps`` steps are taken in all; goes on from the run's last
-        checkpoint, if there is one.
+        """Train until ``run.steps`` steps are taken in total. Resumes from the last checkpoint, if
+        any.
 
-        In the main thread SIGTERM and SIGINT end it after the step under way, with a checkpoint;
-        a second one, or one before the first step, at once. What is saved is printed. So do
-        ``run.max_seconds`` and :attr:`stop`, of which ``stopped`` of the result says so.
+        In the main thread, SIGTERM and SIGINT end the run after the current step and a checkpoint.
+        A second signal, or a signal before the first step, ends it immediately. The run prints what
+        is saved. ``run.max_seconds`` and :attr:`stop` also end it after the current step; the
+        result then has ``stopped``.
 
-        A process or a node that is lost, or a notice that a node of the run is about to end (spot
-        instances, ``kubectl drain``), ends an attempt: the run goes on from its last checkpoint
-        with other processes, as often as ``run.max_failures`` and ``run.max_preemptions`` say. Of
-        a run that leaves a node and has nowhere to go on, ``stopped`` of the result says so.
+        A lost process or node ends the attempt, and so does a notice that a node of the run will
+        end (spot instances, ``kubectl drain``). The run then resumes from its last checkpoint with
+        new processes, at most ``run.max_failures`` or ``run.max_preemptions`` times. If a run
+        leaves a node and cannot resume elsewhere, the result has ``stopped``.
 
         Raises:
-            InputError: before any rank starts; later, a DataError for a sample that cannot be used.
-            RunFailedError: if a rank, a data worker or the cluster dies, and the run does not go
-                on by itself; the last checkpoint is whole.
-            RunError: what a rank runs raised (RankFailedError), or the folder cannot be written, or
-                is another run's by now.
-            NotFiniteError: if ``run.max_skipped_steps`` steps in a row are not finite, or a
-                parameter is not.
-            KeyboardInterrupt, SystemExit (with code 143): a signal ended it. The text says what was
-                saved.
+            InputError: the input is wrong. Raised before any rank starts, except for a DataError
+                about an unusable sample.
+            RunFailedError: a rank, a data worker or the cluster died and the run does not resume by
+                itself. The last checkpoint is intact.
+            RunError: code on a rank raised (RankFailedError), the folder cannot be written, or it
+                belongs to another run.
+            NotFiniteError: ``run.max_skipped_steps`` steps in a row are not finite, or a parameter
+                is not.
+            KeyboardInterrupt, SystemExit (with code 143): a signal ended the run. The text
+                describes what was saved.
         """
         try:
             with self.stop.listening(), self.stop.asking_after(self.run.max_seconds):
@@ -196,7 +199,7 @@ class Trainer:
         try:
             with last_words(self._folder) as self._has_spoken:
                 return self._own_and_fit()
-        except SystemExit as end:  # what ray.init(), while it runs, makes of SIGTERM
+        except SystemExit as end:  # ray.init() turns SIGTERM into SystemExit while it runs
             if end.code != signal.SIGTERM:
                 raise
             self.stop.ask(StopReason("SIGTERM", signal.SIGTERM))
@@ -209,11 +212,8 @@ class Trainer:
         return self._stopped_result(self._stopped_at_once())
 
     def _stopped_result(self, text: str) -> Result:
-        """Of a run that was asked to end before its loop could.
-
-        Raises:
-            KeyboardInterrupt, SystemExit: by a signal.
-        """
+        """Return the result of a run that was stopped before its loop. Raises the signal's
+        exception if a signal stopped the run."""
         self._say(text)
         if self.stop.reason is None or self.stop.reason.number is not None:
             raise self.stop.error(text)
@@ -221,9 +221,9 @@ class Trainer:
         return Result(last_step(rows), rows, self._latest(), self.path, stopped=text)
 
     def _stopped_at_once(self) -> str:
-        """What became of a run that a signal did not let finish its step."""
+        """Describe what is saved and lost after a signal interrupted a step."""
         latest = self._latest()
-        assert self.stop.reason is not None  # it was asked
+        assert self.stop.reason is not None  # a stop was requested
         why, loop = self.stop.reason.why, self._loop
         saved = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
         if loop is None and self._restarted:
@@ -235,11 +235,11 @@ class Trainer:
         return f"stopped by {why} immediately: no step is lost, {saved}"
 
     def _end_process(self, number: int | None, lost: str) -> NoReturn:
-        """End this process before the first step, whose main thread waits for a lost GCS.
+        """End this process before the first step, while its main thread waits for a lost GCS.
 
         Args:
-            number: of the signal that asked for it, if any.
-            lost: sentence on the GCS.
+            number: number of the signal that requested the end; None without a signal.
+            lost: sentence about the GCS.
         """
         try:
             if number is not None:
@@ -285,7 +285,7 @@ class Trainer:
                 self._say(line)
             for file in (self.path / METRICS, self.path / SAMPLES, self.path / DECISIONS):
                 if file.is_file():
-                    read_metrics(file)  # they go on: refused now, not once ranks have started
+                    read_metrics(file)  # the run appends to them; check before ranks start
             if self._ends_before(checkpoint):
                 return self._nothing_to_do(checkpoint)
         self._take_data(checkpoint, splits)
@@ -320,7 +320,7 @@ class Trainer:
             return restarts.until_done(attempt)
 
     def _choose_precision(self, precision: str) -> None:
-        """Use a precision where ``run.precision`` is ``"auto"``."""
+        """Set the precision if ``run.precision`` is ``"auto"``."""
         if self.run.precision == "auto":
             self.run = self.run.model_copy(update={"precision": precision})
 
@@ -398,7 +398,7 @@ class Trainer:
             return attempt.take_steps(parallel, execution)
 
     def _look_for_room(self, resources: RankResources) -> None:
-        """After a checkpoint: leave, if more replicas could go on from it."""
+        """Request a restart after a checkpoint if the cluster has room for more replicas."""
         if self._elastic is None or not isinstance(self.plan, Plan):
             return
         larger = self._elastic.larger(self.plan, resources, self._placement())

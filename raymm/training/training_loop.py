@@ -1,4 +1,4 @@
-"""The steps of a run: submit ahead, read results in order, evaluate, checkpoint."""
+"""Training loop: submits steps ahead, reads results in order, evaluates and saves checkpoints."""
 
 from __future__ import annotations
 
@@ -36,36 +36,29 @@ from raymm.training.run_batches import Batch, Batches, timed
 from raymm.training.run_checkpoints import RunCheckpoints
 from raymm.training.stop_request import StopRequest
 
-# Skipped samples that a run reports one by one; all are counted.
+# Maximum number of skipped samples that a run reports one by one; all are counted.
 SKIPPED_SHOWN = 20
 
 
 class TrainingLoop:
-    """The steps of one fit.
+    """Steps of one attempt.
 
-    A checkpoint that is due after a step that was not applied is written after the next one that
-    is: it would be of the same parameters, and one of those kept would have to go for it.
+    A checkpoint that is due after a step that was not applied is saved after the next applied step.
+    It would have the same parameters as the checkpoint before, and an older one would be dropped
+    for it.
 
     Args:
-        run: how long, and what to write when.
-        batches: the data.
-        parallel: the model that runs.
-        store: for checkpoints.
-        metrics: gets a row per step and per evaluation.
-        samples: gets every step's samples; None if nobody asks for them.
-        observer: looks at every step.
-        throughput: how fast steps are.
-        callbacks: are told of every row and checkpoint.
-        progress: says how far it is.
-        stop: is looked at between steps.
-        recovery: goes on after failures that processes have survived.
-        enter: is told what the run does.
-        recovered: called after every recovery, with the step that the run goes on after.
-        saved: called after every checkpoint but the last.
-        texts: evaluates what the model writes; None if nobody asks.
+        samples: log of the sample ids of every step; None for no log.
+        callbacks: called after each metrics row and each committed checkpoint.
+        stop: checked between steps.
+        recovery: recovers from failures that leave processes alive.
+        enter: called on every :class:`RunState` transition.
+        recovered: called after each recovery with the step to continue after and the error.
+        saved: called after each checkpoint except the last.
+        texts: evaluates generated text; None for no such evaluation.
 
     Attributes:
-        exhausted: why no further step is to be taken, as the model got no better; None if it did.
+        exhausted: why the run ends early because evaluations stopped improving; None otherwise.
     """
 
     def __init__(
@@ -99,26 +92,27 @@ class TrainingLoop:
         self._clock = StepClock()
         self._reported: set[str] = set()
         self._in_a_row = steps_not_applied(metrics.rows, at_the_end=True)
-        self._owed = False  # a checkpoint
+        self._owed = False  # True if a checkpoint is overdue
         self._stop = stop
         self._first = parallel.steps_taken
         self._checkpoints = RunCheckpoints(
             store, parallel, callbacks, progress.line, run.asynchronous_checkpoints
         )
-        self._read = self._first  # steps whose results are there
+        self._read = self._first  # number of steps whose results were read
         self._position: Any = None
-        self._unevaluated: int | None = None  # a step whose evaluation was left out
+        self._unevaluated: int | None = None  # step whose evaluation a stop request skipped
         self.exhausted: str | None = None
 
     def run(self, state: Any) -> str | None:
-        """Take the steps that are left, with the data from a position on.
+        """Take the remaining steps with data from a position.
 
         Returns:
-            None if all were taken. If somebody asked to stop: after which step, and what is saved.
+            None if all steps were taken. After a stop request, a sentence about the last step and
+            what is saved.
 
         Raises:
-            NotFiniteError: too many steps in a row that could not be applied, or a checkpoint that
-                would not be finite.
+            NotFiniteError: too many steps in a row were not applied, or a checkpoint would not be
+                finite.
             RunFileError: a log or a checkpoint cannot be written at the end.
         """
         with self._stop.deferred(), compiling_behind():
@@ -148,12 +142,13 @@ class TrainingLoop:
 
     @property
     def unsaved_steps(self) -> int:
-        """Steps after the last checkpoint, those under way included."""
+        """Number of steps after the last checkpoint, including steps in flight."""
         return self._parallel.steps_taken - self._checkpoints.saved
 
     @property
     def step_under_way(self) -> int:
-        """Of all steps whose results are not there, the first; from 1. After the last one: that."""
+        """Number, from 1, of the first step whose result was not read; the last step if all were
+        read."""
         return min(self._read + 1, self._run.steps)
 
     def _take_all_steps(self, source: ReplayedBatches[Batch], state: Any) -> None:
@@ -191,7 +186,7 @@ class TrainingLoop:
 
     def _take_steps(self, source: ReplayedBatches[Batch]) -> None:
         first = self._parallel.steps_taken
-        # What a step still owes that a failure came after.
+        # A failure may have prevented the evaluation and checkpoint after this step.
         if first == 0 or first > self._first and self._stops_at(first):
             self._pause_after(first)
         self._clock.restart()
@@ -216,7 +211,7 @@ class TrainingLoop:
         self._checkpoints.finish()
 
     def _pause_after(self, step: int) -> None:
-        """With nothing under way: evaluate and save, if that is due and was not done."""
+        """Drain the pipeline, then evaluate and save if due and not done yet."""
         self._drain(0)
         is_best = False
         with self._parallel.evaluated_weights():
@@ -236,7 +231,8 @@ class TrainingLoop:
         self._clock.restart()
 
     def _stopped(self) -> str | None:
-        """What became of a run that was asked to stop; saves what is not saved."""
+        """Save unsaved steps after a stop request. Return a sentence about the stop, or None
+        without one."""
         step, last, reason = self._parallel.steps_taken, self._run.steps, self._stop.reason
         if reason is None or step == last and self._unevaluated is None:
             return None
@@ -257,7 +253,7 @@ class TrainingLoop:
         return every is not None and step % every == 0
 
     def _stops_at(self, step: int) -> bool:
-        """Whether the pipeline must be empty after this step."""
+        """Return True if the pipeline must be drained after this step."""
         return (
             self._owed
             or step == self._run.steps
@@ -275,7 +271,7 @@ class TrainingLoop:
             tokens = sum(microbatch.tokens for microbatch in batch.meta)
             busiest = max(output.timeline.stage_busy().values(), default=0.0)
             seconds = self._clock.read(tokens, busiest)
-            self._store.check_owner()  # what is logged is in the folder, too
+            self._store.check_owner()  # the logs are also in the run folder
             row = self._row(step, batch, output, seconds, waited)
             self._metrics.add(row)
             self._callbacks.step(self._metrics.rows[-1])
@@ -291,10 +287,7 @@ class TrainingLoop:
             self._replace_straggler()
 
     def _replace_straggler(self) -> None:
-        """
-        Raises:
-            RankFailedError: a rank is slow, and a spare waits to take its place.
-        """
+        """Raise RankFailedError for a slow rank if a spare process is ready to replace it."""
         stragglers, group = self._observer.stragglers, self._parallel.group
         if not self._run.replace_stragglers or (slow := stragglers.replaceable()) is None:
             return
@@ -317,7 +310,7 @@ class TrainingLoop:
             )
 
     def _report_skipped(self, step: int, skipped: Sequence[Skipped]) -> None:
-        """Say once why a sample is left out, not every epoch, and only of the first few."""
+        """Report each skipped sample once, up to :data:`SKIPPED_SHOWN` samples."""
         for sample in skipped:
             if sample.id not in self._reported and len(self._reported) < SKIPPED_SHOWN:
                 self._reported.add(sample.id)
@@ -347,7 +340,7 @@ class TrainingLoop:
             "skipped": len(batch.skipped),
             "truncated": sum(microbatch.truncated for microbatch in batch.meta),
             "peak_memory_bytes": list(output.peak_bytes),
-            # Ranks were busy with the step before meanwhile, if one was under way.
+            # With steps in flight, ranks were busy with the previous step during this wait.
             "data_wait_s": round(waited, 4),
             **self._throughput.after_step(batch.meta, seconds), **output.rewards,
             **observed, **output.expert_metrics, **self._batches.by_source(output.source_losses),
@@ -375,8 +368,8 @@ class TrainingLoop:
         self._progress.line(heldout_line(row))
 
     def _evaluate_texts(self, step: int, texts: TextEvaluation) -> bool:
-        """Evaluate what the model writes, and end a run that gets no better. Return True if this is
-        the best state so far."""
+        """Evaluate generated text, and end the run if evaluations stopped improving. Return True if
+        this is the best state so far."""
         if not any(row["step"] == step and "texts" in row for row in self._metrics.rows):
             row = texts.run(step)
             self._metrics.add(row)
