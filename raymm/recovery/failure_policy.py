@@ -53,10 +53,9 @@ class Interruption:
     """End of an attempt, or of a step, before the run finished.
 
     Attributes:
-        cause: cause of the interruption.
         step: step in flight; None before the first step of the attempt.
         text: description without parts that differ between repetitions, such as process ids.
-        at: time in seconds.
+        at: monotonic time in seconds.
         in_place: True if enough processes survived to recover in place.
         recovering: True if it happened during a recovery, so that no step can be the cause.
     """
@@ -83,11 +82,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Decision:
-    """Action and its reason. The reason continues a sentence.
-
-    Attributes:
-        wait_s: seconds to wait before the action.
-    """
+    """Action and its reason. The reason continues a sentence."""
 
     action: Action
     why: str
@@ -163,12 +158,7 @@ class FailurePolicy:
         return _within(Action.GO_ON, name, count, most, field)
 
     def recoveries_left(self, interruptions: Sequence[Interruption], at: float) -> float:
-        """Return how many in-place recoveries the budget still allows.
-
-        Args:
-            interruptions: all interruptions of the run so far.
-            at: current time in seconds.
-        """
+        """Return how many in-place recoveries the budget still allows at a time (seconds)."""
         if self.max_recoveries is None:
             return math.inf
         return self.max_recoveries - _recoveries(interruptions, at)

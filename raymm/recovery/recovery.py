@@ -19,14 +19,10 @@ class Recovery:
     """In-place recoveries of one attempt.
 
     Args:
-        parallel: running model.
-        controller: decides on each interruption.
         every: steps between snapshots; None to disable snapshots and recovery.
-        say: called with each line to print.
         pause: sleeps for some seconds, or until a stop is requested.
 
     Attributes:
-        count: number of recoveries so far.
         lost_node: True if the last recovery followed a lost node, which also loses data loaded
             there.
     """
@@ -52,8 +48,6 @@ class Recovery:
         """Take a snapshot if one is due after a submitted step. Does not wait.
 
         Args:
-            step: number of the step.
-            position: position in the data after the step.
             first: True for the first snapshot, which is always due.
         """
         if self._every is not None and (first or step % self._every == 0):
@@ -74,7 +68,6 @@ class Recovery:
         """Return the decision after an error; None if the current processes cannot recover.
 
         Args:
-            error: error that interrupted the run.
             recovering: True if the error happened during a recovery rather than a step.
         """
         group = self._parallel.group
@@ -87,9 +80,6 @@ class Recovery:
 
     def recover(self, error: RunFailedError) -> TakenSnapshot | None:
         """Replace the lost processes and restore the newest snapshot in all processes.
-
-        Args:
-            error: error that interrupted the run.
 
         Returns:
             The restored snapshot; None if no rank was lost and nothing had to be restored.

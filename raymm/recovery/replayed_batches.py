@@ -57,12 +57,7 @@ class ReplayedBatches(Generic[Batch]):
 
     def rewind(self, step: int, position: Any, anew: bool = False) -> None:
         """Continue after an earlier step. The last argument is True if the kept batches were lost,
-        too, and must be loaded again.
-
-        Args:
-            step: number of the step.
-            position: position in the data after the step.
-        """
+        too, and must be loaded again."""
         again = [kept for kept in (*self._kept, *self._again) if kept[0] > step and not anew]
         there = not anew and (
             self._step == step or (bool(again) and again[0][0] == step + 1)

@@ -23,12 +23,10 @@ class RunController:
     """Keeps a run's state and interruptions, and applies the failure policy.
 
     Args:
-        policy: decides on each interruption.
         step: returns the step in flight; None before the first step.
         clock: returns seconds, for hourly budgets.
 
     Attributes:
-        state: current state of the run.
         interruptions: all interruptions so far, oldest first.
     """
 
@@ -59,7 +57,6 @@ class RunController:
         """Record an interruption and return the decision about it.
 
         Args:
-            text: description of the interruption.
             in_place: True if enough processes survived to recover in place.
             recovering: True if the interruption happened during a recovery.
         """
@@ -84,12 +81,7 @@ class RunController:
         return self._decided[1]
 
     def add_notes(self, error: BaseException, why: str) -> None:
-        """Add notes to an error: the earlier interruptions, and why the run does not resume.
-
-        Args:
-            error: error that ends the run.
-            why: reason that continues a sentence.
-        """
+        """Add notes to an error: the earlier interruptions, and why the run does not resume."""
         for number, before in enumerate(self.interruptions[:-1], start=1):
             error.add_note(f"Earlier interruption {number}, {before.where}: {before.text}")
         error.add_note(f"The run does not resume by itself: {why}.")

@@ -48,15 +48,10 @@ class Attempt:
     """State that an attempt needs besides its processes.
 
     Attributes:
-        folder: run folder on this machine.
-        store: checkpoint store of the run.
-        checkpoint: checkpoint to resume from; None for a new run.
         device: device of the ranks, ``"cpu"`` or ``"cuda"``.
         attempted: summary of the earlier attempts; None for the first.
         changed: differences from the run that saved the checkpoint, one line per field.
-        stop: request to end the run or to leave the current nodes.
         saved: called after each checkpoint except the last.
-        features: looks up cached encoder features.
         until: number of steps at which the attempt ends; None for ``run.steps``.
         dropped: name prefixes of checkpoint tensors that are not needed any more.
         loop: training loop; None until it starts.

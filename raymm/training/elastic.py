@@ -27,9 +27,6 @@ ROOM_S = 30.0
 class ElasticPlans:
     """Candidate plans of an elastic run. The free resources of the cluster decide which plan runs.
 
-    Args:
-        spec: layout with ranges of replicas.
-
     Attributes:
         plans: sorted by number of processes; among equal numbers, by replicas of the language
             model.
@@ -61,7 +58,6 @@ class ElasticPlans:
         autoscaler is requested to provide the resources of the largest plan.
 
         Args:
-            resources: resources of one process.
             placement: options, with the bundles to reserve besides the ranks.
         """
         if has_autoscaler():
@@ -95,8 +91,6 @@ class ElasticPlans:
         None.
 
         Args:
-            plan: running plan.
-            resources: resources of one process.
             placement: options, with the bundles to reserve besides the ranks.
         """
         best = self.largest(self._room(resources, placement))

@@ -29,11 +29,9 @@ class Execution:
     """Plan that the trainer starts and observes.
 
     Args:
-        plan: assignment of stages to ranks.
         notes: additional lines for :meth:`describe`.
 
     Attributes:
-        num_processes: number of processes of the plan.
         modules: stage name, as in a step's ``stage_busy``, -> module name.
         processes: module name -> number of processes that compute only this module. Modules that
             share ranks are left out; ``"total"`` counts all processes.
@@ -71,11 +69,7 @@ class Execution:
         return None
 
     def describe(self, device: str) -> list[str]:
-        """Return lines that describe the plan. The trainer continues the first line.
-
-        Args:
-            device: ``"cpu"`` or ``"cuda"``.
-        """
+        """Return lines that describe the plan. The trainer continues the first line."""
         plan, count = self.plan, self.plan.num_microbatches
         more = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
         slots = len({stage.slot for stage in plan.stages})
@@ -117,12 +111,6 @@ def _mapped(plan: Plan) -> bool:
 
 class StepObserver:
     """Observer of a run's steps: balance, rebalancing, plan drift, stragglers and the final report.
-
-    Args:
-        run: run whose processes have started.
-
-    Attributes:
-        stragglers: detects slow ranks.
     """
 
     def __init__(self, run: ObservedRun, plan: Plan) -> None:

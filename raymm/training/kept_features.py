@@ -55,9 +55,7 @@ class KeptFeatures:
 
     Attributes:
         plan: plan of the run, with separate stages for projectors.
-        folders: feature folder by encoder.
         lookup: lookup for data workers; None if nothing is cached.
-        lines: messages for the user.
         memory: folder in host memory, removed when the run ends; None if features are on disk.
     """
 

@@ -22,11 +22,9 @@ class Phases:
     its processes.
 
     Args:
-        model: model description.
         at: step -> {module: ``"full"`` or ``"frozen"``}, applied after that many steps. Modules are
             named as in plans, optionally with the suffix ``_projector``; parts of a Hugging Face
             VLM as in ``model.train``. For a module with adapters, only the adapters change.
-        steps: total steps of the run.
 
     Raises:
         ModelError: a module is unknown or trained only in part, or a phase trains nothing.
@@ -71,7 +69,6 @@ class Phases:
         """Set the modules as for the step after a checkpoint. Return the number of steps taken.
 
         Args:
-            checkpoint: checkpoint to resume from; None at the start of a run.
             say: called with a line if modules change at this step.
         """
         step = 0 if checkpoint is None else checkpoint.manifest.step
@@ -100,7 +97,6 @@ class Phases:
         """Return True if an attempt ended because its phase ended.
 
         Args:
-            result: result of the attempt.
             say: called with a line if the run ends here because evaluations stopped improving.
         """
         step = result.metrics.get("step", 0)

@@ -25,8 +25,6 @@ class Attempted:
 
     Attributes:
         count: number of restarts so far.
-        cause: why the last attempt ended.
-        text: description of the last interruption.
     """
 
     count: int
@@ -35,13 +33,7 @@ class Attempted:
 
 
 class Restarts:
-    """Loop that restarts a run after interruptions for as long as the failure policy allows.
-
-    Args:
-        controller: decides on each interruption.
-        stop: request that an attempt leaves its nodes or ends.
-        say: called with each line to print.
-    """
+    """Loop that restarts a run after interruptions for as long as the failure policy allows."""
 
     def __init__(
         self, controller: RunController, stop: StopRequest, say: Callable[[str], None]
@@ -127,12 +119,7 @@ def _wait_for_death(ended: Result | RunFailedError) -> None:
 
 
 def what_is_left(error: RunFailedError, latest: Callable[[], object]) -> str:
-    """Return a sentence about how to continue after a failed run.
-
-    Args:
-        error: error that ended the run.
-        latest: returns the last checkpoint, or None.
-    """
+    """Return a sentence about how to continue after a failed run."""
     try:
         checkpoint = latest()
     except CheckpointError as unseen:  # the storage may be what failed

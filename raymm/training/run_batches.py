@@ -30,14 +30,9 @@ class Batches:
 
     Args:
         data: a :class:`DataConfig`, or batches in memory.
-        training: training samples and their sampler.
         check: checks whether the model accepts a sample. Not applied to batches in memory.
         places: bundles of the data workers: first for the training data, then for the held-out
             data.
-        features: looks up cached encoder features.
-
-    Attributes:
-        heldout_places: bundles of the held-out data workers.
     """
 
     def __init__(
@@ -72,8 +67,6 @@ class Batches:
         """Iterate over training data from a position.
 
         Args:
-            state: data position; None for the beginning.
-            steps: maximum number of batches.
             parallel: model that splits batches in memory into microbatches.
             before: steps taken before the first batch, for error messages.
         """
@@ -126,7 +119,6 @@ class Batches:
         """Return a loader for one pass over the held-out data.
 
         Args:
-            steps: maximum number of batches; None for all.
             shuffled: modalities whose items are put into the wrong samples.
             check_cluster: called while waiting for data; raises if the cluster is lost.
         """

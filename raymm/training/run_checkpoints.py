@@ -44,9 +44,6 @@ class RunCheckpoints:
     def take(self, position: Any) -> None:
         """Save the current state. No step may be in flight; steps may continue when this returns.
 
-        Args:
-            position: position in the data.
-
         Raises:
             RunFileError: the checkpoint cannot be written, or :data:`MOST_UNWRITTEN` writes in a
                 row have failed.

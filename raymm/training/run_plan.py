@@ -20,11 +20,7 @@ from raymm.training.execution import Execution
 
 @dataclass(frozen=True)
 class RunPlanner:
-    """Planner of a run for the connected cluster.
-
-    Attributes:
-        request: planning options.
-    """
+    """Planner of a run for the connected cluster."""
 
     request: PlanRequest
     model: MultimodalModule | WholeModel
@@ -41,9 +37,6 @@ class RunPlanner:
         results equal those of an uninterrupted run.
 
         Args:
-            checkpoint: checkpoint to resume from; None for a new run.
-            device: device of the ranks.
-            resources: resources of one rank.
             placement: options, with the bundles to reserve besides the ranks.
         """
         if checkpoint is not None:

@@ -137,7 +137,6 @@ def placement_beside(
     workers get bundles in addition to those of training workers.
 
     Args:
-        say: called with each line to print.
         check: raises if a stop was requested.
     """
     bundles: tuple[dict[str, float], ...] = ()

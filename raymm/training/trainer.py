@@ -76,7 +76,6 @@ class Trainer:
     """Trains a model on Ray.
 
     Args:
-        model: model description.
         parallel: plan, multiplexed mapping (:func:`raymm.plan_multiplexed`), specs to make a plan
             from, or a :class:`raymm.planning.request.PlanRequest` for automatic planning. Specs
             with ranges of replicas are planned for the free resources of the cluster, and again
@@ -85,7 +84,6 @@ class Trainer:
         data: :class:`DataConfig`, or a list of batches as
             :meth:`raymm.MultimodalParallelModule.execute` takes them, used in turn.
         run_config: length of the run, storage, evaluation and fault tolerance.
-        optimizer: AdamW, its schedule, and clipping.
         resources: Ray resources of each rank, or a function of the device (``"cpu"``, ``"cuda"``)
             that returns them. Default: one CPU, and one GPU on CUDA.
         threads: intra-op threads per rank.
@@ -235,12 +233,7 @@ class Trainer:
         return f"stopped by {why} immediately: no step is lost, {saved}"
 
     def _end_process(self, number: int | None, lost: str) -> NoReturn:
-        """End this process before the first step, while its main thread waits for a lost GCS.
-
-        Args:
-            number: number of the signal that requested the end; None without a signal.
-            lost: sentence about the GCS.
-        """
+        """End this process before the first step, while its main thread waits for a lost GCS."""
         try:
             if number is not None:
                 self.stop.ask(StopReason(signal.Signals(number).name, number))

@@ -50,8 +50,6 @@ class TrainingLoop:
     Args:
         samples: log of the sample ids of every step; None for no log.
         callbacks: called after each metrics row and each committed checkpoint.
-        stop: checked between steps.
-        recovery: recovers from failures that leave processes alive.
         enter: called on every :class:`RunState` transition.
         recovered: called after each recovery with the step to continue after and the error.
         saved: called after each checkpoint except the last.
