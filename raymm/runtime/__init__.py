@@ -1,1 +1,1 @@
-"""Models that run on a cluster."""
+"""Models that run on a Ray cluster."""

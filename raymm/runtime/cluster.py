@@ -1,4 +1,4 @@
-"""Connecting to Ray: a cluster that is there, or an embedded one."""
+"""Connection to Ray: to an existing cluster, or to an embedded one on this machine."""
 
 from __future__ import annotations
 
@@ -23,23 +23,20 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.errors import ClusterError
 from raymm.runtime.embedded.embedded_ray import start_embedded_ray
 
-# Seconds until a cluster's server must accept a connection, and between two tries.
+# Seconds in which a cluster's server must accept a connection, and seconds between two attempts.
 CONNECT_S, RETRY_S = 8.0, 0.5
 
 
 def connect(quiet: bool = True) -> bool:
-    """Join the cluster of ``RAY_ADDRESS`` (set inside ``ray job submit``), or the session that
-    is already connected, or start an embedded Ray on this machine.
-
-    Args:
-        quiet: do not repeat what actors print.
+    """Connect to the cluster at ``RAY_ADDRESS`` (set inside ``ray job submit``), keep an existing
+    session, or start an embedded Ray on this machine.
 
     Returns:
-        Whether an embedded Ray was started (and should be shut down in the end).
+        True if an embedded Ray was started, which the caller should shut down in the end.
 
     Raises:
-        ClusterError: if there is no cluster at ``RAY_ADDRESS``, it is that of a Ray Client, or an
-            embedded one does not come up.
+        ClusterError: there is no cluster at ``RAY_ADDRESS``, it is the address of a Ray Client, or
+            an embedded Ray does not start.
     """
     address = os.environ.get("RAY_ADDRESS")
     refused = (address or "").startswith("ray://") and not ray.is_initialized()
@@ -52,8 +49,8 @@ def connect(quiet: bool = True) -> bool:
     if ray.is_initialized():
         return False
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # import paths in configs; ranks have it, too
-    # What one rank raises is said once; others that lost it would each add a traceback.
+        sys.path.insert(0, os.getcwd())  # for import paths in configs; ranks have it, too
+    # Report the error of one rank once; ranks that lost it would each add a traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     embedded = address in (None, "", "local")
     handler = signal.getsignal(signal.SIGTERM)
@@ -63,16 +60,17 @@ def connect(quiet: bool = True) -> bool:
     else:
         _connect_to(str(address), options)
     if threading.current_thread() is threading.main_thread():
-        # ray.init() makes SIGTERM raise SystemExit, and then lays a handler of its C++ side over
-        # that one, which aborts the process three seconds later, in the middle of an orderly end.
+        # ray.init() makes SIGTERM raise SystemExit, and then replaces that handler by one of its
+        # C++ side, which aborts the process three seconds later, in the middle of an orderly
+        # shutdown.
         ours = callable(handler) or handler is signal.SIG_IGN
         signal.signal(signal.SIGTERM, handler if ours else signal.getsignal(signal.SIGTERM))
     return embedded
 
 
 def check_address() -> None:
-    """Check that a server listens at ``RAY_ADDRESS``, if that is another machine's cluster; Ray
-    itself waits for minutes.
+    """Check that a server listens at ``RAY_ADDRESS`` if it names another cluster. Ray itself would
+    wait for minutes.
 
     Raises:
         ClusterError: no server accepts connections within :data:`CONNECT_S` seconds.
@@ -93,10 +91,7 @@ def check_address() -> None:
 
 
 def _connect_to(address: str, options: dict[str, Any]) -> None:
-    """
-    Raises:
-        ClusterError: there is no cluster at the address, or it does not accept this process.
-    """
+    """Connect, or raise ClusterError if there is no cluster or it rejects this process."""
     check_address()
     try:
         ray.init(**options)
@@ -118,10 +113,7 @@ def _connect_to(address: str, options: dict[str, Any]) -> None:
 
 
 def _wait_for_server(host: str, port: int) -> None:
-    """
-    Raises:
-        ConnectionError: no server accepts connections within :data:`CONNECT_S` seconds.
-    """
+    """Raise ConnectionError unless a server accepts a connection in :data:`CONNECT_S` seconds."""
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -138,7 +130,7 @@ def _wait_for_server(host: str, port: int) -> None:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """:func:`connect` for the length of a block."""
+    """Connect to Ray (:func:`connect`) for a block; shut an embedded Ray down at its end."""
     embedded = connect()
     try:
         yield
@@ -150,18 +142,18 @@ def connected() -> Iterator[None]:
 def pick_device(
     device: str, resources: Callable[[str], RankResources] | None = None
 ) -> str:
-    """The device that ``"auto"`` is.
+    """Return ``"cpu"`` or ``"cuda"`` for a device setting.
 
     Args:
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
-        resources: what a rank reserves on a device. If that is GPUs on any, it is CUDA, and a CPU
-            if it is none on any; else, and by default, CUDA if the connected cluster has GPUs, or
-            its autoscaler can bring some.
+        resources: returns the resources of a rank for a device. They decide ``"auto"``: CUDA if a
+            rank on ``"cpu"`` reserves GPUs, CPU if a rank on ``"cuda"`` reserves none. Otherwise,
+            and by default, CUDA is chosen if the cluster has GPUs or its autoscaler can add some.
 
     Raises:
-        ClusterError: it is ``"cuda"``, ranks reserve GPUs, and the cluster has none.
+        ClusterError: the setting is ``"cuda"`` and ranks reserve GPUs, but the cluster has none.
     """
-    reserves = resources is None or resources("cuda").gpus  # without, ranks find GPUs by themselves
+    reserves = resources is None or resources("cuda").gpus  # else ranks find GPUs themselves
     if device == "cuda" and reserves and reachable_resources().get("GPU", 0) < 1:
         raise ClusterError(
             "run.device is 'cuda', but no node of the cluster has a GPU and the autoscaler cannot "

@@ -1,9 +1,9 @@
-"""Greedy decoding on the ranks of a model that runs: nobody moves a weight.
+"""Greedy text generation on the ranks of a running model, without moving weights.
 
-A step is forward only, of one microbatch: the prompt of a text, or the tokens that came last of
-several, whose keys and values stages keep. What a step takes is to read the weights, for one text
-as for eight. Several steps are under way at once, so that all stages are busy while texts wait for
-their tokens.
+Each step runs one microbatch forward: the prompt of one text, or the latest tokens of several
+texts, whose keys and values are cached by the stages. A step takes about as long as reading the
+weights, for one text as for eight. Several steps are in flight at once, so that all stages are busy
+while texts wait for their next tokens.
 """
 
 from __future__ import annotations
@@ -29,50 +29,43 @@ from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.writing_trial import why_not_written
 from raymm.scheduler.plan.plan import Plan
 
-# Settings of a generation configuration that say nothing of what is written, or that raymm has an
-# option of its own for (how long texts are).
+# Settings of a generation configuration that do not affect the text, or for which raymm has its own
+# option (maximum length).
 _NOT_OF_TEXTS = frozenset({
     "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
     "cache_implementation", "cache_config", "transformers_version", "max_length", "max_new_tokens",
 })
 
-# Texts of a step, at most.
+# Maximum number of texts per step.
 TEXTS_PER_STEP = 8
 
 
 class WritingModule(Protocol):
-    """A model on actors that may write text."""
+    """Model on actors that can generate text."""
 
     model: Any
     plan: Plan
     group: Any
 
     def sample_check(self) -> SampleCheck | None:
-        """As of every model on actors."""
+        """Return the check that data workers apply to samples."""
         ...
 
     def submit(
         self, prepared: Any, update: bool = False, forward_only: bool = False, keep: Any = None,
         decode: Decode | None = None,
     ) -> PendingStep:
-        """As of every model on actors, of one microbatch.
-
-        Args:
-            prepared, update, forward_only, keep: as of
-                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
-            decode: which texts the step is of.
-        """
+        """Start a step of one microbatch."""
         ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a text begins with.
+    """Beginning of a text.
 
     Attributes:
-        parts: as of a microbatch of one row: ``"text"`` and modalities, tensors by name or Ray
+        parts: as in a microbatch of one row: ``"text"`` and modalities, tensors by name or Ray
             references to them.
-        meta: of the microbatch.
         keep: owner of the parts, held while they are needed.
     """
 
@@ -82,10 +75,10 @@ class Prompt:
 
     @classmethod
     def of_text(cls, ids: Collection[int]) -> Prompt:
-        """A prompt of text alone.
+        """Return a prompt of text alone.
 
         Args:
-            ids: its tokens, at least one.
+            ids: token ids, at least one.
         """
         text = _text(torch.tensor([list(ids)]))
         return cls({"text": text}, describe(dict(text), ["prompt"]))
@@ -93,7 +86,7 @@ class Prompt:
 
 @dataclass
 class _Text:
-    """A text under way."""
+    """Text that is being generated."""
 
     number: int
     prompt: Prompt
@@ -102,11 +95,11 @@ class _Text:
 
 @dataclass(frozen=True)
 class WritingRules:
-    """How texts end, and what of a model's generation configuration is not used.
+    """End tokens, and settings of the model's generation configuration that are ignored.
 
     Attributes:
-        ends: ids of tokens that end a text, and are not part of it.
-        unused: settings as ``"temperature 0.7"``.
+        ends: ids of tokens that end a text. They are not part of it.
+        unused: ignored settings, such as ``"temperature 0.7"``.
     """
 
     ends: frozenset[int]
@@ -114,14 +107,15 @@ class WritingRules:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, answer_ends: Collection[int]) -> WritingRules:
-        """Return those of a model that writes. A text ends where ``generate`` of transformers ends
-        it, at ``eos_token_id`` of the generation configuration (else of the model's, else of the
-        tokenizer), and at the end of a turn, which a model learns from its chat template.
+        """Return the rules of a model.
+
+        Like ``generate`` of transformers, a text ends at ``eos_token_id`` of the generation
+        configuration (else of the model's configuration, else of the tokenizer). It also ends at
+        the end of a turn, which a model learns from its chat template.
 
         Args:
             model: a :class:`raymm.MultimodalModule` or :class:`raymm.WholeModel`.
-            tokenizer: of its texts.
-            answer_ends: ids of tokens that end a turn of its chat template.
+            answer_ends: ids of tokens that end a turn of the chat template.
 
         Raises:
             ModelError: the generation configuration cannot be read.
@@ -139,7 +133,7 @@ class WritingRules:
 
     @property
     def note(self) -> str | None:
-        """One line for the user; None if everything is used."""
+        """Note for the user about ignored settings; None if there are none."""
         if not self.unused:
             return None
         return (
@@ -153,10 +147,7 @@ class WritingRules:
 
 
 def check_generates(parallel: WritingModule) -> None:
-    """
-    Raises:
-        ModelError: the model cannot write text under its plan.
-    """
+    """Raise ModelError if the model cannot generate text under its plan."""
     model, plan = parallel.model, parallel.plan
     stage = plan.module_stages(LANGUAGE_MODEL)[0]
     if plan.splits_samples or max(stage.cp, stage.fsdp) > 1:
@@ -188,10 +179,7 @@ def check_generates(parallel: WritingModule) -> None:
 
 
 def _check_whole(model: WholeModel) -> None:
-    """
-    Raises:
-        ModelError: the model cannot write text.
-    """
+    """Raise ModelError if a Hugging Face VLM cannot generate text."""
     skeleton = model.source.skeleton()
     if model.packing or not getattr(skeleton, "can_generate", bool)():
         raise ModelError(
@@ -215,18 +203,17 @@ def generate(
     parallel: WritingModule, prompts: Iterable[Prompt], max_tokens: int,
     ends: Collection[int] = (), under_way: int | None = None,
 ) -> Iterator[list[int]]:
-    """The likeliest continuation of every prompt, token by token; in the order of prompts.
+    """Yield the greedy continuation of each prompt as token ids, in the order of the prompts.
 
     Args:
-        parallel: the model; no other step of it is under way.
-        prompts: read as they are needed.
-        max_tokens: of a text, at most.
-        ends: tokens that end a text; they are not part of it.
-        under_way: texts at once, shared out evenly over the steps under way, of which there are as
-            many as the language model has stages, and two of one stage; by default eight for each.
+        parallel: model without other steps in flight.
+        ends: ids of tokens that end a text. They are not part of it.
+        under_way: number of texts generated at once, distributed evenly over the steps in flight.
+            There are as many steps as stages of the language model, and at least two. Default:
+            eight texts per step.
 
     Raises:
-        ModelError: the model cannot write text under its plan.
+        ModelError: the model cannot generate text under its plan.
         RankFailedError: a process died or raised.
     """
     check_generates(parallel)
@@ -248,18 +235,14 @@ def generate(
 
 
 class _Writing:
-    """Steps of texts under way. Which texts a step is of follows from the texts alone: tokens do
-    not depend on who was faster.
-
-    Args:
-        parallel, prompts, under_way: as of :func:`generate`.
-    """
+    """Steps in flight. The composition of a step depends on the texts alone, so tokens do not
+    depend on timing."""
 
     def __init__(
         self, parallel: WritingModule, prompts: Iterable[Prompt], under_way: int | None
     ) -> None:
         self._parallel, self._source = parallel, enumerate(prompts)
-        # What one stage computes while another computes, or while tokens come and go.
+        # One stage computes while another one computes or tokens travel.
         self._steps = max(len(parallel.plan.replicas(LANGUAGE_MODEL)[0]), 2)
         self._most = under_way or TEXTS_PER_STEP * self._steps
         self._alive, self._exhausted = 0, False
@@ -268,8 +251,8 @@ class _Writing:
         self._ended: list[int] = []
 
     def next_step(self) -> list[tuple[_Text, int]] | None:
-        """The texts of the step that was submitted first, each with its next token; None if all
-        have ended."""
+        """Wait for the oldest step in flight. Return its texts with their next tokens; None if all
+        texts have ended."""
         self._fill()
         if not self._pending:
             return None
@@ -277,11 +260,11 @@ class _Writing:
         return list(zip(texts, map(int, pending.scores()[0]), strict=True))
 
     def go_on(self, text: _Text) -> None:
-        """It waits for a step."""
+        """Queue a text for another step."""
         self._waiting.append(text)
 
     def end(self, text: _Text) -> None:
-        """Its keys and values are forgotten with the next step."""
+        """End a text. Its cached keys and values are dropped with the next step."""
         self._alive -= 1
         self._ended.append(text.number)
 
@@ -316,7 +299,7 @@ class _Writing:
 
 
 def _text(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Text inputs of rows, (B, T) int64, without labels."""
+    """Return text inputs of rows, (B, T) int64, without labels."""
     return {
         "input_ids": ids, "attention_mask": torch.ones_like(ids),
         "labels": torch.full_like(ids, -100),

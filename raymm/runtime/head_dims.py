@@ -1,4 +1,4 @@
-"""Heads that are wider than attention kernels on a GPU can be, refused before anything runs."""
+"""Check for attention heads that are too wide for raymm's GPU kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ _HEAD_DIMS = ("head_dim", "qk_head_dim", "v_head_dim", "attention_head_size")
 def check_head_dims(
     model: MultimodalModule, options: RuntimeOptions, modules: Iterable[str]
 ) -> None:
-    """Refuse heads that raymm's kernels cannot compute, where nothing else may take their place.
+    """Reject attention heads that raymm's kernels cannot compute, unless another kernel may be
+    used.
 
     Args:
-        model: the description.
-        options: how it runs.
-        modules: by name, those whose attention raymm computes: under a mask, packed, or with
-            tokens that processes share.
+        modules: names of modules whose attention raymm computes: with a mask, packed, or with
+            tokens split over processes.
 
     Raises:
-        ModelError: naming module, attention and width.
+        ModelError: a head is too wide. Names module, attention layer and width.
     """
     if options.device != "cuda" or options.kernels == "auto":
         return
@@ -40,7 +39,7 @@ def check_head_dims(
 
 
 def _head_dims(module: nn.Module) -> Iterable[tuple[str, int]]:
-    """What attention modules say of their heads' width."""
+    """Yield (name, head dimension) of attention modules that state it."""
     for place, child in module.named_modules():
         if "attention" in type(child).__name__.lower():
             for name in _HEAD_DIMS:

@@ -1,4 +1,4 @@
-"""What holds a model whose step was interrupted: nothing but the names that are bound to it."""
+"""Release of models after an interrupted step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def holds_nothing_when_interrupted(method: Method) -> Method:
-    """A method whose object is not held by the traceback of an interruption, or of a wrong input.
+    """Wrap a method so that the traceback of an interruption or of a wrong input does not hold its
+    object.
 
-    An interactive session keeps the last error with all of its frames, and these what they are
-    called with: ranks would outlive the name that they had.
+    An interactive session keeps the last error with all frames and their arguments. Without this,
+    ranks would outlive the variable of their model.
     """
 
     @wraps(method)

@@ -1,8 +1,8 @@
-"""``python -m raymm.runtime.leave_node``: tell the cluster that this node is about to end, and wait
-until what runs on it has left. For the preStop hook of a pod: see ``deploy/``.
+"""``python -m raymm.runtime.leave_node``: drain this node, and wait until nothing runs on it.
 
-The run that has ranks here hears of it (:mod:`raymm.monitor.drain_notices`), finishes its step,
-saves and leaves; nothing new is placed here meanwhile; and when the node is empty, Ray ends it.
+For the preStop hook of a pod: see ``deploy/``. A run with ranks on the node is notified
+(:mod:`raymm.monitor.drain_notices`), finishes its step, saves and leaves. Ray places nothing new on
+the node, and ends it when it is empty.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from ray import _raylet
 from ray._private import services
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 
-# Their names are made when they are compiled, or imported: type checkers see none.
+# Type checkers do not see their names, which are generated at compile or import time.
 raylet: Any = _raylet
 autoscaler: Any = autoscaler_pb2
 gcs: Any = gcs_pb2
 
-# What a pod's node is called in the cluster; KubeRay sets it to the pod's name.
+# Name of the pod's node in the cluster; KubeRay sets it to the pod's name.
 INSTANCE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
-# Seconds between two looks at whether the node has ended, and that one may take.
+# Seconds between two checks of the node, and the timeout of one check.
 INTERVAL_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
 
 
 def leave(client: Any, instance: str, seconds: float) -> str:
-    """Announce the end of the node with an instance's name, and wait for it.
+    """Announce the end of a node and wait until it is vacated.
 
     Args:
-        client: of the server that knows the cluster (GCS).
-        instance: the node's name there.
-        seconds: until the node ends whatever runs on it.
+        seconds: time until the node ends even if it is in use.
 
     Returns:
-        What became of it, in a sentence.
+        A sentence about the outcome.
     """
     node = _node(client, instance)
     if node is None:
@@ -59,7 +57,7 @@ def leave(client: Any, instance: str, seconds: float) -> str:
 
 
 def _node(client: Any, instance: str) -> str | None:
-    """Ray's id of a node that lives."""
+    """Return Ray's id of a live node, or None."""
     for node in client.get_all_node_info(timeout=ANSWER_TIMEOUT_S).values():
         if node.instance_id == instance and node.state == gcs.GcsNodeInfo.ALIVE:
             return node.node_id.hex()
@@ -67,7 +65,8 @@ def _node(client: Any, instance: str) -> str | None:
 
 
 def main() -> int:
-    """The command line; ends with 0, as what a preStop hook says changes nothing."""
+    """Run the command line. Returns 0 in any case, because a preStop hook's exit code changes
+    nothing."""
     parser = argparse.ArgumentParser(description="Announce that this node is about to end.")
     parser.add_argument("--seconds", type=float, required=True, help="time until the node ends")
     seconds = parser.parse_args().seconds
@@ -75,7 +74,7 @@ def main() -> int:
     if not instance:
         print(f"{INSTANCE_VARIABLE} is not set; set it to the name of this node", file=sys.stderr)
         return 0
-    address = services.canonicalize_bootstrap_address_or_die("auto")  # RAY_ADDRESS, where it is set
+    address = services.canonicalize_bootstrap_address_or_die("auto")  # RAY_ADDRESS if set
     client = raylet.GcsClient(address=address)
     print(leave(client, instance, seconds), flush=True)
     return 0

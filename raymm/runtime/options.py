@@ -1,4 +1,4 @@
-"""How a model runs on Ray actors, whatever its plan: the options of a start, declared once."""
+"""Options for running a model on Ray actors, common to all kinds of models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """Return the precision on a device, ``"fp32"`` or ``"bf16"``, where it may be ``"auto"``."""
+    """Return ``"fp32"`` or ``"bf16"``; ``"auto"`` becomes bf16 on CUDA and fp32 on CPUs."""
     if precision != "auto":
         return precision
     return "bf16" if device == "cuda" else "fp32"
@@ -31,36 +31,35 @@ class RuntimeOptions:
     :class:`raymm.DagParallelModule`.
 
     Attributes:
-        optimizer: AdamW, its schedule, and clipping.
         precision: ``"fp32"``; ``"bf16"`` for autocast with fp32 parameters; or ``"auto"``, which
             becomes bf16 on CUDA and fp32 on CPUs.
-        exact_autocast: with bf16 and sharding ``fsdp``, gather fp32 parameters and leave them to
-            autocast, as all others are, instead of gathering blocks in bf16 (norms, too). It
-            costs a copy of a stage's weights per microbatch under way, and twice the traffic.
-        kernels: what computes attention under a mask: ``"raymm"``; ``"raymm_unordered"``, which
-            has five products per tile in the backward pass instead of seven and whose gradients
-            differ in the last bits from run to run (CUDA only); or ``"auto"``: raymm's
-            kernels or FlexAttention, whichever a process finds to be faster on its GPU, measured
-            once per class of shapes. Results then differ in the last bits where the choice does.
-            A CPU has one kernel, and measures nothing.
+        exact_autocast: with bf16 and sharding ``fsdp``, gather fp32 parameters and leave the casts
+            to autocast, as without sharding, instead of gathering blocks in bf16 (including norms).
+            Costs a copy of a stage's weights per microbatch in flight, and twice the traffic.
+        kernels: attention kernels under a mask. ``"raymm"``; ``"raymm_unordered"``, which has five
+            products per tile in the backward pass instead of seven and whose gradients differ in
+            the last bits from run to run (CUDA only); or ``"auto"``, which measures raymm's kernels
+            and FlexAttention once per class of shapes on each GPU and uses the faster one. Results
+            then differ in the last bits where the choice differs. CPUs have one kernel and measure
+            nothing.
         device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
-        resources: what each process reserves in Ray; None: one CPU, and a GPU on CUDA.
-        placement: what is reserved with the processes, and how long nodes may take to come.
-        threads: intra-op threads per process.
-        seed: of what modules draw (dropout, layer drop).
-        timeout_s: seconds a process may wait for another, and one instruction may take.
-        nccl_timeout_s: seconds after which NCCL's watchdog ends a process whose operation on a GPU
-            does not end; None: twice ``timeout_s``, after which the one that is waited for is
-            named. NCCL's flight recorder then writes what it did, and the error names the files.
-        quota_backend: makes, in every process, the backend of the streams of modules with
-            quotas; None: green contexts on CUDA, and a record of who ran when on a CPU.
-        features: by encoder whose features are kept, where; the plan gives its projector a stage
-            of its own.
-        copies: of what trains in host memory, for which nodes must have room.
+        resources: Ray resources of each process; None for one CPU, and one GPU on CUDA.
+        seed: seed of dropout and layer drop.
+        timeout_s: seconds that a process may wait for another one, and that one instruction may
+            take.
+        nccl_timeout_s: seconds after which NCCL's watchdog ends a process with a stuck GPU
+            operation; None for twice ``timeout_s``, after which the process that blocks the others
+            is named. NCCL's flight recorder then writes the last operations, and the error names
+            the files.
+        quota_backend: creates, in each process, the backend for streams of modules with quotas;
+            None for green contexts on CUDA, and a recording backend on CPUs.
+        features: feature folder of each encoder with cached features. The plan gives its projector
+            a separate stage.
+        copies: copies of the training state in host memory, for which nodes must have room.
 
     Raises:
-        ValueError: another precision or device, or other kernels.
-        ClusterError: not one GPU for each process on CUDA.
+        ValueError: the precision, device or kernels are unknown.
+        ClusterError: the resources do not have one GPU per process on CUDA.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -89,14 +88,14 @@ class RuntimeOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], without: Collection[str] = ()) -> RuntimeOptions:
-        """Of keyword arguments.
+        """Return options from keyword arguments.
 
         Args:
-            options: by name; ``optimizer=None`` is the default one.
-            without: fields that the caller has no use for.
+            options: options by name; ``optimizer=None`` selects the default.
+            without: fields that the caller does not accept.
 
         Raises:
-            TypeError: an option that is none; by name, with those that are accepted.
+            TypeError: an option is unknown. Names it and the accepted ones.
         """
         accepted = [option.name for option in fields(cls) if option.name not in without]
         if unknown := [name for name in options if name not in accepted]:
@@ -110,10 +109,10 @@ class RuntimeOptions:
 
     @property
     def autocast(self) -> str | None:
-        """Name of the torch dtype of automatic mixed precision; None without."""
+        """Name of the torch dtype for autocast; None without autocast."""
         return "bfloat16" if self.precision == "bf16" else None
 
     @property
     def reserved(self) -> RankResources:
-        """What each process reserves, the default where nothing else is asked for."""
+        """Resources of each process, with the default applied."""
         return self.resources or RankResources(gpus=float(self.device == "cuda"))

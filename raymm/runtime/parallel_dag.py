@@ -1,5 +1,7 @@
-"""A graph of modules on Ray actors: modules in stages on ranks of their own or shared ones,
-microbatches through them, replicas of any module."""
+"""A graph of modules on Ray actors.
+
+Modules run in stages on separate or shared ranks, process microbatches, and may have replicas.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,28 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class DagParallelModule(PlannedModule):
-    """A :class:`ModuleDag` on the actors of a :class:`Plan`
-    (:func:`raymm.dag_plan` and :func:`raymm.plan_of_mapping` make some).
+    """:class:`ModuleDag` on the actors of a :class:`Plan` (see :func:`raymm.dag_plan` and
+    :func:`raymm.plan_of_mapping`).
 
-    Means over samples are over all of a step's, however many microbatches it has; what compares
-    all samples (:func:`raymm.every`) compares those of a microbatch. Gradients are those of one
-    process that adds up the microbatches' losses.
+    Means over samples are taken over all samples of a step, whatever its number of microbatches.
+    Losses that compare all samples (:func:`raymm.every`) compare those of a microbatch. Gradients
+    equal those of one process that accumulates the losses of the microbatches.
 
-    :class:`raymm.storage.checkpoint.CheckpointStore` saves it,
+    :class:`raymm.storage.checkpoint.CheckpointStore` saves the model;
     :func:`raymm.storage.loading.restore` loads it, also under another plan.
 
     Args:
         dag: the model. Live weights are sent to the ranks that own them.
-        plan: what runs where.
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Raises:
-        TypeError, ValueError: an option that is none, or cannot be.
-        PlanError: before any actor starts, for a plan of another graph, or one that cannot share
-            out a module's samples or parameters as it says.
+        TypeError, ValueError: an option is unknown or invalid.
+        PlanError: before any actor starts, if the plan is for another graph, or cannot split a
+            module's samples or parameters as it states.
         ProbeError: before any actor starts, if a module cannot be cut, or its tokens or parameters
-            shared out, as planned; by name.
-        ClusterError: if the cluster is too small.
-        ModelError: if weights are not finite.
+            cannot be split, as planned. Names the module.
+        ClusterError: the cluster is too small.
+        ModelError: weights are not finite.
     """
 
     model: ModuleDag
@@ -67,14 +68,14 @@ class DagParallelModule(PlannedModule):
         return self.model.reloadable()
 
     def prepare(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
-        """A step's microbatches, of which the plan has so many at most.
+        """Return the microbatches of a step, at most as many as the plan has.
 
         Args:
-            batch: entries (samples, ...), which are split into microbatches of as many samples
-                each; or microbatches.
+            batch: entries (samples, ...), which are split into microbatches of equal size, or a
+                list of microbatches.
 
         Raises:
-            DataError, ModelError: a batch that does not fit.
+            DataError, ModelError: the batch does not fit the model.
         """
         most = self.plan.num_microbatches
         if isinstance(batch, Mapping):
@@ -121,7 +122,7 @@ class DagParallelModule(PlannedModule):
 
 
 def _entries(batch: Batch, names: Iterable[str], samples: Range) -> dict[str, torch.Tensor]:
-    """What a stage reads of its samples."""
+    """Return the entries that a stage reads, for its samples."""
     if samples.size == len(next(iter(batch.values()))):
         return {name: batch[name] for name in names}
     # Copies: views would bring the whole batch along.
@@ -129,7 +130,7 @@ def _entries(batch: Batch, names: Iterable[str], samples: Range) -> dict[str, to
 
 
 def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:
-    """Consecutive samples, in parts of one size."""
+    """Split a batch into equal parts of consecutive samples."""
     if samples % parts:
         raise DataError(
             f"a batch of {samples} samples does not divide into {parts} microbatches; accepted: a "
@@ -144,7 +145,7 @@ def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:
 
 
 def _layout_key(batch: Batch) -> LayoutKey:
-    """What the shapes of everything that modules hand on follow from."""
+    """Return a key that determines the shapes of all messages between modules."""
     shapes = sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items())
     structure = [(name, len(shape), dtype) for name, shape, dtype in shapes]
     sizes = tuple(size for _, shape, _ in shapes for size in shape)

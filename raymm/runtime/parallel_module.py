@@ -1,4 +1,4 @@
-"""What models that run on Ray actors have in common: steps, and what a user reads back of them."""
+"""Common interface of models on Ray actors: steps, results, parameters and gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
 from raymm.scheduler.program.timeline import Timeline
 
-# Batches between two updates whose samples are remembered.
+# Maximum number of batches between two updates whose samples are remembered.
 MAX_BATCHES = 1024
 
 Itself = TypeVar("Itself", bound="ParallelModule")
@@ -28,19 +28,17 @@ class StepOutput:
     """Outcome of a step.
 
     Attributes:
-        loss: sum of token cross entropies / label tokens, over the whole step.
-        label_tokens: label tokens of the step.
-        timeline: what every rank did and when.
+        loss: sum of token cross entropies / label tokens, over all microbatches.
+        timeline: measured instructions of every rank.
         grad_norm: global gradient norm before clipping, if the step clipped.
-        learning_rate: the rate used, if the step updated parameters.
-        peak_bytes: per rank, the most memory that one of its processes held.
-        skipped: why the optimizer's step was not applied; None if it was, or there was none.
-        losses: by module that computes one, what ``loss`` is the sum of.
-        expert_loads: of a mixture of experts, by name of a layer's experts, how many of the step's
-            tokens (padding is none) each of them got.
-        source_losses: by number of a source, the mean over its label tokens and how many they are;
-            of steps whose samples are of several.
-        rewards: of pairs of answers, as of
+        learning_rate: rate of the update; None without an update.
+        peak_bytes: per rank, the peak memory of one of its processes in bytes.
+        skipped: why the optimizer step was not applied; None if it was, or if there was none.
+        losses: terms of ``loss`` by module.
+        expert_loads: for a mixture of experts, tokens per expert by layer; padding does not count.
+        source_losses: source number -> (mean loss over its label tokens, label tokens), if the
+            samples come from several sources.
+        rewards: for preference pairs, as in
             :meth:`raymm.kernels.preference.PreferenceLoss.rewards`.
     """
 
@@ -58,7 +56,7 @@ class StepOutput:
 
     @property
     def expert_imbalance(self) -> dict[str, float]:
-        """By name of a layer's experts, what the fullest of them got, over the mean."""
+        """Maximum load of an expert over the mean load, by layer."""
         return {
             name: max(load) * len(load) / max(sum(load), 1)
             for name, load in self.expert_loads.items()
@@ -66,7 +64,7 @@ class StepOutput:
 
     @property
     def expert_metrics(self) -> dict[str, Any]:
-        """Of a mixture of experts, what a step's row of metrics has of their load."""
+        """Metrics row entries about the load of experts; empty without experts."""
         if not (imbalance := self.expert_imbalance):
             return {}
         return {
@@ -75,7 +73,7 @@ class StepOutput:
         }
 
     def _repr_html_(self) -> str:
-        from raymm.draw.notebook import bars_html  # it takes half a second, in notebooks only
+        from raymm.draw.notebook import bars_html  # takes half a second; only notebooks need it
 
         busy, whole = self.timeline.stage_busy(), self.timeline.makespan or 1.0
         facts = [f"loss {self.loss:.4f}", f"{self.label_tokens} label tokens", f"{whole:.3g} s"]
@@ -89,10 +87,10 @@ class StepOutput:
 
 
 class PendingOutput(Protocol):
-    """A step under way."""
+    """Step in flight."""
 
     def result(self) -> StepOutput:
-        """Wait for it.
+        """Wait for the step.
 
         Raises:
             RankFailedError: a process died or raised.
@@ -101,19 +99,12 @@ class PendingOutput(Protocol):
 
 
 class ParallelModule(ABC):
-    """A model on Ray actors.
-
-    Args:
-        model: the description.
-        options: how it runs.
+    """Model on Ray actors.
 
     Attributes:
-        options: these.
-        plan: what runs where.
-        group: its processes; for checkpoints they have ``save`` and ``load``.
-        microbatches: that a batch in memory is split into.
-        skipped: of the last :meth:`train_step` or ``optimizer.step()``, why it was not applied;
-            None if it was.
+        group: processes of the model. They implement ``save`` and ``load`` for checkpoints.
+        skipped: why the last :meth:`train_step` or ``optimizer.step()`` was not applied; None if it
+            was.
     """
 
     plan: Any
@@ -125,62 +116,63 @@ class ParallelModule(ABC):
         self.model, self.options = model, options
         self._step = 0
         self._batches: list[Sequence[MicrobatchMeta]] = []
-        self._accumulated = 0  # batches, since the last update
+        self._accumulated = 0  # batches since the last update
 
     @property
     def optimizer(self) -> ParallelOptimizer:
-        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        """Optimizer for step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
         return ParallelOptimizer(self)
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return self._step
 
     def restore_step(self, step: int) -> None:
-        """Say how many optimizer steps the loaded state has taken."""
+        """Set the number of optimizer steps that the loaded state has taken."""
         self._step = step
 
     @holds_nothing_when_interrupted
     def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
+        """Run forward and backward of one step. Gradients accumulate until ``optimizer.step()``.
 
         Args:
-            batch: one batch, which is split into microbatches by rows, or a list of
-                microbatches. See :meth:`raymm.MultimodalModule.forward` for the keys.
+            batch: one batch, which is split into microbatches by rows, or a list of microbatches.
+                See :meth:`raymm.MultimodalModule.forward` for the keys.
 
         Raises:
-            DataError: it does not fit the model, or does not divide into microbatches. Nothing
-                was sent to a process: the model goes on with the next batch, and gradients that
-                have accumulated are as they were.
-            RankFailedError: a stage raised (a callback, out of memory). The step has ended, and the
-                model has not: gradients that had accumulated are dropped, parameters are as after
-                the last update, and the next step goes on with them.
-                After the death of a process, all have ended.
+            DataError: the batch does not fit the model, or does not divide into microbatches.
+                Nothing was sent to a process. Accumulated gradients are kept, and the next batch
+                can be executed.
+            RankFailedError: a stage raised (a callback, out of memory) or a process died. If a
+                stage raised, accumulated gradients are dropped, parameters are those after the last
+                update, and the next step can run. If a process died, all processes have ended.
         """
         return self.submit(self.prepare(batch)).result()
 
     @holds_nothing_when_interrupted
     def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """:meth:`execute` and the optimizer's step in one call per process. A step that is not
-        finite is not applied: ``skipped`` of the output says why, and a
-        :class:`raymm.runtime.skipped_step.SkippedStepWarning`."""
+        """Run :meth:`execute` and the optimizer step in one call per process.
+
+        A step with non-finite values is not applied. ``skipped`` of the output then has the reason,
+        and a :class:`raymm.runtime.skipped_step.SkippedStepWarning` is issued.
+        """
         output = self.submit(self.prepare(batch), update=True).result()
         self._say_skipped(output.skipped)
         return output
 
     @holds_nothing_when_interrupted
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """Loss only: no gradients."""
+        """Compute the loss without gradients."""
         return self.submit(self.prepare(batch), forward_only=True).result()
 
     @abstractmethod
     def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
+        """Return the modules whose frozen weights checkpoints need not contain."""
 
     @abstractmethod
     def prepare(self, batch: Any) -> Any:
-        """A step's microbatches as :meth:`submit` takes them.
+        """Return the microbatches of a step in the form that :meth:`submit` takes.
 
         Raises:
             DataError: see :meth:`execute`.
@@ -194,29 +186,32 @@ class ParallelModule(ABC):
         forward_only: bool = False,
         keep: Any = None,
     ) -> PendingOutput:
-        """Start a step and return at once; steps run in the order they were submitted.
+        """Start a step and return immediately. Steps run in the order of submission.
 
         Args:
-            prepared: per microbatch, ``{"text": ..., modality: ...}`` where each value is a
-                dict of tensors or a Ray reference to one; and its metadata.
+            prepared: per microbatch, ``{"text": ..., modality: ...}`` where each value is a dict of
+                tensors or a Ray reference to one; and the metadata of the microbatches.
             update: clip gradients and step the optimizer afterwards.
             forward_only: compute the loss without gradients.
-            keep: held until the step's result was read.
+            keep: object to hold until the step's result was read.
 
         Raises:
-            DataError: inputs of an encoder of other names or dtypes than it was tried with, which
-                it cannot take.
+            DataError: encoder inputs have other names or dtypes than those of the probe, and the
+                encoder cannot take them.
         """
 
     @abstractmethod
     def update(self) -> float | None:
-        """Clip, update and zero accumulated gradients; returns the global gradient norm. Where
-        it, or a loss, is not finite, nothing is updated, as of :meth:`train_step`."""
+        """Clip, apply and zero accumulated gradients. Return the global gradient norm.
+
+        Nothing is updated if the norm or a loss is not finite, as in :meth:`train_step`.
+        """
 
     def _note_batch(
         self, meta: Sequence[MicrobatchMeta], update: bool
     ) -> tuple[Sequence[MicrobatchMeta], ...]:
-        """A batch that is trained on; returns those since the update before."""
+        """Remember a training batch. Return all batches since the last update if this one updates.
+        """
         self._accumulated += 1
         if len(self._batches) < MAX_BATCHES:
             self._batches.append(meta)
@@ -234,35 +229,35 @@ class ParallelModule(ABC):
             warn_of(skipped)
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Drop accumulated gradients."""
         self._take_batches()
         self.group.call("zero_grad")
 
     def not_finite_tensors(self) -> list[str]:
-        """Names, as in checkpoints, of parameters and optimizer state with values that are not
-        finite, and how many."""
+        """Return the names, as in checkpoints, of parameters and optimizer state with non-finite
+        values, and their numbers of such values."""
         named = self.group.call("not_finite_tensors")
         return list(dict.fromkeys(name for names in named for name in names))
 
     def _check_weights(self) -> None:
-        """
-        Raises:
-            ModelError: weights that the model starts with are not finite, by name.
-        """
+        """Raise ModelError if initial weights are not finite."""
         if names := self.not_finite_tensors():
             self.shutdown()
             raise not_finite_weights(names)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within a block, parameters are the moving averages of themselves
-        (:class:`raymm.actors.optimizer.optimizer_config.EmaConfig`); nothing may be trained or
-        saved there. Without averages, or before the first step, they stay what they are."""
+        """Replace parameters by their moving averages within the block
+        (:class:`raymm.actors.optimizer.optimizer_config.EmaConfig`).
+
+        Nothing may be trained or saved within the block. Parameters stay unchanged if there are no
+        averages, or before the first step.
+        """
         self.group.call("show_averages")
         try:
             yield
         except RankFailedError:
-            raise  # who is left puts them back as it leaves the step that failed
+            raise  # remaining ranks restore the parameters when they leave the failed step
         except BaseException:
             self.group.call("hide_averages")
             raise
@@ -270,21 +265,22 @@ class ParallelModule(ABC):
             self.group.call("hide_averages")
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """:meth:`averaged`, if that is what evaluations are of (``evaluate`` of the averages)."""
+        """Return :meth:`averaged` if evaluations use averages (``evaluate`` of the averages), else
+        a context without effect."""
         ema = self.options.optimizer.ema
         return self.averaged() if ema is not None and ema.evaluate else nullcontext()
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Accumulated gradients of all trainable parameters, by the model's names.
+        """Return accumulated gradients of all trainable parameters, by the model's names.
 
-        Holders of a shared parameter (tied embeddings, replicas of a module) have each their
-        part, until the optimizer's step sums them; here they are summed.
+        Processes that share a parameter (tied embeddings, replicas of a module) hold partial
+        gradients until the optimizer step; the returned gradients are summed.
         """
 
     @abstractmethod
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
-        """Parameters by the model's names."""
+        """Return parameters by the model's names."""
 
     def shutdown(self) -> None:
         """End all processes."""
@@ -321,17 +317,19 @@ class ParallelOptimizer:
 
     @holds_nothing_when_interrupted
     def step(self) -> float | None:
-        """Clip, update and zero gradients; returns the global gradient norm. A step that is not
-        finite is not applied, as of :meth:`ParallelModule.train_step`."""
+        """Clip, apply and zero gradients. Return the global gradient norm.
+
+        A step with non-finite values is not applied, as in :meth:`ParallelModule.train_step`.
+        """
         return self._parallel.update()
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients (``step`` does so too)."""
+        """Drop accumulated gradients, as ``step`` also does."""
         self._parallel.zero_grad()
 
 
 def not_finite_weights(names: Sequence[str]) -> ModelError:
-    """An error about weights that a model starts with."""
+    """Return an error about initial weights that are not finite."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ModelError(
         f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{more}; accepted: finite "

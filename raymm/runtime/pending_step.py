@@ -1,4 +1,4 @@
-"""A step under way, as its driver sees it."""
+"""Step in flight, as seen by the driver."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from raymm.scheduler.plan.process_grid import Process
 
 
 class PendingStep:
-    """A step under way. :meth:`result` waits for it.
+    """Step in flight. :meth:`result` waits for it.
 
     Args:
-        handle: of the ranks' calls.
-        label_tokens: of the step, which its loss was divided by.
+        label_tokens: divisor of the step's loss.
         keep: owners of the inputs, which must outlive the step.
-        processes: of the run, by number.
-        skipped: makes the report of a step that was not applied, from the norm and the ranks'
+        skipped: makes the report of a step that was not applied, from the loss and the ranks'
             results.
     """
 
@@ -32,30 +30,26 @@ class PendingStep:
         self._handle = handle
         self._skipped = skipped
         self._label_tokens = label_tokens
-        self._keep = keep  # whoever owns the input references must outlive the step
+        self._keep = keep  # owner of the input references
         self._processes = processes
         self._rewards: Callable[[Mapping[int, list[float]]], dict[str, float]] | None = None
 
     def compared(self, rewards: Callable[[Mapping[int, list[float]]], dict[str, float]]) -> None:
-        """Of pairs of answers.
-
-        Args:
-            rewards: what of its output follows from :meth:`scores`.
-        """
+        """Add rewards of preference pairs to the output."""
         self._rewards = rewards
 
     def forget(self) -> None:
-        """Nobody asks for its output any more."""
+        """Discard the output."""
         self._handle.forget()
 
     def scores(self) -> dict[int, list[float]]:
-        """By microbatch, of pairs of answers its rows' log-probabilities, of texts their next
-        tokens. Raises as :meth:`result`."""
+        """Return values by microbatch: for preference pairs, the log-probability of each row; for
+        generated texts, the next token of each row. Raises as :meth:`result`."""
         return self._scores(self._handle.result())
 
     def _scores(self, results: Sequence[StepResult]) -> dict[int, list[float]]:
-        """Processes that share a microbatch's rows have theirs each, in order; those that share
-        tokens have all the same."""
+        """Merge scores: FSDP processes hold different rows of a microbatch, in order; TP and CP
+        processes hold the same rows."""
         scores: dict[int, list[float]] = {}
         pairs = zip(self._processes, results, strict=True)
         firsts = ((p.fsdp, r) for p, r in pairs if p.tp == p.cp == 0)
@@ -65,15 +59,14 @@ class PendingStep:
         return scores
 
     def result(self) -> StepOutput:
-        """The step's output.
+        """Wait for the step and return its output.
 
         Raises:
-            RankFailedError: if a rank died or raised.
+            RankFailedError: a rank died or raised.
         """
         results = self._handle.result()
         pairs = list(zip(self._processes, results, strict=True))
-        # Processes that share a microbatch have each their part of the loss, those that share
-        # every token's work all the same.
+        # FSDP and CP processes hold parts of the loss; TP processes hold the same value.
         parts = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
         losses: dict[str, float] = {}
         for (stage, _), value in sorted(parts, key=lambda part: (part[0][0].module, part[0][1])):
@@ -86,7 +79,7 @@ class PendingStep:
         return StepOutput(
             loss=loss,
             label_tokens=self._label_tokens,
-            # A rank's first process stands for it.
+            # The first process represents the rank.
             timeline=measured_timeline([r for p, r in pairs if p.fsdp == p.cp == p.tp == 0]),
             grad_norm=grad_norm(results),
             learning_rate=rates[0] if rates else None,
@@ -100,10 +93,10 @@ class PendingStep:
 
 
 def source_losses(results: Iterable[StepResult]) -> dict[int, tuple[float, int]]:
-    """By number of a source: the mean over its labels of the whole step, and how many they are.
+    """Return source number -> (mean loss over its labels in the step, number of labels).
 
     Args:
-        results: of processes that have each a part of their own.
+        results: results of processes that hold different parts of the loss.
     """
     parts = [part for result in results for part in result.by_source.items()]
     sums: dict[int, tuple[float, int]] = {}
@@ -115,12 +108,12 @@ def source_losses(results: Iterable[StepResult]) -> dict[int, tuple[float, int]]
 
 
 def grad_norm(results: Sequence[StepResult]) -> float | None:
-    """All processes have the same."""
+    """Return the gradient norm, which all processes share; None without one."""
     return next((r.grad_norm for r in results if r.grad_norm is not None), None)
 
 
 def _expert_loads(results: Sequence[StepResult]) -> dict[str, tuple[int, ...]]:
-    """Of processes that share no token's work, by layer's experts, what they got together."""
+    """Sum the loads of each layer's experts over processes that compute different tokens."""
     loads: dict[str, tuple[int, ...]] = {}
     for result in results:
         for name, load in result.loads.items():

@@ -1,4 +1,4 @@
-"""A multimodal model that runs on Ray actors: start it, step it, read it back."""
+"""Multimodal model on Ray actors: start, steps and results."""
 
 from __future__ import annotations
 
@@ -43,13 +43,11 @@ from raymm.scheduler.program.stage_samples import (
 
 
 class MultimodalParallelModule(PlannedModule):
-    """A :class:`MultimodalModule` on Ray actors (made by ``MultimodalParallelSpec.apply``).
+    """:class:`MultimodalModule` on Ray actors (made by ``MultimodalParallelSpec.apply``).
 
-    Where the plan splits microbatches by samples (a mapping's does,
-    :func:`raymm.plan_of_mapping`), every sample's items go with it, and an encoder does not run
-    for samples that have none.
-
-    Joins the Ray cluster at hand, or starts one on this machine.
+    Connects to an existing Ray cluster, or starts one on this machine. If the plan splits
+    microbatches by samples (:func:`raymm.plan_of_mapping` may do so), the items of a sample stay
+    with it, and an encoder does not run for samples without items.
 
     A step loop::
 
@@ -57,21 +55,20 @@ class MultimodalParallelModule(PlannedModule):
         optimizer.step()
 
     Args:
-        model: the description. Its live weights are sent to the ranks that own them.
-        plan: what runs where.
+        model: model description. Live weights are sent to the ranks that own them.
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Attributes:
-        references: of pairs of answers that are compared with what the model has said of them at
-            first, :meth:`scores` of that time by ids of rows.
+        references: reference log-probabilities of preference pairs by row id, from :meth:`scores`
+            before training.
 
     Raises:
-        TypeError, ValueError: an option that is none, or cannot be.
+        TypeError, ValueError: an option is unknown or invalid.
         PlanError: before any actor starts, if a rank needs more memory than the plan's limit, or
-            has quotas that its device cannot set apart.
+            has quotas that its device does not support.
         ProbeError: before any actor starts, if a module cannot be cut as planned.
-        ClusterError: if the cluster is too small.
-        ModelError: if weights are not finite.
+        ClusterError: the cluster is too small.
+        ModelError: weights are not finite.
     """
 
     model: MultimodalModule
@@ -100,14 +97,14 @@ class MultimodalParallelModule(PlannedModule):
         return self.model.mixture
 
     def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
+        """Return the modules whose frozen weights checkpoints need not contain."""
         return reloadable_modules(self.model)
 
     @plain_torch()
     def prepare(
         self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-        """Microbatches as parts per reader, with their metadata.
+        """Return the microbatches as parts per module, and their metadata.
 
         Raises:
             DataError: see :meth:`execute`.
@@ -117,14 +114,15 @@ class MultimodalParallelModule(PlannedModule):
         return describe_microbatches(arranged, self._encoders)
 
     def sample_check(self) -> SampleCheck:
-        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
+        """Return the check that data workers apply to every sample. It raises the errors of
+        :meth:`execute`."""
         return self._check.of_samples()
 
     def _full_name(self, stage: StageId, name: str) -> str:
         return model_name(stage, name)
 
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        """A complete microbatch in the order that the plan wants."""
+        """Return a complete microbatch in the order that the plan needs."""
         if self.plan.splits_samples:
             microbatch = items_by_row(microbatch)
         encoders = self.model.encoders
@@ -132,7 +130,7 @@ class MultimodalParallelModule(PlannedModule):
             name, purpose = stage.module, None
             if stage.split == SAMPLES:
                 purpose = "to deal them out by samples"
-            # What a callback makes of its inputs, only the rank sees.
+            # Only the rank sees the output of a preprocess callback.
             elif stage.sharding == "fsdp" and name in encoders and (
                 not encoders[name].preprocess_callback
             ):
@@ -149,13 +147,13 @@ class MultimodalParallelModule(PlannedModule):
         keep: Any = None,
         decode: Decode | None = None,
     ) -> PendingStep:
-        """As of every model on actors. Of pairs of answers, what the model without its
-        adapters says of them is waited for first, unless :attr:`references` has it.
+        """Start a step as in :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
+
+        For preference pairs without :attr:`references`, first wait for the reference
+        log-probabilities, computed without adapters.
 
         Args:
-            prepared, update, forward_only, keep: as of
-                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
-            decode: of a step that writes text, which.
+            decode: texts of a generation step; None for other steps.
         """
         if self.model.preference is None or decode is not None:
             return self._submit(prepared, update, forward_only, keep, decode)
@@ -189,12 +187,7 @@ class MultimodalParallelModule(PlannedModule):
     def scores(
         self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]]
     ) -> list[torch.Tensor]:
-        """Log-probabilities of the answers of rows, without adapters, (B,) fp32 per microbatch;
-        waits for them.
-
-        Args:
-            prepared: as of :meth:`prepare`.
-        """
+        """Wait for the log-probabilities of answers without adapters, (B,) fp32 per microbatch."""
         scores = self._submit(prepared, forward_only=True, references=()).scores()
         return [torch.tensor(scores[index]) for index in range(len(prepared[1]))]
 
@@ -203,10 +196,8 @@ class MultimodalParallelModule(PlannedModule):
         update: bool = False, forward_only: bool = False, keep: Any = None,
         decode: Decode | None = None, references: Sequence[torch.Tensor] | None = None,
     ) -> PendingStep:  # fmt: skip
-        """
-        Args:
-            references: of pairs of answers, (B,) per microbatch; none to ask for them.
-        """
+        """Start a step. ``references`` are (B,) per microbatch for preference pairs; empty to
+        compute them."""
         parts, meta = prepared
         self._tried.check(parts, meta)
         samples, offsets = self._samples(meta)
@@ -249,11 +240,7 @@ class MultimodalParallelModule(PlannedModule):
         return self._submitted(present, inputs, step, meta, update, keep, samples, featured)
 
     def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
-        """The checked program of a step that trains on microbatches.
-
-        Args:
-            meta: of each of them.
-        """
+        """Return the checked program of a training step on microbatches with this metadata."""
         return self.program(
             [sorted(m.items) for m in meta], samples=self._samples(meta)[0],
             featured=[m.featured for m in meta],
@@ -262,8 +249,8 @@ class MultimodalParallelModule(PlannedModule):
     def _samples(
         self, meta: Sequence[MicrobatchMeta]
     ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
-        """Of a plan that splits samples, those of every microbatch, and where the items of each
-        begin by modality."""
+        """Return the samples of each microbatch and its item offsets by modality, if the plan
+        splits samples."""
         if not self.plan.splits_samples:
             return (), ()
         offsets = tuple(
@@ -281,7 +268,7 @@ class MultimodalParallelModule(PlannedModule):
         key = _layout_key(meta)
         if samples is None:
             return key
-        # Messages are of parts of the items, whose numbers do not follow from all of them.
+        # Messages hold parts of the items, whose sizes do not follow from the totals.
         sizes = [
             sum(rows_of(part, offsets[source.module]).size for part in ranges)
             for source, target in self.plan.stage_edges if source.module in offsets
@@ -292,7 +279,7 @@ class MultimodalParallelModule(PlannedModule):
 
 
 def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
-    """Of every sample the first of its items of a modality, then how many there are.
+    """Return the first item of each sample, followed by the number of items.
 
     Raises:
         DataError: items are not in the order of their samples.
@@ -313,8 +300,8 @@ def model_name(stage: StageId, name: str) -> str:
 
 
 def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
-    """What decides the layout of every message of a microbatch: its shapes and dtypes, which rows
-    its items belong to, and how long its rows are (without padding, no mask travels)."""
+    """Return a key that determines the layout of all messages of a microbatch: shapes, dtypes, the
+    rows of its items, and the row lengths (no mask is sent if there is no padding)."""
     tensors = [
         (part, name, tuple(shape), meta.dtypes[part][name])
         for part, shapes in sorted(meta.shapes.items())

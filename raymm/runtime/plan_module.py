@@ -1,9 +1,8 @@
-"""What models have in common that run under a plan, whatever they are: the processes, programs and
-messages of their steps.
+"""Common base of models that run under a plan: processes, programs and messages of steps.
 
-A step's program is lowered for exactly the modules that each microbatch has input for: one without
-images has no vision instruction anywhere, and whether a stage has a backward is decided per
-microbatch. Steps of several threads reach all ranks in one order.
+A step's program is lowered for exactly the modules that each microbatch has input for. A microbatch
+without images has no vision instruction, and each microbatch decides whether a stage has a
+backward. Steps from several threads reach all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -52,29 +51,23 @@ from raymm.scheduler.schedule.stage_costs import op_seconds
 
 
 class PlannedModule(ParallelModule):
-    """A model on the actors of a plan.
+    """Model on the actors of a plan.
 
     Attributes:
-        plan: what runs where.
-        parameter_ownership: per process, what it has of parameters that others have too.
+        parameter_ownership: per process, its shards of parameters that other processes hold, too.
     """
 
     @classmethod
     def check_plan(cls, model: Any, plan: Plan, options: RuntimeOptions) -> RankSpecs:
-        """Check that a model can run under a plan; needs no cluster.
-
-        Args:
-            model: the description.
-            plan: what runs where.
-            options: how it runs.
+        """Check that a model can run under a plan. Needs no cluster.
 
         Returns:
-            What the processes are built from.
+            Specifications of the processes.
 
         Raises:
-            PlanError: if a rank needs more memory than the plan's limit, or cannot update its
-                parameters as asked for, or the model's sizes do not fit the plan's degrees.
-            ProbeError: if a module cannot be cut as planned.
+            PlanError: a rank needs more memory than the plan's limit, cannot update its parameters
+                as configured, or the model's sizes do not fit the plan's degrees.
+            ProbeError: a module cannot be cut as planned.
         """
         check_fits(plan)
         check_optimizer(options.optimizer, plan, options.autocast is not None)
@@ -87,14 +80,14 @@ class PlannedModule(ParallelModule):
         )  # fmt: skip
 
     def _start(self, plan: Plan) -> RankSpecs:
-        """Start the plan's processes; returns what they were built from.
+        """Start the plan's processes. Return their specifications.
 
         Raises:
-            PlanError, ProbeError: before any actor starts, as of :meth:`check_plan`; also of
-                quotas that the device cannot set apart.
-            PlanError: also later, if a node lacks host memory for copies of what trains.
-            ClusterError: if the cluster is too small.
-            ModelError: if weights are not finite.
+            PlanError, ProbeError: before any actor starts, as in :meth:`check_plan`, or if the
+                device does not support the quotas.
+            PlanError: later, if a node lacks host memory for copies of the training state.
+            ClusterError: the cluster is too small.
+            ModelError: weights are not finite.
         """
         run = self.options
         ranks = self.check_plan(self.model, plan, run)
@@ -129,15 +122,15 @@ class PlannedModule(ParallelModule):
         return ranks
 
     def renew(self) -> int | None:
-        """After a failure that processes have survived: put others in the places of those that are
-        lost, and connect all anew. Gradients are dropped.
+        """Replace lost processes after a failure that others survived, and reconnect all. Gradients
+        are dropped.
 
         Returns:
-            Optimizer steps that all ranks have taken, if that is where they all are. None: they go
-            on from what somebody gives them.
+            Number of optimizer steps that all ranks have taken; None if ranks differ, so that their
+            state must be restored.
 
         Raises:
-            RankFailedError: another rank was lost meanwhile; it may be tried again.
+            RankFailedError: another rank was lost meanwhile. The call may be repeated.
         """
         progress = self.group.renew()
         self._programs.clear()
@@ -145,10 +138,11 @@ class PlannedModule(ParallelModule):
         return same_progress(progress)
 
     def _mend(self) -> None:
-        """After a step that ended by what a stage raised, and that others are to follow.
+        """Renew the processes after a step in which a stage raised.
 
         Raises:
-            RankFailedError: that one, if it was the optimizer's step of some ranks, and not of all.
+            RankFailedError: the error interrupted an optimizer step that only some ranks have
+                applied.
         """
         if (failure := self.group.interrupted) is None:
             return
@@ -163,18 +157,19 @@ class PlannedModule(ParallelModule):
 
     @property
     def microbatches(self) -> int:
-        """That a batch in memory is split into: the plan's."""
+        """Number of microbatches of the plan, into which a batch in memory is split."""
         return self.plan.num_microbatches
 
     @abstractmethod
     def _full_name(self, stage: StageId, name: str) -> str:
-        """What the model calls a parameter of a stage."""
+        """Return the model's name for a parameter of a stage."""
 
     def reschedule(self, plan: Plan) -> None:
-        """Go on under a plan with another schedule or recomputation; nothing is restarted.
+        """Continue under a plan with another schedule or recomputation, without restarting
+        processes.
 
         Raises:
-            PlanError: if it puts other layers on a rank.
+            PlanError: the plan assigns other layers to a rank.
         """
         def places(plan: Plan) -> dict[StageId, tuple]:
             return {
@@ -207,11 +202,8 @@ class PlannedModule(ParallelModule):
         Args:
             present: per microbatch, the modules it has input for.
             inputs: (stage that reads them, microbatch, dict of tensors or a Ray reference to one).
-            meta: of the step, but for its number, seed and batch.
-            batches: what is known of the microbatches.
-            update: with the optimizer's step.
-            keep: held until the result was read.
-            samples, featured: as of :func:`raymm.scheduler.schedule.lower.lower`.
+            meta: step metadata without number, seed and batch.
+            samples, featured: as in :func:`raymm.scheduler.schedule.lower.lower`.
         """
         self._mend()
         ops = self._optimizer_ops() if update else ()
@@ -236,23 +228,23 @@ class PlannedModule(ParallelModule):
 
     @property
     def mixture(self) -> Mixture | None:
-        """What the language model is as a mixture of experts; None if there is none."""
+        """Mixture-of-experts configuration of the language model; None for a dense model."""
         return None
 
     def _counts_first(self, microbatches: int) -> bool:
-        """Whether a pass before a training step is to count where routers send its tokens: one
-        stage on one process that gets all of it in one microbatch knows that by itself."""
+        """Return True if a forward pass must count the routers' tokens before a training step. A
+        single process that gets all tokens in one microbatch can count by itself."""
         if self.mixture is None or self.mixture.loss is None:
             return False
         stages = self.plan.module_stages(LANGUAGE_MODEL)
         return microbatches * len(stages) * stages[0].cp * stages[0].fsdp > 1
 
     def _counted(self, key: str, meta: StepMeta, inputs: Sequence[Any]) -> StepMeta:
-        """What ranks are told of a training step, after a pass that counts for it. Processes that
-        share every token's work count the same.
+        """Run the counting pass and return the step metadata with its counts. TP processes have
+        equal counts.
 
         Raises:
-            RankFailedError: if a rank died or raised.
+            RankFailedError: a rank died or raised.
         """
         results = self.group.submit(key, meta._replace(counting=True), inputs).result()
         pairs = zip(self._processes.all, results, strict=True)
@@ -270,25 +262,24 @@ class PlannedModule(ParallelModule):
         )
 
     def _readers(self, module: str, microbatch: int, place: int = 0) -> list[Stage]:
-        """The stages at a place of a module that run a microbatch: the first get its inputs."""
+        """Return the stages at a position of each replica that run a microbatch. The first ones
+        read inputs."""
         stages = [replica[place] for replica in self.plan.replicas(module)]
         return [stage for stage in stages if self.plan.runs(stage, microbatch)]
 
     @property
     def _placed(self) -> Plan:
-        """The plan, with the links between processes where they are."""
+        """Plan with the actual links between processes."""
         return on_nodes(self.plan, self.group.placement.process_nodes)
 
     def program(
         self, present: Sequence[Sequence[str]], update: bool = True,
         samples: Sequence[Samples] = (), featured: Sequence[Collection[str]] = (),
     ) -> Program:
-        """The checked program of a step.
+        """Return the checked program of a step.
 
         Args:
-            present: per microbatch, the modalities that it has.
-            update: with the optimizer's step.
-            samples, featured: as of :func:`raymm.scheduler.schedule.lower.lower`.
+            samples, featured: as in :func:`raymm.scheduler.schedule.lower.lower`.
         """
         program = lower(self._placed, present, samples=samples, featured=featured)
         self._prove(program, samples)
@@ -348,7 +339,7 @@ class PlannedModule(ParallelModule):
                 place = place_of(self._processes, number, shard_spec)
                 whole = shard_spec.sharers(name, place) == (place,)
                 if whole and shard_spec.is_replica(name, place):
-                    continue  # complete, and counted already
+                    continue  # complete and counted already
                 full = self._full_name(stage, name)
                 total = named.get(full)
                 named[full] = (
@@ -366,7 +357,7 @@ class PlannedModule(ParallelModule):
                 full = self._full_name(stage, name)
                 shard_spec = self._shard_specs[stage.module]
                 place = place_of(self._processes, number, shard_spec)
-                has_all = shard_spec.shards == 1 and process.cp > 0  # of what one before it has
+                has_all = shard_spec.shards == 1 and process.cp > 0  # cp process 0 holds the same
                 if has_all or shard_spec.is_replica(name, place):
                     continue
                 if of_copies.setdefault(full, stage) == stage:
@@ -383,13 +374,13 @@ class PlannedModule(ParallelModule):
 
 
 def _multiprocessors(device: str) -> Multiprocessors:
-    """What a device of the connected cluster can set apart. Of a CPU, or a GPU that is not in
-    raymm's table: an H100's; a process that has another says so when it starts."""
+    """Return the multiprocessors that quotas can divide. Defaults to an H100's on CPUs and for
+    unknown GPUs; a process on a different GPU reports the mismatch when it starts."""
     return MULTIPROCESSORS.get(cluster_device(device)[0], Multiprocessors())
 
 
 def process_labels(processes: Processes) -> list[str]:
-    """Per process, the names of its stages, and which of their processes it is."""
+    """Return a label per process: its stages, and its position in each degree above 1."""
     labels = []
     for process in processes.all:
         stages = ", ".join(str(stage.id) for stage in processes.plan.rank_stages(process.rank))

@@ -1,4 +1,4 @@
-"""Steps that were not applied, as something in them was not finite: where it began."""
+"""Reports about optimizer steps that were not applied because of non-finite values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raymm.data import MicrobatchMeta
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.scheduler.plan.stage import Edge, StageId
 
-# Places and sample ids that are named; all beginnings are counted.
+# Maximum number of origins and sample ids that a report names; all origins are counted.
 MAX_NAMED = 8
 
 _WHAT = {
@@ -26,22 +26,20 @@ _WHAT = {
 
 
 class SkippedStepWarning(UserWarning):
-    """A step that was not applied, in a program of one's own."""
+    """Optimizer step that was not applied, in a user's own step loop."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where values that are not finite began: what it was made of was finite.
+    """Place where non-finite values first occurred: its inputs were finite.
 
     Attributes:
-        module, stage: by name.
-        what: ``"output"``, ``"gradient"`` (that the stage handed back), or ``"parameters"``: their
-            gradients, which are sums over microbatches and copies.
-        microbatch: its number in its batch; None for parameters.
-        batch: number of the batch, of several whose gradients were accumulated.
-        sample_ids: of the samples whose rows were not finite; of all of the microbatch's where
-            rows are not of samples.
-        parameters: names of the first ones.
+        what: ``"output"``, ``"gradient"`` (returned by the stage), or ``"parameters"`` for their
+            gradients, which are sums over microbatches and replicas.
+        microbatch: number in the batch; None for parameters.
+        batch: number of the batch among several with accumulated gradients.
+        sample_ids: samples whose rows were not finite; all samples of the microbatch if rows do not
+            correspond to samples.
     """
 
     module: str
@@ -68,15 +66,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """Why an optimizer step was not applied. Parameters, the optimizer's state and running
-    statistics are those before it.
+    """Report about an optimizer step that was not applied. Parameters, optimizer state and running
+    statistics are those before the step.
 
     Attributes:
-        step: its number, from 1: it counts, also for the learning rate's schedule.
-        loss: of the last batch of the step; None if it was not in the same call.
+        step: number of the step, from 1. It counts for the learning rate schedule.
+        loss: loss of the step's last batch; None if it was computed in another call.
         grad_norm: global gradient norm before clipping; NaN if a loss was not finite.
-        began: where, in the order of data flow; at most :data:`MAX_NAMED`.
-        beginnings: how many there were.
+        began: origins in the order of data flow, at most :data:`MAX_NAMED`.
     """
 
     step: int
@@ -95,7 +92,8 @@ class SkippedStep:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``metrics.jsonl``: numbers that are not finite as text, as JSON has none."""
+        """Return the entry for ``metrics.jsonl``. Numbers are text, because JSON has no non-finite
+        numbers."""
         return {
             "loss": None if self.loss is None else f"{self.loss:g}",
             "grad_norm": f"{self.grad_norm:g}", "beginnings": self.beginnings,
@@ -111,13 +109,13 @@ def skipped_step(
     edges: Sequence[Edge],
     batches: Sequence[Sequence[MicrobatchMeta]] = (),
 ) -> SkippedStep | None:
-    """What processes report of an update; None if it was applied.
+    """Return the report about an update from the reports of all processes; None if it was applied.
 
     Args:
-        step, loss, grad_norm: of it.
-        reports: of every process, what was not finite; None if the step was applied.
-        edges: between stages, as (producer, consumer).
-        batches: since the update before, their microbatches; () if samples have no names.
+        reports: per process, the places with non-finite values; None if the step was applied.
+        edges: edges between stages, as (producer, consumer).
+        batches: microbatch metadata of each batch since the last update; empty if samples have no
+            ids.
     """
     not_finite = [report for report in reports if report is not None]
     if not not_finite:
@@ -134,8 +132,8 @@ def skipped_step(
 
 
 def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
-    """Outputs that were not finite though those that they were made of were; else gradients;
-    else gradients of parameters. In the order of data flow."""
+    """Return non-finite outputs whose inputs were finite; else such gradients; else parameter
+    gradients. In the order of data flow."""
     order = {stage: number for number, stage in enumerate(_in_order(edges))}
     for kind, sources in (
         ("output", edges), ("gradient", [(dst, src) for src, dst in edges]), ("parameters", ()),
@@ -156,7 +154,7 @@ def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
 
 
 def _in_order(edges: Sequence[Edge]) -> list[StageId]:
-    """Stages, each after those that it gets something of."""
+    """Return the stages in topological order."""
     left = dict.fromkeys(stage for edge in edges for stage in edge)
     ordered: list[StageId] = []
     while left:
@@ -184,7 +182,7 @@ def _origin(
 
 
 def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
-    """Ids of the samples that rows are of."""
+    """Return the ids of the samples that rows belong to."""
     module = place.of.module
     whole = module_kind(module) is ModuleKind.LANGUAGE_MODEL
     owners = range(meta.num_samples) if whole else meta.items.get(module, ())
@@ -194,7 +192,7 @@ def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequenc
 
 
 def warn_of(skipped: SkippedStep) -> None:
-    """Warn of it in the line of the user's program that took the step, however deep in here."""
+    """Issue the warning at the line of the user's program that took the step."""
     own, frame, level = f"{Path(__file__).parents[1]}{os.sep}", inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(own):
         frame, level = frame.f_back, level + 1

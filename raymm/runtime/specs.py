@@ -1,4 +1,4 @@
-"""How each module is laid out, and the Plan that follows."""
+"""Layout of each module, and the Plan that follows from it."""
 
 from __future__ import annotations
 
@@ -29,42 +29,44 @@ class ParallelSpec:
 
     Attributes:
         pp: number of ranks in its pipeline.
-        dp: replicas of the module, among which the microbatches are shared out; gradients are
-            summed over them. Modules may have different degrees.
-        cp: context parallel degree: every rank is that many processes, among which each sample's
-            tokens (of an encoder: each item's) are split so that work and count balance.
-        tp: tensor parallel degree: every rank is that many processes, which share the
-            parameters of each layer. With both, it is ``cp * tp``.
-        sharding: ``"zero1"``: the optimizer's state of a parameter is kept by one of the
-            processes that have it (``dp`` and ``cp``), which updates it for all. ``"fsdp"``:
-            that, and each of those processes keeps a part of the blocks' parameters, gradients
-            and optimizer state (torch's FSDP2); the samples of every microbatch are then dealt
-            out over ``dp`` processes, so there are no copies. Not with ``tp`` or schedule
-            ``"zero_bubble"``. ``"none"``: all keep everything.
-        ep: expert parallel degree, of a mixture of experts with sharding ``"fsdp"``: 1, or
-            ``dp * cp``, all processes that share the blocks' parameters. The experts of each layer
-            are then dealt out over them and are not gathered: tokens go to them.
-        chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
+        dp: replicas of the module. Microbatches are distributed over them and gradients are summed.
+            Modules may have different degrees.
+        cp: context parallel degree. Every rank consists of that many processes, over which the
+            tokens of each sample (for an encoder: of each item) are split so that work and token
+            count balance.
+        tp: tensor parallel degree. Every rank consists of that many processes, over which the
+            parameters of each layer are split. With both, a rank has ``cp * tp`` processes.
+        sharding: ``"none"``: each process keeps all parameters, gradients and optimizer state.
+            ``"zero1"``: the optimizer state of a parameter is kept by one of the processes that
+            hold it (``dp`` and ``cp``), which updates it for all. ``"fsdp"``: in addition,
+            parameters, gradients and optimizer state of blocks are sharded over these processes
+            (torch's FSDP2). The samples of each microbatch are then split over ``dp`` processes, so
+            there are no replicas. Not with ``tp`` or schedule ``"zero_bubble"``.
+        ep: expert parallel degree of a mixture of experts with sharding ``"fsdp"``: 1, or ``dp *
+            cp``, the number of processes that share the blocks' parameters. The experts of each
+            layer are then sharded over them and not gathered: tokens are sent to them.
+        chunks: stages per rank. The module is cut into ``pp * chunks`` stages, and stage i runs on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
-        recompute_layers: what blocks do with their activations, one of
-            :data:`raymm.scheduler.costs.recomputation.OPTIONS` for all or for each: ``"keep"``
-            them, keep what ``"matmuls"`` and attention or only ``"attention"`` gave and make the
-            rest again in the backward, or make ``"all"`` again. Numbers do not change.
-        max_dp: the degree may be any from ``dp`` to this one that divides the microbatches: a
-            trainer takes the largest that the cluster has room for, and another one at a
-            checkpoint when nodes have come or gone. None: it is ``dp``.
-        replicas: the former name of ``dp``.
-        layers: layers per stage, if they are not to be split evenly. The projector is an
-            encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
-        ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
-            that name the same rank share it.
-        quota: share of the multiprocessors that its stages run on wherever they share a rank with
-            stages of another module that has one, concurrently with those. Such modules' quotas
-            are at most 1 in all. None: it takes turns, with the whole device to itself.
+        recompute_layers: activation handling of all blocks, or of each, one of
+            :data:`raymm.scheduler.costs.recomputation.OPTIONS`. ``"keep"`` keeps all activations;
+            ``"matmuls"`` keeps the outputs of products and attention and recomputes the rest in the
+            backward; ``"attention"`` keeps only the outputs of attention; ``"all"`` recomputes
+            everything. Results do not change.
+        max_dp: maximum of an elastic degree that starts at ``dp`` and divides the microbatches. A
+            trainer uses the largest degree that the cluster has room for, and changes it at a
+            checkpoint when nodes come or go. None for a fixed ``dp``.
+        replicas: former name of ``dp``.
+        layers: layers per stage; None to split evenly. The projector is an encoder's last layer, so
+            ``layers=(12, 1)`` gives it a separate stage.
+        ranks: ranks of the pipeline, replica after replica; None for separate ranks. Modules that
+            name the same rank share it.
+        quota: share of the multiprocessors for the module's stages where they share a rank with
+            stages of another module with a quota, with which they run concurrently. Quotas of such
+            modules must not exceed 1 in total. None for taking turns on the whole device.
 
     Raises:
-        PlanError: naming the field and what is accepted. It does not know which module it is of:
-            errors of :class:`MultimodalParallelSpec`, and of a configuration, say that.
+        PlanError: a field is invalid. Names the field and accepted values; errors of
+            :class:`MultimodalParallelSpec` and of configurations also name the module.
     """
 
     pp: int = 1
@@ -140,7 +142,7 @@ class ParallelSpec:
 
     @property
     def of_stages(self) -> dict[str, Any]:
-        """What it says of every one of the module's stages."""
+        """Fields of every stage of the module."""
         fsdp = self.dp if self.sharding == "fsdp" else 1
         return {
             "cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp, "ep": self.ep,
@@ -148,27 +150,25 @@ class ParallelSpec:
 
     @property
     def module_replicas(self) -> int:
-        """Replicas of the module, each with a rank per pipeline place."""
+        """Replicas of the module, each with a rank per pipeline position."""
         return 1 if self.sharding == "fsdp" else self.dp
 
     @property
     def stages(self) -> int:
-        """Stages of one copy."""
+        """Number of stages of one replica."""
         return self.pp * self.chunks
 
 
 @dataclass(frozen=True)
 class MultimodalParallelSpec:
-    """Layout of a whole model (Cornstarch v1, Listing 1).
+    """Layout of a model (Cornstarch v1, Listing 1).
 
     Attributes:
-        encoder_specs: by encoder name; one stage each where not given.
-        language_model_spec: the language model's.
-        num_microbatches: microbatches per step.
+        encoder_specs: by encoder name; one stage each by default.
         schedule: ``"1f1b"``, ``"zero_bubble"`` or ``"gpipe"``.
-        recompute: whether stages keep only their inputs and run their forward again for the
-            backward. The loss's stage, which needs its activations at once, and stages that
-            begin with layers without backward keep theirs.
+        recompute: True to keep only the inputs of stages and repeat their forward for the backward.
+            The loss's stage, which needs its activations immediately, and stages that begin with
+            layers without backward keep their activations.
     """
 
     encoder_specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
@@ -190,11 +190,11 @@ class MultimodalParallelSpec:
 
     @property
     def elastic(self) -> bool:
-        """Whether a module has a range of replicas."""
+        """True if a module has a range of replicas."""
         return any(spec.max_dp for spec in (*self.encoder_specs.values(), self.language_model_spec))
 
     def sizes(self) -> Iterator[MultimodalParallelSpec]:
-        """It with every choice of replicas in their ranges, without ranges."""
+        """Yield the spec with each combination of replicas in their ranges, without ranges."""
         specs = {**self.encoder_specs, LANGUAGE_MODEL: self.language_model_spec}
         for degrees in product(*(self._degrees(spec) for spec in specs.values())):
             chosen = {
@@ -211,10 +211,10 @@ class MultimodalParallelSpec:
         ]
 
     def plan(self, model: MultimodalModule) -> Plan:
-        """The plan for a model; with the fewest replicas, where they have a range.
+        """Return the plan for a model, with the fewest replicas where they have a range.
 
         Raises:
-            PlanError: if the specs do not fit the model.
+            PlanError: the specs do not fit the model.
         """
         graph = module_graph(model)
         if unknown := set(self.encoder_specs) - set(model.encoder_names):
@@ -227,9 +227,8 @@ class MultimodalParallelSpec:
         return plan_of(graph, specs, self.num_microbatches, self.schedule, self.recompute)
 
     def apply(self, model: MultimodalModule, **options):
-        """Start the model on the connected Ray cluster; returns a
-        :class:`raymm.runtime.pipelined.MultimodalParallelModule`. Options are its keyword
-        arguments."""
+        """Start the model on the connected Ray cluster. Return a
+        :class:`raymm.runtime.pipelined.MultimodalParallelModule`, which takes the options."""
         return MultimodalParallelModule(model, self.plan(model), **options)
 
 
@@ -237,15 +236,13 @@ def dag_plan(
     dag: ModuleDag, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
     schedule: str = "1f1b", recompute: bool = False,
 ) -> Plan:
-    """A plan for a graph of modules.
+    """Return a plan for a graph of modules.
 
     Args:
-        dag: the graph.
-        specs: layouts by module; one rank of its own where not given.
-        num_microbatches, schedule, recompute: as of :class:`MultimodalParallelSpec`.
+        specs: layouts by module; by default one separate rank per module.
 
     Raises:
-        PlanError: if the specs do not fit the graph.
+        PlanError: the specs do not fit the graph.
     """
     layouts = dict(specs or {})
     if unknown := sorted(layouts.keys() - dag.nodes.keys()):
@@ -261,15 +258,10 @@ def plan_of(
     graph: ModuleGraph, specs: Mapping[str, ParallelSpec], num_microbatches: int, schedule: str,
     recompute: bool,
 ) -> Plan:
-    """The plan of modules that are laid out.
-
-    Args:
-        graph: the modules.
-        specs: of each of them.
-        num_microbatches, schedule, recompute: as of :class:`MultimodalParallelSpec`.
+    """Return the plan of modules with given layouts.
 
     Raises:
-        PlanError: if the specs do not fit the graph.
+        PlanError: the specs do not fit the graph.
     """
     cut = make_plan(
         graph, {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
@@ -290,7 +282,7 @@ def plan_of(
 def _placed(
     stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
 ) -> Iterator[Stage]:
-    """A module's stages in every copy, each on its rank."""
+    """Yield the stages of each replica of a module with their ranks."""
     ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.module_replicas)]
     for copy in range(spec.module_replicas):
         for stage in stages:
@@ -301,10 +293,10 @@ def _placed(
 def _with_quotas(
     stages: Sequence[Stage], specs: Mapping[str, ParallelSpec]
 ) -> tuple[Stage, ...]:
-    """The stages, with their module's quota where another module's with one shares their rank.
+    """Return the stages with their module's quota where modules with quotas share a rank.
 
     Raises:
-        PlanError: a quota of a module that shares no rank with another one that has a quota.
+        PlanError: a module with a quota shares no rank with another one.
     """
     on_rank: dict[int, set[str]] = {}
     for stage in stages:
@@ -327,10 +319,10 @@ def _with_quotas(
 
 
 def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
-    """What each of a module's blocks does with its activations; none if all keep them.
+    """Return the recomputation option of each block; empty if all blocks keep their activations.
 
     Raises:
-        PlanError: an unknown option, or not one per block.
+        PlanError: an option is unknown, or there is not one per block.
     """
     recompute = spec.recompute_layers
     options = (recompute,) * node.num_blocks if isinstance(recompute, str) else tuple(recompute)
@@ -343,11 +335,11 @@ def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
 
 
 def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:
-    """Layer ranges of a module's stages; blocks are split evenly where ``layers`` is not
-    given, and the projector goes with the last blocks.
+    """Return the layer ranges of a module's stages. Without ``layers``, blocks are split evenly and
+    the projector is in the last stage.
 
     Raises:
-        PlanError: if there are fewer blocks than stages, or ``layers`` does not add up.
+        PlanError: there are fewer blocks than stages, or ``layers`` does not add up.
     """
     if spec.layers is not None:
         if any(count < 1 for count in spec.layers) or sum(spec.layers) != node.num_layers:

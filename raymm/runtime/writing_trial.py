@@ -1,4 +1,4 @@
-"""Trying whether a language model goes on with texts in turns, in this process."""
+"""Trial in this process of whether a language model can generate from cached keys and values."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.module_kind import LANGUAGE_MODEL
 
-# Two texts, of which the last tokens are written; the second one is shorter.
+# Two texts whose last tokens are generated; the second text is shorter.
 _TEXTS, _LAST = (tuple(range(2, 10)), tuple(range(10, 15))), 2
-# Of the largest logit.
+# Tolerance relative to the largest logit.
 _ALIKE = 1e-3
 
 
 @plain_torch()
 def why_not_written(source: ModuleSource) -> str | None:
-    """Why a language model that is given embeddings, and keys and values of tokens before, gives
-    other tokens than for all of them at once, or mixes up texts that take turns; None if it does
-    not.
+    """Return why a language model cannot generate from embeddings and cached keys and values, or
+    None.
 
-    Args:
-        source: of the model. A small copy is tried.
+    A small copy of the model is tried. It must compute the same logits as for all tokens at once,
+    and must not mix up texts that take turns.
     """
     model = small_language_model(source).eval()
     name = type(model).__name__
@@ -49,7 +48,7 @@ def why_not_written(source: ModuleSource) -> str | None:
 
 
 def _at_once(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """(T, V) of all tokens."""
+    """Return the logits (T, V) of all tokens in one forward."""
     logits = _Logits(model)
     model(inputs_embeds=input_embeddings(model)(ids), use_cache=False)
     return torch.stack(logits.rows)
@@ -84,7 +83,7 @@ def _one_by_one(
 
 
 class _Logits:
-    """What a model's head gives: rows of (V,), one after the other."""
+    """Recorder of the logits of a model's head, (V,) per row."""
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: list[torch.Tensor] = []

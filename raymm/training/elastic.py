@@ -44,8 +44,7 @@ class ElasticPlans:
         self._asked = False
 
     def largest(self, room: int) -> Plan:
-        """Return the largest plan of at most ``room`` processes, or the smallest plan if none fits.
-        """
+        """Return the largest plan of at most ``room`` processes; the smallest plan if none fits."""
         fitting = [plan for plan in self.plans if plan.num_processes <= room]
         return fitting[-1] if fitting else self.plans[0]
 

@@ -85,8 +85,7 @@ class Execution:
         return [*lines, *self._notes]
 
     def check(self, model: MultimodalModule | WholeModel, **options: Any) -> None:
-        """Raise the errors that :meth:`start` raises before it starts processes. Needs no cluster.
-        """
+        """Raise the errors of :meth:`start` that occur before processes start. Needs no cluster."""
         _parallel_class(model).check_plan(model, self.plan, RuntimeOptions.of(options))
 
     def start(
@@ -110,8 +109,7 @@ def _mapped(plan: Plan) -> bool:
 
 
 class StepObserver:
-    """Observer of a run's steps: balance, rebalancing, plan drift, stragglers and the final report.
-    """
+    """Observer of steps: balance, rebalancing, plan drift, stragglers and the final report."""
 
     def __init__(self, run: ObservedRun, plan: Plan) -> None:
         self._run, self._plan = run, plan

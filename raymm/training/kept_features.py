@@ -168,8 +168,7 @@ def _makes(
 
 
 def _tower_digest(name: str, model: WholeModel, computed: str, code: CodeKey) -> str:
-    """Return a digest of everything except the input of an item that determines a tower's features.
-    """
+    """Return a digest of all that determines a tower's features, except the item."""
     spec, form = model.tower_spec(name), model.root_form(name)
     skeleton = spec.source.skeleton()
     described = {
@@ -187,8 +186,7 @@ def _digest(
     name: str, encoder: ModalityModule, blocks: int, data: DataConfig, computed: str,
     code: CodeKey,
 ) -> str:
-    """Return a digest of everything except the item that determines its features after ``blocks``
-    blocks."""
+    """Return a digest of all that determines features after ``blocks`` blocks, except the item."""
     source = encoder.source()
     skeleton = source.skeleton()
     callables: list[Any] = [encoder.preprocess_callback, encoder.postprocess_module_callback]

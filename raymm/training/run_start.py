@@ -24,8 +24,7 @@ from raymm.storage.checkpoint import Checkpoint
 
 
 def open_splits(data: object) -> dict[str, Dataset]:
-    """Open the datasets ``"train"`` and, if configured, ``"heldout"``; empty for batches in memory.
-    """
+    """Open ``"train"`` and, if configured, ``"heldout"``; return none for batches in memory."""
     if not isinstance(data, DataConfig):
         return {}
     return {

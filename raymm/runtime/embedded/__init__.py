@@ -1,1 +1,1 @@
-"""A Ray of this machine for one driver, of which nothing outlives it."""
+"""Embedded Ray: a cluster on this machine for one driver, all of whose processes end with it."""

@@ -1,9 +1,9 @@
-"""The process that ends an embedded Ray with its driver, however the driver ends.
+"""Guardian process that ends an embedded Ray when its driver ends, however the driver ends.
 
-Ray's own servers die with the process that started them, but what these start (agents, workers)
-finds out by itself, or does not. The guardian waits for the driver's end and then kills every
-process that writes into the driver's Ray session. Run as a script, with nothing but Python's own
-modules: it must cost nothing.
+Ray's own servers die with the process that started them, but agents and workers may outlive the
+servers. The guardian waits for the end of the driver and then kills every process that writes into
+the driver's Ray session. It runs as a script and imports only Python's own modules, to cost little
+memory.
 """
 
 import os
@@ -13,18 +13,18 @@ import sys
 import time
 from pathlib import Path
 
-# Seconds between two looks at the driver, and at what is left of its cluster.
+# Seconds between two checks of the driver, and of the remaining processes.
 INTERVAL_S = 0.2
-# Seconds after which processes that cannot be killed are left to themselves.
+# Seconds after which processes that cannot be killed are abandoned.
 PATIENCE_S = 30.0
 
 
 def session_processes(driver: int) -> set[int]:
-    """Processes that write into the Ray session of a driver, and their descendants; without this
-    process and the driver.
+    """Return the processes that write into a driver's Ray session, and their descendants, without
+    this process and the driver.
 
     Args:
-        driver: process id; Ray names sessions by time and process id.
+        driver: process id. Ray names sessions by time and process id.
     """
     session = re.compile(rf"/session_[^/]*_{driver}(/|$)")
     parents = _parents()
@@ -35,9 +35,9 @@ def session_processes(driver: int) -> set[int]:
 
 
 def end_session(driver: int) -> None:
-    """Kill them, until there are none left."""
+    """Kill the processes of a driver's Ray session until none are left."""
     deadline = time.monotonic() + PATIENCE_S
-    clean = 0  # looks in a row that found nothing: a process may be between fork and exec
+    clean = 0  # consecutive checks without processes; one may be between fork and exec
     while clean < 3 and time.monotonic() < deadline:
         left = session_processes(driver)
         for pid in left:
@@ -50,7 +50,7 @@ def end_session(driver: int) -> None:
 
 
 def _parents() -> dict[int, int]:
-    """Parent of every process that has not ended."""
+    """Return the parent of every process that has not ended."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -64,21 +64,22 @@ def _parents() -> dict[int, int]:
 
 
 def _writes_into(pid: int, session: re.Pattern[str]) -> bool:
-    """Whether a process has a file below the session's folder open for writing. By open files and
-    not by titles, which Ray overwrites; and not by reading, which a person may do too."""
+    """Return True if a process has a file below the session's folder open for writing. Process
+    titles are not used because Ray overwrites them. Open files for reading do not count because
+    users may read logs."""
     try:
         for file in os.scandir(f"/proc/{pid}/fd"):
             if file.stat(follow_symlinks=False).st_mode & 0o200:
                 target = os.readlink(file.path)
                 if target.startswith("/") and session.search(target):
                     return True
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         pass
     return False
 
 
 def main(driver: int) -> None:
-    """Wait for the end of a driver, which is this process's parent, and end its Ray session."""
+    """Wait until the driver, this process's parent, ends. Then end its Ray session."""
     while os.getppid() == driver:
         time.sleep(INTERVAL_S)
     end_session(driver)

@@ -1,4 +1,4 @@
-"""An embedded Ray: a cluster of this machine for one driver, of which nothing outlives it."""
+"""Start of an embedded Ray: a cluster on this machine for one driver, which ends with it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from raymm.errors import ClusterError
 from raymm.runtime.embedded import cluster_guardian
 from raymm.runtime.embedded.forked_workers import forked_workers, start_servers
 
-# Ray gives its servers some seconds to come up, which a busy machine may not have the first time.
+# Ray waits some seconds for its servers, which may be too short on a busy machine at first.
 ATTEMPTS = 2
-# Of the raylet and its workers, unless the environment says otherwise. With niceness 15, Ray's
-# default, any other process of the machine starves workers. The first driver waits for workers
-# without a limit: if Ray gives up on the first two, after 60 s by default, it waits forever.
+# Environment of the raylet and its workers, unless it is set already. With niceness 15, Ray's
+# default, other processes of the machine starve workers. The first driver waits for workers without
+# a limit: if Ray gives up on the first two, after 60 s by default, it waits forever.
 SETTINGS = {
     ray_constants.RAY_WORKER_NICENESS: "0", "RAY_worker_register_timeout_seconds": "600",
 }
@@ -33,15 +33,13 @@ _guardian: subprocess.Popen | None = None
 
 
 def start_embedded_ray(**options: Any) -> None:
-    """Start Ray on this machine and connect to it. Its servers listen on the loopback interface
-    only, are in sessions of their own (a signal to this process's group is not for them), and end
-    with this process however it ends.
+    """Start Ray on this machine and connect to it.
 
-    Args:
-        options: of ``ray.init``.
+    Its servers listen on the loopback interface only. They run in separate sessions, so signals to
+    this process's group do not reach them, and end with this process however it ends.
 
     Raises:
-        ClusterError: Ray does not come up; says what was waited for and where its logs are.
+        ClusterError: Ray does not start. The message has the cause and the folder of its logs.
     """
     _require_token()
     _start_guardian()
@@ -62,11 +60,11 @@ def start_embedded_ray(**options: Any) -> None:
 
 
 def _require_token() -> None:
-    """Have Ray's servers accept processes with this user's token only, unless ``RAY_AUTH_MODE``
-    says otherwise. Other users of the machine can reach the loopback interface, too."""
+    """Require this user's token from processes that connect to Ray, unless ``RAY_AUTH_MODE`` is
+    set. Other users of the machine can reach the loopback interface, too."""
     if AUTH_MODE not in os.environ:
         os.environ[AUTH_MODE] = "token"
-        Config.initialize("")  # what this process has read of the environment before
+        Config.initialize("")  # Ray has read the environment in this process before
 
 
 def _start_guardian() -> None:
@@ -81,7 +79,7 @@ def _start_guardian() -> None:
 
 @contextmanager
 def _unhindered() -> Iterator[None]:
-    """Ray starts with :data:`SETTINGS` in here."""
+    """Set :data:`SETTINGS` in the environment within the block."""
     added = [name for name in SETTINGS if name not in os.environ]
     os.environ.update({name: SETTINGS[name] for name in added})
     try:
@@ -93,8 +91,8 @@ def _unhindered() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Ray replaces 127.0.0.1 by an address that others can reach, except where it believes that
-    there are no others."""
+    """Keep 127.0.0.1 as Ray's address within the block. Ray replaces it by a reachable address
+    unless multi-node clusters are disabled."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -115,8 +113,8 @@ def _in_sessions_of_their_own() -> Iterator[None]:
 
 @contextmanager
 def _without_log_monitor() -> Iterator[None]:
-    """It reads what all workers print, several times a second, for a driver that does not repeat
-    it."""
+    """Start Ray without its log monitor. It polls the output of all workers several times a second,
+    which is useless for a driver that does not print it."""
     before = node.Node.start_log_monitor
     node.Node.start_log_monitor = lambda self: None
     try:

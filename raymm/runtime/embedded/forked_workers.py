@@ -1,20 +1,21 @@
-"""Ray workers that are forked from a process which has imported torch and transformers already.
+"""Ray workers that are forked from a process in which torch and transformers are already imported.
 
-A rank takes several seconds of CPU time to import them, and on one machine all ranks and data
-workers do that at the same time as the driver does. Within :func:`forked_workers`, ``ray.init``
-starts a cluster whose raylet runs this file in place of Ray's script that sets workers up. It asks
-a server process to fork, and the child goes on as Ray's own worker with the arguments, environment,
-folder and outputs it would have had. Every actor is a process of its own as ever; it
-only finds its modules imported, in memory that it shares with the others.
+Importing them takes several seconds of CPU time per worker, and on one machine all ranks and data
+workers import at the same time as the driver. Within :func:`forked_workers`, ``ray.init`` starts a
+cluster whose raylet runs this file instead of Ray's worker setup script. The file requests a fork
+from a server process. The child continues as Ray's own worker with the arguments, environment,
+folder and outputs that it would have had otherwise. Every actor is still a separate process. Its
+modules are already imported, in memory that is shared with the other workers.
 
 Servers belong to the process that starts them (:func:`start_servers`) and end with it, however it
-ends. A process that has not begun anything yet imports once for both and is forked itself
-(:func:`start_servers_early`). What is not as ever: processes of one server have the same hash seed,
-thus the same order of sets. Workers with a ``runtime_env`` of more than variables are started by
-Ray itself, as are all where servers cannot be had: with ``RAYMM_FRESH_WORKERS=1``, beyond Linux,
-and on machines with NVIDIA GPUs, whose driver does not outlive a fork.
+ends. A process that has not started any thread yet can import once for both and fork the server
+from itself (:func:`start_servers_early`). One difference remains: workers of one server have the
+same hash seed, so their sets have the same order. Ray starts workers itself if their
+``runtime_env`` has more than variables, and all workers if servers cannot be used: with
+``RAYMM_FRESH_WORKERS=1``, on other systems than Linux, and on machines with NVIDIA GPUs, whose
+driver does not survive a fork.
 
-Run as a file by the raylet for each worker, so it imports nothing but Python's own modules.
+The raylet runs this file for each worker, so the file imports only Python's own modules.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from functools import partial
 from typing import NoReturn
 
 MODULES = ("torch", "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils")
-# Imported when the first worker is asked for: Ray reads its settings from the environment, once.
+# Imported for the first worker, because Ray reads its settings from the environment only once.
 RAY_MODULES = (
     "ray", "ray.actor", "ray._private.node", "raymm.actors.rank.rank_actor",
     "raymm.actors.rank.module_profiler",
     "raymm.data.loading.worker", "raymm.layout.stage_builders", "raymm.batch.check",
-    # Of every worker before its first call (ray.util.serialization_addons).
+    # Imported by every worker before its first call (ray.util.serialization_addons).
     "pydantic.v1.fields", "pyarrow.json", "starlette.datastructures",
 )
-# What differs between a node's workers; any other variable of Ray's is a setting. A worker with
-# the process of another cluster's raylet ends at once.
+# Variables that differ between the workers of a node; Ray's other variables are settings. A worker
+# with the raylet process id of another cluster ends immediately.
 _OF_A_WORKER = ("RAY_JOB_ID", "RAY_CLIENT_MODE")
 OFF = "RAYMM_FRESH_WORKERS"
 _ADDRESSES = "RAYMM_WORKER_SERVERS"
 _NVIDIA = "/dev/nvidiactl"
-# Threads that a library starts when it is loaded would not be there after a fork.
+# Libraries must not start threads when they are loaded, because threads do not survive a fork.
 _SINGLE = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -62,7 +63,7 @@ _SINGLE = {
 
 
 class _Forked:
-    """A process that was forked from this one; as of :class:`subprocess.Popen`."""
+    """Process that was forked from this one, with the interface of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -76,22 +77,22 @@ class _Forked:
         return self._code
 
 
-# Process, address, and the end of a pipe: the server lives until that closes.
+# Process, address, and one end of a pipe. The server lives until that end closes.
 _servers: list[tuple[subprocess.Popen | _Forked, str, int]] = []
-_had: set[str] = set()  # addresses of those that a cluster has had, and no other one can have
+_had: set[str] = set()  # addresses of servers used by a cluster, which no other cluster can use
 
 
 def start_servers(
     count: int = 1, modules: Sequence[str] = (), ray_modules: Sequence[str] = RAY_MODULES
 ) -> None:
-    """Start the servers of this process, if none run that no cluster has had yet. They import while
-    it goes on.
+    """Start the servers of this process unless unused ones are running. They import in the
+    background.
 
     Args:
-        count: processes; a worker is forked from one of them by chance.
-        modules: to import beside :data:`MODULES`.
-        ray_modules: those that import Ray, which then has the settings of the first worker, its
-            node's among them. None of them: for workers of several nodes.
+        count: number of servers; each worker is forked from a random one.
+        modules: modules to import in addition to :data:`MODULES`.
+        ray_modules: modules that import Ray, whose settings are then those of the first worker,
+            including its node. Empty for workers of several nodes.
     """
     if not _possible():
         return
@@ -104,15 +105,15 @@ def start_servers(
 
 
 def start_servers_early() -> None:
-    """Start one if Ray is going to be embedded: for a process of one thread that is about to import
-    :data:`MODULES` itself. It does so here, and the server is its child."""
+    """Fork a server from this process if Ray will be embedded. Call it from a process with one
+    thread that is about to import :data:`MODULES`; they are imported here."""
     if os.environ.get("RAY_ADDRESS") not in (None, "", "local") or not _possible() or _servers:
         return
     if _threads() == 1:
         with single_threaded():
             for module in MODULES:
                 importlib.import_module(module)
-    # Ray in a worker has read its settings from the worker's environment.
+    # Ray in a worker must read its settings from the worker's environment.
     if _threads() == 1 and "ray" not in sys.modules:
         _servers.append(_fork_server())
     else:
@@ -130,8 +131,9 @@ def _threads() -> int:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Import libraries without threads, so that this process can still be forked. torch's threads
-    are set afterwards, as always; numpy's linear algebra in this process stays with one."""
+    """Import libraries without threads within the block, so that this process can still be forked.
+    The thread count of torch is set afterwards as usual; numpy's linear algebra keeps one thread.
+    """
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -169,14 +171,14 @@ def _start_server(
 
 
 def server_variables() -> dict[str, str]:
-    """By which a process finds the servers of this one; none if none run, or none are wanted."""
+    """Return the environment variables that let a child process use this process's servers."""
     servers = _servers if _possible() else []
     addresses = [address for process, address, _ in servers if process.poll() is None]
     return {_ADDRESSES: " ".join(addresses)} if addresses else {}
 
 
 def _fork_server() -> tuple[_Forked, str, int]:
-    """A server that is this process, as far as it has come."""
+    """Fork a server from this process in its current state."""
     address = _address()
     lives, owned = os.pipe()
     sys.stdout.flush()
@@ -194,7 +196,7 @@ def _fork_server() -> tuple[_Forked, str, int]:
 
 
 def _leave_parent(owned: int) -> None:
-    """In a child: nothing of it reaches what is its parent's."""
+    """Detach a forked child from its parent: signals, session, standard streams and folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -211,7 +213,7 @@ def _leave_parent(owned: int) -> None:
 
 
 def _run_to_its_end(function: Callable[[], object]) -> NoReturn:
-    """All that this process still does: it does not return into what its parent was doing."""
+    """Run a function as the rest of this process. Never returns into the parent's code."""
     code: object = 1
     try:
         function()
@@ -229,8 +231,8 @@ def _run_to_its_end(function: Callable[[], object]) -> NoReturn:
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Clusters that start in here fork their workers, if servers run: this process's, or those of
-    the one that has given it :func:`server_variables`."""
+    """Make clusters that start within the block fork their workers, if servers run in this process
+    or in the process that passed its :func:`server_variables`."""
     from ray._private import ray_constants
 
     inherited = os.environ.get(_ADDRESSES)
@@ -238,7 +240,7 @@ def forked_workers() -> Iterator[None]:
     if _ADDRESSES not in os.environ:
         yield
         return
-    # Joined to the folder of Ray's own file, which an absolute path replaces.
+    # Ray joins this name to a folder; an absolute path replaces the folder.
     original = ray_constants.SETUP_WORKER_FILENAME
     ray_constants.SETUP_WORKER_FILENAME = os.path.abspath(__file__)
     try:
@@ -252,14 +254,14 @@ def forked_workers() -> Iterator[None]:
 
 
 def _ask(arguments: list[str]) -> None:
-    """Have a worker forked and stay for as long as it lives, as the process that the raylet
-    started; become a worker oneself where that cannot be."""
+    """Have a worker forked, and stay alive as the process that the raylet started for as long as
+    the worker lives. Become a worker itself if no fork is possible."""
     options = dict(text.split("=", 1) for text in arguments if re.match("--.*=", text))
     context = json.loads(options.get("--serialized-runtime-env-context") or "{}")
     variables = context.pop("env_vars", None) or {}
     context.pop("py_executable", None)
     plain = not any(context.values()) and not any("$" in value for value in variables.values())
-    plain = plain and "PYTHONPATH" not in variables  # read when Python starts
+    plain = plain and "PYTHONPATH" not in variables  # PYTHONPATH takes effect when Python starts
     if plain and options.get("--language") == "PYTHON":
         environment = {**os.environ, **variables}
         addresses = environment.pop(_ADDRESSES, "").split()
@@ -273,7 +275,7 @@ def _ask(arguments: list[str]) -> None:
 
 
 def _forked(address: str, request: dict) -> bool:
-    """Whether a server has forked a worker; returns when it has ended."""
+    """Return True after a forked worker has ended; False if the server forked none."""
     message = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -285,20 +287,20 @@ def _forked(address: str, request: dict) -> bool:
         except ConnectionError:
             return False
         try:
-            connection.recv(1)  # the worker holds the other end
+            connection.recv(1)  # returns when the worker closes the other end
         except ConnectionError:
             pass
         return True
 
 
 def _serve(listener: socket.socket, lives: int, task: dict) -> None:
-    """Import what workers need, then fork one for every connection until the owner ends."""
+    """Import the workers' modules, then fork a worker for each connection until the owner ends."""
     # The kernel sends SIGIO, which ends the process, when the pipe's other end closes.
     fcntl.fcntl(lives, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lives, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     try:
         if os.read(lives, 1) == b"":
-            return  # it has ended already
+            return  # the owner has ended already
     except BlockingIOError:
         pass
     sys.path[:] = task["path"]
@@ -309,7 +311,7 @@ def _serve(listener: socket.socket, lives: int, task: dict) -> None:
         connection, _ = listener.accept()
         try:
             request, outputs = _receive(connection)
-        except ConnectionError:  # who asked has been killed, or is somebody else
+        except ConnectionError:  # the requesting process was killed, or is not the user's
             connection.close()
             continue
         asked = _ray_settings(request["environment"])
@@ -335,21 +337,21 @@ def _serve(listener: socket.socket, lives: int, task: dict) -> None:
 
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
-        with suppress(ModuleNotFoundError):  # which a worker may do without, or says it better
+        with suppress(ModuleNotFoundError):  # optional, or the worker reports it better
             importlib.import_module(module)
-    if "numba" in sys.modules:  # what it sets up for its first function, once for all
+    if "numba" in sys.modules:  # set up the registries once for all workers
         from numba.core.registry import cpu_target
 
-        for context in "typing_context", "target_context":  # their types are known to no checker
+        for context in "typing_context", "target_context":  # type checkers do not know their types
             getattr(cpu_target, context).refresh()
     if _threads() != 1:
-        sys.exit("a fork would lose the other threads")  # Ray starts workers its way then
+        sys.exit("a fork would lose the other threads")  # Ray then starts workers itself
     gc.collect()
     gc.freeze()
 
 
 def _ray_settings(environment: dict[str, str]) -> dict[str, str]:
-    """Variables that Ray has read when it was imported."""
+    """Return the variables that Ray reads when it is imported."""
     return {
         name: value for name, value in environment.items()
         if name.startswith("RAY_") and name not in _OF_A_WORKER
@@ -357,7 +359,7 @@ def _ray_settings(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    """What :func:`_forked` sends."""
+    """Receive a request sent by :func:`_forked`."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     if struct.unpack("iII", credentials)[1] != os.getuid():
         raise ConnectionError("the request comes from another user")
@@ -373,8 +375,8 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _become_worker(connection: socket.socket, request: dict, outputs: list[int]) -> None:
-    """Go on as Ray's worker in this process, until it ends."""
-    os.setpgid(0, 0)  # Ray ends a worker's whole process group
+    """Run Ray's worker in this process until it ends."""
+    os.setpgid(0, 0)  # Ray kills the process group of a worker
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, file in enumerate(outputs):
         os.dup2(file, target)
@@ -382,18 +384,18 @@ def _become_worker(connection: socket.socket, request: dict, outputs: list[int])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    for module in ("numpy.random", "torch"):  # Python's own random numbers are anew after a fork
+    for module in ("numpy.random", "torch"):  # Python reseeds its own generator after a fork
         if module in sys.modules:
             sys.modules[module].seed()
     connection.sendall(b"1")
-    own = ("--language", "--serialized-runtime-env-context")  # for the script that sets up
+    own = ("--language", "--serialized-runtime-env-context")  # arguments for the setup script only
     sys.argv = [text for text in request["arguments"] if not text.startswith(own)]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its files are no modules of the top level
+    sys.path.pop(0)  # this folder: its files are not top-level modules
     if sys.argv[1] == "--serve":
         _serve(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), json.loads(sys.argv[4]))
     else:

@@ -1,1 +1,1 @@
-"""Whole models on Ray actors."""
+"""Hugging Face VLMs on Ray actors."""

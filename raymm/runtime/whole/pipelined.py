@@ -1,4 +1,4 @@
-"""A whole model on Ray actors: its towers and its language model in pipelines."""
+"""Hugging Face VLM on Ray actors: its towers and its language model in pipelines."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ def whole_plan(
     model: WholeModel, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
     schedule: str = "1f1b", recompute: bool = False,
 ) -> Plan:  # fmt: skip
-    """A plan for a whole model.
+    """Return a plan for a Hugging Face VLM.
 
     Args:
-        model: it.
-        specs: layouts by tower, and of the language model as ``"llm"``; one rank of its own where
-            not given.
-        num_microbatches, schedule, recompute: as of :class:`raymm.MultimodalParallelSpec`.
+        specs: layouts by tower, and of the language model as ``"llm"``; by default one separate
+            rank each.
 
     Raises:
-        PlanError: if the specs do not fit the model.
+        PlanError: the specs do not fit the model.
     """
     names = (*model.tower_names, LANGUAGE_MODEL)
     layouts = dict(specs or {})
@@ -58,23 +56,21 @@ def whole_plan(
 
 
 class WholeParallelModule(PlannedModule):
-    """A :class:`raymm.model.whole_model.WholeModel` on the actors of a plan
-    (:func:`whole_plan` makes one).
+    """:class:`raymm.model.whole_model.WholeModel` on the actors of a plan (see :func:`whole_plan`).
 
     A step's loss is the sum of cross entropies over its label tokens, divided by their number.
 
     Args:
-        model: the description. Ranks read their own weights.
-        plan: what runs where.
+        model: model description. Ranks read their weights from files.
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Raises:
-        TypeError, ValueError: an option that is none, or cannot be.
-        PlanError: before any actor starts, for a plan of another model, or that shares out
-            samples, tokens or parameters of a module among processes.
-        ProbeError: before any actor starts, if a module cannot be cut as planned; by name.
-        ClusterError: if the cluster is too small.
-        ModelError: if weights are not finite.
+        TypeError, ValueError: an option is unknown or invalid.
+        PlanError: before any actor starts, if the plan is for another model, or splits samples,
+            tokens or parameters in a way that a module does not support.
+        ProbeError: before any actor starts, if a module cannot be cut as planned. Names the module.
+        ClusterError: the cluster is too small.
+        ModelError: weights are not finite.
     """
 
     model: WholeModel
@@ -104,24 +100,24 @@ class WholeParallelModule(PlannedModule):
         return frozenset(self.model.module_names) - self.model.changing
 
     def sample_check(self) -> SampleCheck:
-        """What data workers ask of every microbatch: errors that :meth:`execute` would raise."""
+        """Return the check that data workers apply to every microbatch. It raises the errors of
+        :meth:`execute`."""
         return self._check
 
     @plain_torch()
     def prepare(
         self, batch: Batch | Sequence[Batch]
     ) -> tuple[list[dict[str, dict[str, torch.Tensor]]], list[MicrobatchMeta]]:
-        """A step's microbatches, of which the plan has so many at most, as parts per module, with
-        their metadata.
+        """Return the microbatches of a step, at most as many as the plan has, as parts per module,
+        and their metadata.
 
         Args:
-            batch: what the model's processor returns, with ``labels``, which is split by rows
-                into as many microbatches; or a list of microbatches. To split it takes
-                ``sample_index``, by tower the row of every item (N,) int64, where there is not
-                one per row.
+            batch: output of the model's processor with ``labels``, which is split by rows into
+                microbatches, or a list of microbatches. The split uses ``sample_index``, the row of
+                every item by tower, (N,) int64; it is required unless there is one item per row.
 
         Raises:
-            DataError: one that does not fit.
+            DataError: the batch does not fit the model.
         """
         batches = self._split(batch) if isinstance(batch, Mapping) else list(batch)
         if not 1 <= len(batches) <= self.plan.num_microbatches:
@@ -153,12 +149,10 @@ class WholeParallelModule(PlannedModule):
         update: bool = False, forward_only: bool = False, keep: Any = None,
         decode: Decode | None = None,
     ) -> PendingStep:  # fmt: skip
-        """As of every model on actors.
+        """Start a step as in :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
 
         Args:
-            prepared, update, forward_only, keep: as of
-                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
-            decode: of a step that writes text, which.
+            decode: texts of a generation step; None for other steps.
         """
         parts, meta = prepared
         inputs = [
@@ -185,18 +179,14 @@ class WholeParallelModule(PlannedModule):
         return self._submitted(present, inputs, step, meta, update, keep)
 
     def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
-        """The checked program of a step that trains on microbatches.
-
-        Args:
-            meta: of each of them.
-        """
+        """Return the checked program of a training step on microbatches with this metadata."""
         return self.program([sorted(each.items) for each in meta])
 
 
 def _layout_key(meta: MicrobatchMeta, packing: bool) -> LayoutKey:
-    """What the shapes of everything that modules hand on follow from: shapes, and numbers that
-    are of no token (grids, sizes), of which features may have as many rows as they say; of packed
-    rows, how long they are."""
+    """Return a key that determines the shapes of all messages between modules: shapes, and per-item
+    numbers (grids, sizes) that determine the number of features; for packed rows also their
+    lengths."""
     tensors = [
         (part, name, tuple(shape), meta.dtypes[part][name])
         for part, shapes in sorted(meta.shapes.items())
