@@ -1,1 +1,1 @@
-"""What is seen of a run: metrics, progress, reports, balance, drift."""
+"""Observation of a run: metrics, progress, reports, balance, drift."""

@@ -1,6 +1,6 @@
-"""How alike the microbatches of a step are, and how evenly copies of modules were busy.
+"""Equality of a step's microbatches, and load balance of module replicas.
 
-From a step's metadata (``MicrobatchMeta``), and from its measured timeline.
+Computed from a step's metadata (``MicrobatchMeta``) and measured timeline.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ def microbatch_loads(
     meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
     tokens: Mapping[str, ItemTokens] | None = None,
 ) -> np.ndarray:
-    """(microbatches, modalities + 1) int64, what each of them is to every encoder, in elements of
-    its inputs, and to the language model, in tokens with padding.
+    """Return loads, (microbatches, modalities + 1) int64.
+
+    Encoder columns count input elements. The last column counts tokens of the language model,
+    including padding.
 
     Args:
-        meta: of a step.
-        modalities: names, in the order of the columns; the text is the last.
-        packed: whether rows are packed into one sequence instead of padded to the longest.
-        tokens: how many tokens items put before the text.
+        modalities: names, in the order of the columns; text is the last column.
+        packed: True if rows are packed into one sequence instead of padded to the longest.
+        tokens: number of tokens that items of a modality put before the text.
     """
     loads = np.zeros((len(meta), len(modalities) + 1), np.int64)
     for row, microbatch in enumerate(meta):
@@ -50,22 +51,19 @@ def step_balance(
     meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
     tokens: Mapping[str, ItemTokens] | None, plan: Plan, timeline: Timeline,
 ) -> dict[str, Any]:
-    """A step's figures for ``metrics.jsonl``; 0 is best for ``dist_ratio``, 1 for the others.
+    """Return a step's entries for ``metrics.jsonl``. The best ``dist_ratio`` is 0; the others' best
+    is 1.
 
     Args:
-        meta: of every microbatch.
-        modalities: of the model.
-        packed: whether rows of text have no padding.
-        tokens: of an item, by modality; None if nobody says.
-        plan: that ran.
-        timeline: of the step.
+        packed: True if rows of text have no padding.
+        tokens: tokens of an item by modality; None if unknown.
 
     Returns:
-        ``microbatches``: how many; ``dist_ratio``: per modality and ``"text"``, what microbatches
-        lack of the largest on average (OmniBal, eq. 2); ``efficiency``: mean cost of a microbatch
-        over the largest, if every modality costs the same over the step; ``measured``: the same
-        of the seconds that ranks computed for each; ``copies``: per module that has some, mean
-        seconds of its copies over the largest.
+        ``microbatches``: their number; ``dist_ratio``: per modality and ``"text"``, the mean gap of
+        microbatches to the largest (OmniBal, eq. 2); ``efficiency``: mean cost of a microbatch over
+        the largest, if every modality costs the same over the step; ``measured``: the same for the
+        seconds that ranks computed; ``copies``: per module with replicas, mean seconds of its
+        replicas over the largest.
     """
     copies = {
         name: mean_over_max(_replicas_busy(plan, name, timeline))
@@ -79,11 +77,7 @@ def batch_balance(
     meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
     tokens: Mapping[str, ItemTokens] | None, timeline: Timeline,
 ) -> dict[str, Any]:
-    """:func:`step_balance` without ``copies``.
-
-    Args:
-        meta, modalities, packed, tokens, timeline: as of :func:`step_balance`.
-    """
+    """Return :func:`step_balance` without ``copies``."""
     loads = microbatch_loads(meta, modalities, packed, tokens)
     totals = loads.sum(0)
     cost = (loads / np.where(totals > 0, totals, 1)).sum(1)
@@ -99,7 +93,7 @@ def batch_balance(
 
 
 def _busy(timeline: Timeline, microbatches: Iterable[int]) -> list[float]:
-    """Seconds of compute per microbatch, over all ranks."""
+    """Return seconds of compute per microbatch, over all ranks."""
     seconds = dict.fromkeys(microbatches, 0.0)
     for span in timeline.compute():
         if span.microbatch in seconds:
@@ -115,5 +109,5 @@ def _replicas_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
 
 
 def mean_over_max(values: Sequence[float] | np.ndarray) -> float:
-    """How even values are: 1 if all are the same."""
+    """Return mean over maximum: 1 if all values are equal."""
     return round(1.0 - dist_ratio(np.asarray(values, np.float64)[None, :]), 4)

@@ -1,7 +1,7 @@
-"""``rebalancing.jsonl``: every look at measured costs in a run, and what was decided.
+"""``rebalancing.jsonl``: log of all checks of measured costs in a run, and their decisions.
 
-What was decided after the last checkpoint is not in the checkpoint's data position. A run that goes
-on from there reads it here, so that it repeats the steps that were lost with the same samples.
+Decisions after the last checkpoint are not in the checkpoint's data position. A resumed run reads
+them here, so that it repeats the lost steps with the same samples.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from raymm.monitor.metrics import read_metrics
 
 
 class DecisionLog:
-    """Append-only, and on disk before a decision is acted on.
+    """Append-only log. A row is on disk before its decision takes effect.
 
-    Rows: ``{"step": after which was looked, "sizes": digest, "decision": null or {"epoch", "step",
-    "costs"}, ...}`` with the figures that were decided by.
+    Rows: ``{"step": after which costs were checked, "sizes": digest, "decision": null or {"epoch",
+    "step", "costs"}, ...}`` with the values that led to the decision.
 
     Args:
         path: the file. A line cut off by a crash is dropped.
-        digest: of the samples' sizes; rows of others are dropped, they are of other data.
+        digest: digest of the samples' sizes. Rows with another digest are dropped.
     """
 
     def __init__(self, path: Path, digest: str) -> None:
@@ -34,20 +34,20 @@ class DecisionLog:
 
     @property
     def last_step(self) -> int:
-        """The last step after which was looked; 0 if never. Up to there all is decided."""
+        """Last step after which costs were checked; 0 if none. All decisions up to it are made."""
         return max((row["step"] for row in self.rows), default=0)
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was decided, in order."""
+        """Decisions in order."""
         rows = [row["decision"] for row in self.rows if row["decision"] is not None]
         return [Decision(row["epoch"], row["step"], row["costs"]) for row in rows]
 
     def add(self, row: dict[str, Any], decision: Decision | None) -> None:
-        """Append a look; on disk when this returns.
+        """Append a row. It is on disk when this returns.
 
         Raises:
-            RunFileError: the look cannot be written, so the decision must not be acted on.
+            RunFileError: the row cannot be written, so the decision must not take effect.
         """
         row = {**row, "sizes": self._digest, "decision": decision and decision._asdict()}
         append(self._path, _lines([row]), durable=True)

@@ -1,6 +1,5 @@
-"""Notices that a node is about to end: of spot instances, ``kubectl drain``
-(:mod:`raymm.runtime.leave_node`) and autoscalers.
-"""
+"""Notices that a node is about to end: from spot instances, ``kubectl drain``
+(:mod:`raymm.runtime.leave_node`) and autoscalers."""
 
 from __future__ import annotations
 
@@ -11,16 +10,15 @@ from ray.exceptions import RayError
 
 from raymm.actors.placement.node_types import draining_nodes
 
-# Seconds between two looks.
+# Seconds between two checks for notices.
 INTERVAL_S = 1.0
 
 
 class DrainObserver:
-    """Looks for notices in a thread that does not keep this process from ending.
+    """Daemon thread that checks for notices. It calls a function once, with a notice as text.
 
     Args:
-        nodes: Ray's ids of the nodes that count.
-        tell: is called once, from that thread, with a notice in words.
+        nodes: Ray's ids of the observed nodes.
     """
 
     def __init__(self, nodes: Collection[str], tell: Callable[[str], None]) -> None:
@@ -39,7 +37,7 @@ class DrainObserver:
             try:
                 notices = draining_nodes()
             except (RayError, RuntimeError, ValueError):
-                continue  # whether the cluster is still there is for others to see
+                continue  # other code detects a lost cluster
             left = {node: seconds for node, seconds in notices.items() if node in self._nodes}
             if left and not self._ended.is_set():
                 self._tell(notice(left))
@@ -47,7 +45,7 @@ class DrainObserver:
 
 
 def notice(left: dict[str, float | None]) -> str:
-    """A notice in words, of nodes and the seconds that they have left."""
+    """Return a notice as text, from nodes and the seconds until they end."""
     parts = [
         f"the notice that node {node[:12]} ends"
         + ("" if seconds is None else f" in {max(seconds, 0.0):.0f} s")

@@ -1,4 +1,4 @@
-"""Says once, in a run, that its plan was made for other costs than it has."""
+"""Detection of plan drift: measured costs that differ from the plan's profile."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.plan_drift import Drift, PlanDrift
 
 FILE = "measured_profile.json"
-# A busiest rank whose share of all compute is this much more than planned, for so many steps on
-# end, is a reason to plan anew.
+# Excess of the busiest rank's share of all compute over its planned share, and the number of
+# consecutive steps, after which planning again is recommended.
 EXCESS = 0.25
 STEPS = 20
 
 
 class DriftObserver:
-    """Compares every step with the plan's profile, where there is one.
+    """Compares each step with the plan's profile, if there is one, and reports drift once per run.
 
     Args:
-        plan: of the run.
-        folder: of the run, for :data:`FILE`.
-        say: prints a line.
+        folder: run folder, for :data:`FILE`.
     """
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
@@ -41,14 +39,8 @@ class DriftObserver:
     def after_step(
         self, step: int, meta: Sequence[MicrobatchMeta], timeline: Timeline
     ) -> dict[str, Any]:
-        """For ``metrics.jsonl``, under ``plan_drift``: the busiest ``rank``, its share of all
-        ranks' compute, ``measured`` and ``expected``.
-
-        Args:
-            step: its number.
-            meta: of every microbatch.
-            timeline: of the step.
-        """
+        """Return the step's entry ``plan_drift`` for ``metrics.jsonl``: the busiest ``rank``, and
+        its ``measured`` and ``expected`` shares of all compute. Empty without a profile."""
         self._seen += 1
         if self._drift is None or self._seen <= WARM_UP_STEPS:
             return {}
@@ -86,7 +78,8 @@ class DriftObserver:
 
 
 def _samples(meta: Sequence[MicrobatchMeta]) -> dict[str, int]:
-    """Per module, the median of its sequences or items in a microbatch that has some."""
+    """Return, per module, the median number of its samples or items over the microbatches that have
+    some."""
     counts_of = {LANGUAGE_MODEL: [microbatch.num_samples for microbatch in meta]}
     for microbatch in meta:
         for name, items in microbatch.items.items():

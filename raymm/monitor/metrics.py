@@ -1,4 +1,4 @@
-"""A run's logs: one JSON object per line, kept whole over restarts."""
+"""Logs of a run: one JSON object per line, consistent over restarts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 class MetricsLog:
     """Append-only ``metrics.jsonl``.
 
-    Rows after the checkpoint that a run resumes from are dropped: those steps happen again. Rows
-    that cannot be written (the disk is full, or read-only) stay in memory and are written, in
-    order, with the first later row that can be.
+    Rows after the resumed checkpoint are dropped, because those steps are repeated. Rows that
+    cannot be written (full or read-only disk) stay in memory and are written, in order, with the
+    first later row that can be.
 
     Args:
-        path: the file.
         resume_step: number of steps already taken.
-        say: prints a line when the file cannot be written, and when it can be written again.
+        say: called with a line when the file becomes unwritable or writable again.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class MetricsLog:
     ) -> None:
         self._path, self._say = path, say
         self._unwritten: list[dict[str, Any]] = []
-        self._rewind_to: int | None = None  # the file has rows after this step
+        self._rewind_to: int | None = None  # the file still has rows after this step
         self._problem: RunFileError | None = None
         self.rows: list[dict[str, Any]] = []
         if resume_step and path.is_file():
@@ -41,19 +40,15 @@ class MetricsLog:
         write_whole(path, _lines(self.rows))
 
     def rewind(self, step: int) -> None:
-        """Drop rows after a step: those steps happen again.
-
-        Args:
-            step: its number.
-        """
+        """Drop the rows after a step, because those steps are repeated."""
         self.rows = [row for row in self.rows if row["step"] <= step]
         self._unwritten = [row for row in self._unwritten if row["step"] <= step]
         self._rewind_to = step if self._rewind_to is None else min(step, self._rewind_to)
         self._flush()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row; ``step`` counts steps taken, from 1 (0: before the first). JSON has no
-        numbers that are not finite: they become None."""
+        """Append a row. ``step`` counts steps taken, from 1 (0: before the first). Non-finite
+        numbers become None, because JSON has none."""
         row = {name: _number(value) for name, value in row.items()}
         self.rows.append(row)
         self._unwritten.append(row)
@@ -93,42 +88,30 @@ class MetricsLog:
 class SampleLog:
     """``samples.jsonl``: ``{"step", "microbatches": ids per microbatch, "skipped": ids}``.
 
-    Rows after the checkpoint that a run resumes from are dropped, as those of the metrics.
-
-    Args:
-        path, resume_step, say: as of :class:`MetricsLog`.
+    Rows after the resumed checkpoint are dropped, as in :class:`MetricsLog`, which takes the same
+    arguments.
     """
 
     def __init__(
         self, path: Path, resume_step: int = 0, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self._log = MetricsLog(path, resume_step, say)
-        self._log.rows = []  # nobody asks for them
+        self._log.rows = []  # not needed in memory
 
     def rewind(self, step: int) -> None:
-        """Drop rows after a step, as of the metrics.
-
-        Args:
-            step: its number.
-        """
+        """Drop the rows after a step."""
         self._log.rewind(step)
 
     def add(
         self, step: int, microbatches: Sequence[Sequence[str]], skipped: Sequence[str]
     ) -> None:
-        """Append a step's samples.
-
-        Args:
-            step: its number.
-            microbatches: ids of every microbatch's samples.
-            skipped: ids of samples that could not be read.
-        """
+        """Append the sample ids of each microbatch of a step, and the ids of unreadable samples."""
         ids = [list(samples) for samples in microbatches]
         self._log.add({"step": step, "microbatches": ids, "skipped": list(skipped)})
         self._log.rows.clear()
 
     def finish(self) -> None:
-        """Write the rows that are still in memory; raises as :meth:`MetricsLog.finish`."""
+        """Write the rows that are still in memory. Raises as :meth:`MetricsLog.finish`."""
         self._log.finish()
 
 
@@ -141,10 +124,10 @@ def _number(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows; a last line that a crash has cut off is left out.
+    """Return all rows. A last line cut off by a crash is dropped.
 
     Raises:
-        ConfigError: it cannot be read, or another line is no row; names the file and the line.
+        ConfigError: the file cannot be read, or another line is not a row. Names file and line.
     """
     try:
         *lines, last = path.read_bytes().split(b"\n")
@@ -166,6 +149,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, not UTF-8, a number of thousands of digits
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or a number of thousands of digits
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None

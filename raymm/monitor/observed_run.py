@@ -1,4 +1,4 @@
-"""What those who watch a run are told of it and of its steps."""
+"""Data that observers receive about a run and its steps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,7 @@ from raymm.scheduler.program.timeline import Timeline
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """A run.
-
-    Attributes:
-        parallel: the model that runs.
-        model: its description.
-        data: of the run.
-        training: how they are taken.
-        folder: of the run.
-        say: prints a line.
-    """
+    """Run that observers watch."""
 
     parallel: Any
     model: MultimodalModule | WholeModel
@@ -37,14 +28,13 @@ class ObservedRun:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step that was taken.
+    """Step whose result was read.
 
     Attributes:
-        number: from 1.
-        meta: of its microbatches.
-        state_after: the data position after it.
-        complete: whether it had all its samples.
-        timeline: what was measured.
+        number: number of the step, from 1.
+        state_after: data position after the step.
+        complete: True if no sample of the step was skipped.
+        timeline: measured timeline.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress output of a run for the user."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from raymm.monitor.progress_bar import progress_bar
 
 
 class RunProgress:
-    """A progress bar on a terminal or in a notebook, and one printed line per ``log_every`` steps
-    anywhere.
+    """Progress bar on a terminal or in a notebook, and a printed line every ``log_every`` steps.
 
     Args:
-        steps: steps of the run in all.
         done: steps taken before this start.
-        console: where to print.
     """
 
     def __init__(self, steps: int, done: int, console: Console) -> None:
@@ -41,21 +38,17 @@ class RunProgress:
         self._bar.show(self._done, self._steps, text)
 
     def rewind(self, done: int) -> None:
-        """Steps are taken again.
-
-        Args:
-            done: those that are not.
-        """
+        """Set the number of completed steps back, because later steps are repeated."""
         self._done = done
         self._show()
 
     def advance(self, loss: float) -> None:
-        """One more step is done."""
+        """Count one more completed step."""
         self._done, self._loss = self._done + 1, f"{loss:.4f}"
         self._show()
 
     def not_applied(self, text: str) -> None:
-        """A step was not applied: a line that says why, and a count beside the bar."""
+        """Print why a step was not applied, and count it next to the bar."""
         self._not_applied += 1
         self._show()
         self.line(text)
@@ -66,11 +59,7 @@ class RunProgress:
 
 
 class ScanProgress:
-    """A bar while the training data are scanned, on a terminal or in a notebook.
-
-    Args:
-        console: where to print.
-    """
+    """Progress bar for the scan of the training data, on a terminal or in a notebook."""
 
     def __init__(self, console: Console) -> None:
         self._bar = progress_bar(console, "scanning samples", transient=True)
@@ -83,18 +72,13 @@ class ScanProgress:
         self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        """So many samples are done."""
+        """Show the number of scanned samples."""
         self._bar.show(done, total)
 
 
 def step_line(row: Mapping[str, Any], steps: int, speed: float) -> str:
-    """Return one line about a step: loss, speed, how busy each stage was, how equal microbatches.
-
-    Args:
-        row: of the metrics.
-        steps: of the run.
-        speed: tokens per second since the last line.
-    """
+    """Return a line about a step: loss, speed (tokens per second), load of stages, balance of
+    microbatches."""
     busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
     alike = row.get("balance", {})
     if alike.get("microbatches", 1) > 1:
@@ -114,13 +98,13 @@ def _utilisation(row: Mapping[str, Any]) -> str:
 
 
 def skipped_line(step: int, sample: Skipped) -> str:
-    """One line about a sample that was left out."""
+    """Return a line about a skipped sample."""
     where = f" ({sample.path})" if sample.path else ""
     return f"step {step:>5}  skipped sample {sample.id!r}{where}: {sample.reason}"
 
 
 def heldout_line(row: Mapping[str, Any]) -> str:
-    """One line about a held-out evaluation, with the gap of each shuffled modality."""
+    """Return a line about a held-out evaluation, with the gap of each shuffled modality."""
     parts = [f"step {row['step']:>5}  held-out loss {row['heldout_loss']:.4f}"]
     for key, value in row.items():
         if key.startswith("heldout_loss_shuffled_"):
@@ -131,7 +115,7 @@ def heldout_line(row: Mapping[str, Any]) -> str:
 
 
 def texts_line(row: Mapping[str, Any]) -> str:
-    """One line about what a model wrote."""
+    """Return a line about an evaluation of generated text."""
     metrics = [
         f"{name.removeprefix('heldout_')} {value:.4g}" for name, value in row.items()
         if name.startswith("heldout_")

@@ -1,4 +1,4 @@
-"""A progress bar where a person looks on: on a terminal, in a notebook, and nowhere else."""
+"""Progress bars for terminals and notebooks; other consoles show none."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from rich.progress import (
 
 from raymm.draw.notebook import progress_html
 
-# Seconds between two messages to a notebook.
+# Seconds between two updates of a notebook's output.
 NOTEBOOK_EVERY_S = 0.2
 
 
 class ProgressBar(Protocol):
-    """What is done, of how much."""
+    """Progress bar."""
 
     def start(self) -> None:
-        """Show it."""
+        """Show the bar."""
         ...
 
     def stop(self) -> None:
-        """Show it for the last time."""
+        """Show the final state."""
         ...
 
     def show(self, done: int, total: int | None, text: str = "") -> None:
-        """So much is done.
+        """Update the bar.
 
         Args:
-            done: how much.
-            total: of how much; None where nobody knows.
-            text: to be shown behind the bar.
+            total: None if unknown.
+            text: shown behind the bar.
         """
         ...
 
@@ -47,13 +46,11 @@ class ProgressBar(Protocol):
 def progress_bar(
     console: Console, name: str, done: int = 0, transient: bool = False
 ) -> ProgressBar:
-    """A bar for a console.
+    """Return a bar for a console, which shows it only on a terminal or in a notebook.
 
     Args:
-        console: a terminal or a notebook; on others nothing is shown.
-        name: of what is done.
-        done: so much, before it starts.
-        transient: whether it goes when it stops.
+        done: units completed before the start.
+        transient: True to remove the bar when it stops.
     """
     if console.is_jupyter:
         return _NotebookBar(name, done, transient)
@@ -61,7 +58,8 @@ def progress_bar(
 
 
 def under_way(console: Console, text: str) -> AbstractContextManager[Any]:
-    """Says that something takes a while, on a terminal: rich's needs ipywidgets in a notebook."""
+    """Show a status text within the block on a terminal. In notebooks, rich's status would need
+    ipywidgets."""
     return console.status(text) if console.is_terminal else nullcontext()
 
 
@@ -86,7 +84,7 @@ class _TerminalBar:
 
 
 class _NotebookBar:
-    """One output of the cell, written anew: what is printed meanwhile comes below it."""
+    """Output of a cell that is updated in place. Later output appears below it."""
 
     def __init__(self, name: str, done: int, transient: bool) -> None:
         self._name, self._transient = name, transient
@@ -95,7 +93,7 @@ class _NotebookBar:
         self._output: Any = None
 
     def start(self) -> None:
-        from IPython.display import display  # there, as this is a notebook
+        from IPython.display import display  # installed, because this is a notebook
 
         self._started = time.monotonic()
         self._output = display(self, display_id=True)

@@ -1,10 +1,10 @@
-"""Steps planned anew, while a run goes on, with what its modules were measured to cost.
+"""Rebalancing: plans later steps of a run again with the measured costs of its modules.
 
-At a look the steps to come are simulated as they are planned and as trial plans would have them:
-the simulator decides, since what spares a slow replica may starve another module. A decision holds
-from the first step that the loader has not asked for. Replicas that share every microbatch by
-samples are spared by the order of its samples, others by what is in it. A resume with another
-number of replicas, or with ones that share microbatches in another way, forgets their factors.
+A check simulates the next steps as currently planned and under trial plans. The simulator decides,
+because relieving a slow replica may starve another module. A decision takes effect at the first
+step that the loader has not requested. Replicas that split every microbatch by samples are relieved
+by reordering its samples, others by its contents. If a resumed run has another number of replicas,
+or distributes microbatches differently, the replicas' speed factors are reset.
 """
 
 from __future__ import annotations
@@ -34,30 +34,27 @@ from raymm.scheduler.program.timeline import Timeline
 
 FILE = "rebalancing.jsonl"
 TEXT = "text"
-# The first steps after every start, which allocate, compile and connect, say nothing of costs.
+# Steps after each start that are ignored, because they allocate, compile and connect.
 WARM_UP_STEPS = 2
-# Steps after which what was measured counts half: relative to those between looks, and at least.
-# So what was before a drift counts little at the second look after it.
+# Steps after which a measurement counts half: as a fraction of the steps between checks, and at
+# least. Measurements before a drift thus count little at the second check after it.
 HALF_LIFE, LEAST_HALF_LIFE = 0.25, 5.0
-# Steps to come that are simulated to compare ways to plan them.
+# Number of next steps that are simulated to compare plans.
 AHEAD = 32
 
 
 class Rebalancing:
-    """Learns costs from every step of a run, and plans the steps to come anew where that pays.
+    """Learns costs from every step, and plans later steps again if that is faster.
 
-    Looks are made every so many steps. Each ends up in :data:`FILE` with what was decided, before
-    that is acted on; a run that goes on repeats what was decided before it was interrupted, and
-    decides nothing new up to the last look of that time.
+    Every ``config.every`` steps, costs are checked and the result is written to :data:`FILE` before
+    it takes effect. A resumed run repeats the decisions made before the interruption, and makes no
+    new ones up to the last check.
 
     Args:
-        config: when to look, and what must be gained.
-        sampler: of the training data; must not have handed out a step yet.
-        plan: of the run.
-        packed: whether the language model's rows are packed.
-        folder: of the run.
-        step: steps that were taken.
-        say: prints a line.
+        config: interval of checks and required gain.
+        sampler: sampler of the training data, which must not have yielded a step yet.
+        packed: True if the language model's rows are packed.
+        step: number of steps taken.
     """
 
     def __init__(
@@ -83,20 +80,18 @@ class Rebalancing:
     def after_step(
         self, step: int, state_after: Any, microbatches: int, complete: bool, timeline: Timeline
     ) -> dict[str, Any]:
-        """Learn from a step, and look if it is time to.
+        """Learn from a step, and check costs if due.
 
         Args:
-            step: its number, from 1.
-            state_after: the data position after it.
-            microbatches: how many it had.
-            complete: whether it had all its samples; one that lacks some teaches nothing.
-            timeline: what was measured.
+            step: number of the step, from 1.
+            state_after: data position after the step.
+            complete: True if no sample was skipped; incomplete steps are ignored.
 
         Returns:
-            For ``metrics.jsonl``, once costs are known, under ``costs``: ``error``, how far off
-            they predicted the seconds of this step's microbatches; ``efficiency`` and
-            ``dist_ratio`` (per modality) of these seconds, predicted and measured; ``step_s``,
-            predicted and measured, the step's seconds without its collectives.
+            Entry ``costs`` for ``metrics.jsonl`` once costs are known: ``error``, the relative
+            error of predicted microbatch seconds; ``efficiency`` and ``dist_ratio`` (per modality)
+            of these seconds, predicted and measured; ``step_s``, seconds of the step without
+            collectives, predicted and measured.
         """
         groups = self._sampler.groups_of(state_after)
         row: dict[str, Any] = {}
@@ -153,7 +148,7 @@ class Rebalancing:
             return
         now = self._slowness(self._sampler.upcoming(AHEAD), costs)
         options = [costs]
-        if costs.replicas:  # what it takes to spare a slow copy may cost more than it brings
+        if costs.replicas:  # relieving a slow replica may cost more than it gains
             options.append(costs.even)
         forecasts = [
             (self._slowness(self._sampler.trial(option, AHEAD), costs), number)
@@ -174,7 +169,7 @@ class Rebalancing:
             self._say(_line(step, decision, gain, error, options[number]))
 
     def _slowness(self, steps: Sequence[Groups], costs: MeasuredCosts) -> float:
-        """Seconds that steps take, over the seconds of work in them on copies of equal speed."""
+        """Return the seconds of steps over their seconds of work on replicas of equal speed."""
         columns = self._forecast.columns
         whole, work = 0.0, 0.0
         for groups in steps:
@@ -184,7 +179,7 @@ class Rebalancing:
         return whole / work if work > 0 else 0.0
 
     def _seconds(self, groups: Groups, seconds: np.ndarray) -> float:
-        """Of a step whose microbatches take so long, by column."""
+        """Return the simulated seconds of a step from the seconds of its microbatches by column."""
         samples = self._forecast.samples(self._sampler.sizes, groups)
         return self._forecast.timeline(seconds, samples).makespan
 
@@ -193,8 +188,7 @@ def rebalancing(
     data: Any, sampler: Any, plan: Plan, packed: bool, folder: Path, step: int,
     say: Callable[[str], None],
 ) -> Rebalancing | None:  # fmt: skip
-    """What ``data.batching.rebalance`` asks for; None if nothing. Arguments as of
-    :class:`Rebalancing`."""
+    """Return the rebalancing that ``data.batching.rebalance`` configures, or None."""
     if not isinstance(sampler, RebalancedSampler):
         return None
     return Rebalancing(data.batching.rebalance, sampler, plan, packed, folder, step, say)

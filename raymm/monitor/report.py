@@ -1,4 +1,4 @@
-"""What a run leaves to look at: loss curve, schedule, trace."""
+"""Report of a run: loss curve, schedule, trace."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from raymm.scheduler.schedule.plan_drift import device_costs
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import group_seconds
 
-# Steps whose measured costs predict the next one's timeline.
+# Number of steps whose measured costs predict the next step's timeline.
 COST_STEPS = 8
 
 
 class RunReport:
-    """Collects timelines during a run and draws it at the end.
+    """Collects timelines during a run and draws the report at its end.
 
     Args:
-        folder: the run's folder.
-        plan: the run's plan.
-        device: of its ranks, ``"cpu"`` or ``"cuda"``.
+        device: device of the ranks, ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(self, folder: Path, plan: Plan, device: str = "cpu") -> None:
@@ -40,17 +38,11 @@ class RunReport:
         self._recent: deque[tuple[int, Program, Timeline]] = deque(maxlen=COST_STEPS + 1)
 
     def add(self, step: int, program: Program, timeline: Timeline) -> None:
-        """Note a step for the report, which shows the last ones.
-
-        Args:
-            step: its number.
-            program: that ran.
-            timeline: what was measured.
-        """
+        """Add a step. The report shows the last steps."""
         self._recent.append((step, program, timeline))
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
-        """Write plan, pictures and trace; returns them by what they are."""
+        """Write plan, pictures and trace. Return the files by description."""
         folder = self._folder
         files = {"plan": folder / "plan.json", "plan picture": folder / "plan.png"}
         write_json(files["plan"], self._plan.to_dict())
@@ -77,7 +69,8 @@ class RunReport:
         return files
 
     def _predicting_costs(self) -> dict[tuple[StageId, Op], float]:
-        """Median costs of the steps before the one shown, so that it is a prediction."""
+        """Return median costs of the steps before the shown one, so that its prediction is
+        independent."""
         before = list(self._recent)[:-1] or list(self._recent)
         samples: dict[tuple[StageId, Op], list[float]] = {}
         for _, program, timeline in before:

@@ -1,4 +1,4 @@
-"""A rank whose process computes slower than its plan, or than it did itself; others do not."""
+"""Straggler detection: ranks that are slower than predicted, relative to their peers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.stage_costs import op_seconds
 
-# A rank that takes so many times what was expected, beside what others take of what was expected of
-# them, for so many steps on end is a straggler.
+# A rank is a straggler if it takes TIMES as long as expected, relative to the other ranks, for
+# STEPS consecutive steps.
 TIMES, STEPS = 1.5, 20
-# Without a profile in the plan: steps whose medians say what is expected. Replicas are held to the
-# quickest of them, so one that is slow from the beginning is found, too.
+# Steps whose median times are the expectation if the plan has no profile. Replicas are compared
+# with the fastest of them, so a replica that is slow from the start is detected, too.
 BASELINE_STEPS = 10
 
 
 class Straggler(NamedTuple):
-    """A rank that is too slow.
+    """Rank that is too slow.
 
     Attributes:
-        rank: of the plan.
-        times: as much time as others take of what is expected of them.
+        times: its time over the expected time, relative to the median of the other ranks.
     """
 
     rank: int
@@ -35,15 +34,11 @@ class Straggler(NamedTuple):
 
 
 Kind = tuple[str, int, Op]
-"""Module, stage's index and op: alike on all replicas."""
+"""Module, stage index and op: equal for all replicas."""
 
 
 class StragglerFinder:
-    """Compares every step's compute with what is expected.
-
-    Args:
-        plan: of the run.
-    """
+    """Compares the compute of each step with its expectation."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -54,11 +49,7 @@ class StragglerFinder:
         self._seen, self._above, self._of = 0, 0, -1
 
     def observe(self, timeline: Timeline) -> Straggler | None:
-        """Add a step. The rank that has been too slow for :data:`STEPS`; None: there is none.
-
-        Args:
-            timeline: of the step.
-        """
+        """Add a step. Return the rank that was too slow in the last :data:`STEPS` steps, if any."""
         self._seen += 1
         if self._seen <= WARM_UP_STEPS:
             return None
@@ -74,11 +65,8 @@ class StragglerFinder:
         return slowest if self._above >= STEPS else None
 
     def slowest(self, timeline: Timeline) -> Straggler | None:
-        """The slowest rank of a step, beside the median of the others; None without others.
-
-        Args:
-            timeline: of the step.
-        """
+        """Return the slowest rank of a step relative to the median of the others; None without
+        others."""
         measured: dict[int, float] = defaultdict(float)
         expected: dict[int, float] = defaultdict(float)
         for span in timeline.compute():
@@ -94,7 +82,7 @@ class StragglerFinder:
         return Straggler(rank, times[rank] / others) if others else None
 
     def replaced(self) -> None:
-        """Another process has come in its place."""
+        """Reset the count of slow steps after the process was replaced."""
         self._above = 0
 
     def _note(self, timeline: Timeline) -> None:
@@ -109,27 +97,17 @@ class StragglerFinder:
 
 
 class StragglerObserver:
-    """Says once of every rank that it is a straggler.
-
-    Args:
-        plan: of the run.
-        say: prints a line.
-    """
+    """Reports each straggler once."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan, self._finder, self._say = plan, StragglerFinder(plan), say
         self._said: set[int] = set()
-        self._replaced: Counter[int] = Counter()  # processes of each rank
+        self._replaced: Counter[int] = Counter()  # number of replaced processes by rank
         self._straggler: Straggler | None = None
 
     def after_step(self, step: int, timeline: Timeline) -> Mapping[str, Any]:
-        """For ``metrics.jsonl``, under ``straggler``: the ``rank``, and how many ``times`` slower
-        than others it is; nothing without one.
-
-        Args:
-            step: its number.
-            timeline: of the step.
-        """
+        """Return the step's entry ``straggler`` for ``metrics.jsonl``: the ``rank``, and how many
+        ``times`` slower than others it is. Empty without a straggler."""
         self._straggler = slow = self._finder.observe(timeline)
         if slow is None:
             return {}
@@ -142,10 +120,12 @@ class StragglerObserver:
         return {"straggler": {"rank": slow.rank, "times": round(slow.times, 2)}}
 
     def replaceable(self) -> tuple[int, str] | None:
-        """The process that another one could take the place of, and why, in words that continue
-        its name. Of a rank of several processes, of which nobody knows which one the others wait
-        for, each in turn, until the rank is as quick as others. None: there is none, or others
-        were as slow in the places of all of them before.
+        """Return the process to replace, and a reason that continues its name; None if there is
+        none.
+
+        For a rank of several processes, it is unknown which one delays the others. They are
+        replaced in turn until the rank is fast enough. None is returned once all have been replaced
+        without success.
         """
         slow = self._straggler
         if slow is None:
@@ -162,7 +142,7 @@ class StragglerObserver:
         return processes[tried], why
 
     def replaced(self) -> None:
-        """That is done."""
+        """Record that the process was replaced."""
         if self._straggler is not None:
             self._replaced[self._straggler.rank] += 1
             self._said.discard(self._straggler.rank)

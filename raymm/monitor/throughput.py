@@ -1,4 +1,4 @@
-"""How fast a run computes: TFLOP/s and model FLOPs utilisation, of the whole and per module."""
+"""Throughput of a run: TFLOP/s and model FLOPs utilization (MFU), in total and per module."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.devices import find_device
 
 T = TypeVar("T")
-# Of all modules together.
+# Key of the sum over all modules.
 TOTAL = "total"
 
 
 class Throughput:
-    """Figures of a run's steps.
+    """Throughput of a run's steps.
 
     Args:
-        model: the description.
-        processes: per module, those that compute it; of all together as :data:`TOTAL`.
-        device: ``"cpu"`` or ``"cuda"``.
-        precision: ``"fp32"`` or ``"bf16"``.
-        say: prints a line: that steps cannot be counted, once.
+        processes: number of processes by module, and of all modules as :data:`TOTAL`.
+        say: called once with a line if FLOPs cannot be counted.
     """
 
     def __init__(
@@ -39,12 +36,12 @@ class Throughput:
         self._flops: StepFlops | WholeStepFlops | None = self._counted(lambda: _step_flops(model))
 
     def after_step(self, meta: Sequence[MicrobatchMeta], seconds: float) -> dict[str, Any]:
-        """What ``metrics.jsonl`` gets of a step.
+        """Return a step's entries for ``metrics.jsonl``.
 
         Returns:
-            ``tflops``: 10^12 FLOP/s by module and of all as ``"total"``; ``mfu``: these over the
-            peak of the GPUs that compute the module, where raymm knows it. Nothing if the model's
-            steps cannot be counted.
+            ``tflops``: 10^12 FLOP/s by module and as ``"total"``; ``mfu``: FLOP/s over the peak of
+            the GPUs that compute the module, if raymm knows it. Empty if the model's FLOPs cannot
+            be counted.
         """
         step_flops = self._flops
         if step_flops is None:
@@ -79,7 +76,7 @@ def _step_flops(model: MultimodalModule | WholeModel) -> StepFlops | WholeStepFl
 
 
 def _peak(device: str, precision: str) -> float | None:
-    """FLOP/s of one of the cluster's GPUs; None on CPUs, and of a GPU that raymm does not know."""
+    """Return the peak FLOP/s of one of the cluster's GPUs; None on CPUs and for unknown GPUs."""
     if device == CPU:
         return None
     name, unknown = cluster_device(device)

@@ -1,4 +1,4 @@
-"""What a run's steps consist of, decided before anything starts."""
+"""Training samples and their distribution over steps, decided before anything starts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.progress import ScanProgress
 
-# Samples that are tried to find one whose item can be decoded.
+# Number of samples that are tried to find one whose item can be decoded.
 TRIED = 16
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """How the training data are taken.
+    """Training samples and their sampler.
 
     Attributes:
-        dataset: the samples; None for batches in memory.
-        sampler: steps of them.
-        tokens: per modality, where steps are planned, what the model makes of an item.
+        dataset: None for batches in memory.
+        tokens: tokens per item by modality, if steps are planned.
     """
 
     dataset: Dataset | None = None
@@ -49,17 +48,17 @@ def training_data(
     data: Any, model: MultimodalModule | WholeModel, state: Any = None,
     console: Console | None = None, dataset: Dataset | None = None,
 ) -> TrainingData:
-    """Scan and plan what ``data.batching`` asks for, and look whether a position fits.
+    """Open, scan and plan the training data as ``data.batching`` configures, and check a data
+    position.
 
     Args:
-        data: of the run.
-        model: its encoders say how many tokens items are.
-        state: position of the checkpoint that the run goes on from.
-        console: for progress; None for none.
-        dataset: the training samples, if they are open.
+        state: data position of the checkpoint to resume from.
+        console: console for progress; None for no output.
+        dataset: training samples, if they are already open.
 
     Raises:
-        DataError: data that cannot be planned, or a position of another batching or other data.
+        DataError: the data cannot be planned, or the position belongs to another batching or other
+            data.
     """
     if not isinstance(data, DataConfig):
         return TrainingData()
@@ -71,27 +70,25 @@ def training_data(
         sampler.check(state)
         return TrainingData(dataset, sampler)
     tokens = {}
-    if isinstance(model, MultimodalModule):  # a whole one's processor says
+    if isinstance(model, MultimodalModule):  # a Hugging Face VLM's processor states it
         tokens = item_tokens(model, one_item_each(data, dataset))
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
         sampler = training_sampler(data, dataset, tokens, progress, measure_of(data))
-    assert isinstance(sampler, GroupSampler)  # as the method is not "random"
+    assert isinstance(sampler, GroupSampler)  # because the method is not "random"
     sampler.open(state)
     console.print(_summary(sampler), highlight=False, soft_wrap=True)
     return TrainingData(dataset, sampler, tokens)
 
 
 def give_examples(model: MultimodalModule | WholeModel, data: DataConfig, dataset: Dataset) -> None:
-    """Let encoders that were given no ``example_inputs`` be tried with the data's first items.
+    """Set the data's first items as ``example_inputs`` of encoders that have none.
 
     Args:
-        model: whose encoders get them.
-        data: of the run.
-        dataset: of the split that is trained on.
+        dataset: samples of the training split.
     """
     if isinstance(model, WholeModel):
-        return  # it was made with an example
+        return  # it was created with an example
     for name, item in one_item_each(data, dataset).items():
         if model.encoders[name].example_inputs is None:
             model.encoders[name].example_inputs = {
@@ -101,14 +98,14 @@ def give_examples(model: MultimodalModule | WholeModel, data: DataConfig, datase
 
 
 def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:
-    """Inputs of one item per modality, of the first samples that have one."""
+    """Return the inputs of one item per modality, from the first samples that have one."""
     builder = StepBuilder(data, dataset)
     items: dict[str, dict[str, Any]] = {}
     for name in data.modalities:
         for index in dataset.counts[name].nonzero()[0][:TRIED]:
             try:
                 item = builder.encode(dataset[int(index)]).media[name][0]
-            except SampleError:  # reported, or left out, when its turn comes
+            except SampleError:  # reported or skipped when the sample is used
                 continue
             items[name] = {key: value[None] for key, value in item.items()}
             break

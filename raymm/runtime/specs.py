@@ -42,9 +42,9 @@ class ParallelSpec:
             parameters, gradients and optimizer state of blocks are sharded over these processes
             (torch's FSDP2). The samples of each microbatch are then split over ``dp`` processes, so
             there are no replicas. Not with ``tp`` or schedule ``"zero_bubble"``.
-        ep: expert parallel degree of a mixture of experts with sharding ``"fsdp"``: 1, or ``dp *
-            cp``, the number of processes that share the blocks' parameters. The experts of each
-            layer are then sharded over them and not gathered: tokens are sent to them.
+        ep: expert parallel degree of a mixture of experts with sharding ``"fsdp"``: 1, or
+            ``dp * cp``, the number of processes that share the blocks' parameters. The experts of
+            each layer are then sharded over them and not gathered: tokens are sent to them.
         chunks: stages per rank. The module is cut into ``pp * chunks`` stages, and stage i runs on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
         recompute_layers: activation handling of all blocks, or of each, one of
