@@ -1,1 +1,1 @@
-"""Reading and writing files of people and of runs."""
+"""Files of users and of runs: configurations, outputs, leases."""

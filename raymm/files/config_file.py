@@ -1,4 +1,4 @@
-"""Configuration files: YAML as people write it, without what readers of YAML disagree on."""
+"""Configuration files: a subset of YAML that all versions of YAML read in the same way."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from yaml.composer import ComposerError
 
 from raymm.errors import ConfigError
 
-# Sections in each other; a configuration has about eight. Beyond, Python's stack would end first.
+# Maximum nesting of sections. Configurations have about eight levels; Python's stack would overflow
+# at deeper nesting.
 MOST_DEPTH = 50
-# Values of a file with its aliases written out: ten lines of aliases of aliases make billions.
+# Maximum number of values with aliases expanded: ten lines of nested aliases make billions.
 MOST_VALUES = 100_000
-# No configuration is larger; a file of weights or data given by mistake is.
+# Maximum file size in bytes, exceeded by files of weights or data that are given by mistake.
 MOST_BYTES = 2**22
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-# Texts in errors of the YAML parser, and what to do.
+# Parts of the YAML parser's errors, and hints for the user.
 _HINTS = {
     "mapping values are not allowed": "; put a text that has ': ' in quotes, and indent the keys "
     "of a section by the same number of spaces",
@@ -31,16 +32,16 @@ _HINTS = {
     "could not find expected ':'": "; every line of a section is 'key: value'",
     "expected <block end>": "; indent the keys of a section by the same number of spaces",
 }
-# Files of rows, which are no configuration.
+# Suffixes of data files, which are not configurations.
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".tar", ".gz", ".zst")
 _AS_ROWS = "pass rows of data with --data: raymm train --model MODEL --data"
 _TAG = "tag:yaml.org,2002:"
-# Numbers that YAML 1.1 and 1.2 read differently: 010 is 8 or 10, 1:30 is 90 or a text.
+# Numbers that YAML 1.1 and 1.2 read differently: 010 is 8 or 10, 1:30 is 90 or a string.
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data, every key once, and ``1e-4`` is a number as in JSON."""
+    """Loader that rejects duplicate keys and reads ``1e-4`` as a number, like JSON."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth = getattr(self, "depth", 0) + 1
@@ -53,7 +54,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        # As written: what a merge (<<) brings in may be overridden.
+        # Keys as written; merged keys (<<) may be overridden.
         written = getattr(node, "written", node.value)
         seen: set[Hashable] = set()
         for key, _ in written if isinstance(node, yaml.MappingNode) else ():
@@ -66,7 +67,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        if not hasattr(node, "written"):  # an aliased section is flattened at every use
+        if not hasattr(node, "written"):  # an aliased section is flattened at each use
             vars(node)["written"] = list(node.value)
         super().flatten_mapping(node)
 
@@ -87,7 +88,7 @@ def _wrong(node: yaml.Node, reason: str) -> yaml.YAMLError:
 
 for _kind in ("int", "float"):
     _Loader.add_constructor(_TAG + _kind, _Loader.construct_number)
-# YAML 1.1 wants a dot in every float, so that 1e-4 would be a text.
+# YAML 1.1 requires a dot in floats and would read 1e-4 as a string.
 _Loader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
@@ -95,25 +96,26 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """What a YAML text says.
+    """Parse a YAML text. ``what`` names it in errors.
 
     Raises:
-        ConfigError: no YAML; a key twice in a section, or one that is no text; an alias of
-            something around it; more than :data:`MOST_VALUES` or deeper than :data:`MOST_DEPTH`.
+        ConfigError: the text is not valid YAML, a key occurs twice in a section or is not a string,
+            a section contains an alias of itself, or there are more than :data:`MOST_VALUES` values
+            or :data:`MOST_DEPTH` levels.
     """
     try:
         value = yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {_explained(error)}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # ValueError: a date such as 2024-13-45, a number of thousands of digits.
+        # ValueError: a date such as 2024-13-45, or a number of thousands of digits.
         raise ConfigError(f"{what} is not valid YAML: {error}") from None
     _check_size(value, what)
     return value
 
 
 def _explained(error: yaml.MarkedYAMLError) -> str:
-    """Return where a text is not YAML, why, the line itself, and what usually causes that."""
+    """Return line and cause of a YAML error, a hint, and the line itself."""
     why = ", ".join(filter(None, (error.context, error.problem)))
     hint = next((hint for part, hint in _HINTS.items() if part in why), "")
     mark = error.problem_mark or error.context_mark
@@ -142,16 +144,14 @@ def _check_size(value: Any, what: str) -> None:
 
 
 def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -> str:
-    """The text of a file in UTF-8, a byte order mark left out.
+    """Return the text of a UTF-8 file without a byte order mark.
 
     Args:
-        path: of the file.
-        what: the field or option that names it, for errors.
-        most: bytes.
+        what: field or option that names the file, for errors.
+        most: maximum size in bytes.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or it has more than ``most`` bytes;
-            names ``what`` and the file.
+        ConfigError: the file does not exist, cannot be read, or is too large.
     """
     file = Path(path)
     where = f"{what} is {str(path)!r}"
@@ -177,10 +177,10 @@ def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -
 
 
 def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The sections of a configuration file, with overrides applied in order.
+    """Return the sections of a configuration file, with overrides applied in order.
 
     Raises:
-        ConfigError: naming the file, or the override.
+        ConfigError: the file or an override is wrong. Names it.
     """
     if str(path).endswith(_ROWS) and os.path.isfile(path):
         raise ConfigError(f"{path} does not look like a configuration file; {_AS_ROWS} {path}")
@@ -212,7 +212,7 @@ def expand_variables(value: Any, where: str = "") -> Any:
     leading ``~`` by the home folder.
 
     Raises:
-        ConfigError: if a variable without default is not set.
+        ConfigError: a variable without default is not set.
     """
     if isinstance(value, dict):
         prefix = f"{where}." if where else ""
@@ -233,11 +233,10 @@ def expand_variables(value: Any, where: str = "") -> Any:
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Apply one ``a.b.c=value`` in place; the value is read as YAML.
+    """Apply one ``a.b.c=value`` in place. The value is parsed as YAML.
 
     Raises:
-        ConfigError: if it has no ``=``, goes through something that is no section, or its value
-            is no YAML.
+        ConfigError: there is no ``=``, the path leads through a value, or the value is not YAML.
     """
     path, equals, text = override.partition("=")
     *parents, last = path.split(".")
@@ -249,7 +248,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             target[name] = {}
         if not isinstance(target[name], dict):
             raise ConfigError(f"--set {override}: {name!r} is a value, not a section")
-        # A copy: other sections may be aliases of it, which an override does not mean.
+        # Copy the section, so that the override does not change its aliases.
         target[name] = dict(target[name])
         target = target[name]
     target[last] = parse_yaml(text, f"--set {override}")

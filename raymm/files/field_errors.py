@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, by field."""
+"""Messages about wrong fields of a configuration."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-# Characters of a value that an error shows.
+# Maximum number of characters of a value in an error.
 _SHOWN = 200
 
 
 def explain(error: ValidationError, section: type[BaseModel]) -> str:
-    """A line per wrong field: its path, what is accepted, and its value.
+    """Return a line per wrong field: its path, what is accepted, and its value.
 
     Args:
-        error: of validating a ``section``.
-        section: decides which keys are accepted where.
+        error: error from validating ``section``.
     """
     lines = []
     for item in error.errors():
@@ -41,21 +40,21 @@ def explain(error: ValidationError, section: type[BaseModel]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message has it."""
+    """Format a value for an error message."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python prints no number of thousands of digits
+    except (ValueError, RecursionError):  # Python does not print numbers of thousands of digits
         return f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def closest(name: str, accepted: Iterable[str]) -> str | None:
-    """Return the accepted name that a misspelt one is most like, or None if none is alike."""
+    """Return the accepted name that is most similar to a misspelt one, or None."""
     return next(iter(difflib.get_close_matches(name, list(accepted), 1)), None)
 
 
 def _meant(path: Sequence[Any], accepted: Sequence[str], section: type[BaseModel]) -> str:
-    """Return "did you mean ...?" for an unknown key: a misspelt one, or one of another section."""
+    """Return "did you mean ...?" for a misspelt key or a key of another section."""
     *parents, name = map(str, path)
     if like := closest(name, accepted):
         return f"did you mean {'.'.join([*parents, like])}? "
@@ -64,7 +63,7 @@ def _meant(path: Sequence[Any], accepted: Sequence[str], section: type[BaseModel
 
 
 def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every field, without those of sections in lists and mappings."""
+    """Yield the path of every field, except those of sections in lists and mappings."""
     for name, field in section.model_fields.items():
         yield (name,)
         arguments = (field.annotation, *getattr(field.annotation, "__args__", ()))
@@ -74,13 +73,13 @@ def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def _fields_at(section: type[BaseModel], path: Sequence[Any]) -> list[str]:
-    """Names of the fields of the section that a location leads to."""
+    """Return the field names of the section at a location."""
     for part in path:
         field = section.model_fields.get(part)
         models = _models_in(field.annotation) if field is not None else []
         if models:
             section = models[0]
-        # a dict key (an encoder's name) stays at the section its values have
+        # a dict key (an encoder's name) does not change the section
     return sorted(section.model_fields)
 
 

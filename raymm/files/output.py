@@ -1,4 +1,4 @@
-"""Where commands write: tried before any work is done, and named if it fails all the same."""
+"""Outputs of commands: tested before any work is done, and named in errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from raymm.files.run_files import is_shortage
 
 @dataclass(frozen=True)
 class Output:
-    """What will be written: files of a folder, a file and what goes beside it, or a new folder.
+    """Output location: files in a folder, a file with related files, or a new folder.
 
     Attributes:
-        field: what named it: a field of the configuration or an option.
-        name: as it was given.
-        expected: what is accepted there.
-        path: of the folder that is written into, made where it is missing.
-        files: names in that folder that will be written; others' are kept.
-        new: what is named must not exist yet.
+        field: configuration field or option that names it.
+        name: value of the field, as given.
+        expected: accepted kind of location, for errors.
+        path: folder to write to, created if missing.
+        files: names in that folder that will be written; other files are kept.
+        new: True if the location must not exist yet.
     """
 
     field: str
@@ -38,37 +38,23 @@ class Output:
 
     @classmethod
     def folder(cls, field: str, name: str, *files: str) -> Output:
-        """A folder, and files in it.
-
-        Args:
-            field: that names it, for errors.
-            name: what was given.
-            *files: that are to be in it.
+        """Return an output of files in a folder. ``field`` names it in errors.
 
         Raises:
-            ConfigError: no place can have that name, as for all kinds of output.
+            ConfigError: the name cannot be a path. The other kinds of output raise this, too.
         """
         return cls(field, name, expected := _FOLDER, _path(field, name, expected), files)
 
     @classmethod
     def file(cls, field: str, name: str, *suffixes: str) -> Output:
-        """A file, and others of its name that end otherwise.
-
-        Args:
-            field: that names it, for errors.
-            name: what was given.
-            *suffixes: of the others.
-
-        Raises:
-            ConfigError: no place can have that name.
-        """
+        """Return an output of a file, and of files with the same name and other suffixes."""
         path = _path(field, name, _FILE)
         files = (path.name, *(path.with_suffix(suffix).name for suffix in suffixes))
         return cls(field, name, _FILE, path.parent, files)
 
     @classmethod
     def new_folder(cls, field: str, name: str) -> Output:
-        """A folder that is put in place as a whole."""
+        """Return an output of a folder that is put in place as a whole."""
         path = _path(field, name, _NEW_FOLDER)
         return cls(field, name, _NEW_FOLDER, path.parent, (path.name,), new=True)
 
@@ -78,27 +64,23 @@ class Output:
         return self.path / self.files[0]
 
     def check(self) -> None:
-        """Try it: make what is missing and an empty file by every name, and remove them again.
-        Looking at permissions would not do: root has all of them in /proc too.
+        """Test the output by creating and removing missing folders and an empty file per name.
+        Permissions are not a sufficient test: root has all of them in /proc, too.
 
         Raises:
-            ConfigError: naming the field, the place and what is in the way.
+            ConfigError: the location cannot be written. Names field, location and cause.
         """
         new_folders: list[Path] = []
         try:
             self._try_all(new_folders)
         finally:
             for folder in reversed(new_folders):
-                with contextlib.suppress(OSError):  # another process has put something there
+                with contextlib.suppress(OSError):  # another process has put a file there
                     folder.rmdir()
 
     def _try_all(self, new_folders: list[Path]) -> None:
-        """Make the folder and try its files, again where another process has just removed the
-        folder, which it had made to try it.
-
-        Args:
-            new_folders: gets the folders that are made.
-        """
+        """Create the folder and test its files. Retry if another process, which created the folder
+        for its own test, has just removed it."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 self._make_folders(new_folders)
@@ -133,15 +115,15 @@ class Output:
             raise FileExistsError(errno.EEXIST, "it exists", str(target))
         if not self.new and target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(target))
-        # Files have a longer name until they are whole.
+        # Files have a longer name while they are written.
         _touch(target.with_name(f".{file}.{secrets.token_hex(8)}{PARTIAL}"))
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
-        """Make the folder, and name it where writing fails in the block.
+        """Create the folder, and name the output in errors from the block.
 
         Raises:
-            ConfigError: naming the field, the place and what is in the way.
+            ConfigError: the location cannot be written. Names field, location and cause.
         """
         new_folders: list[Path] = []
         try:
@@ -157,7 +139,8 @@ class Output:
             raise self._refused(error) from None
 
     def _refused(self, error: OSError) -> ConfigError | RunFileError:
-        """Return the error to raise: what is named may be right, if the disk is full now."""
+        """Return RunFileError if the disk is full, because the name may be right; else ConfigError.
+        """
         reason = error.strerror or str(error)
         if error.filename is not None:
             reason = f"{os.fsdecode(error.filename)}: {reason}"
@@ -165,7 +148,7 @@ class Output:
         return RunFileError(str(refusal)) if is_shortage(error) else refusal
 
 
-# Another process that begins in the same folder may remove it so many times.
+# Maximum number of attempts while other processes remove the same folder.
 _TRIES = 5
 _FOLDER = "a folder that can be written"
 _FILE = "a file that can be written"
@@ -173,10 +156,10 @@ _NEW_FOLDER = "a new folder in a place that can be written"
 
 
 def with_home(name: str) -> str:
-    """A leading ``~`` or ``~user`` as that user's home folder.
+    """Expand a leading ``~`` or ``~user`` to that user's home folder.
 
     Raises:
-        ValueError: there is no such user; the name would make a folder that begins with ``~``.
+        ValueError: there is no such user, so the name would create a folder that begins with ``~``.
     """
     expanded = os.path.expanduser(name)
     if expanded.startswith("~"):
@@ -191,7 +174,7 @@ def _path(field: str, name: str, expected: str) -> Path:
     try:
         path = Path(with_home(name))
         os.fsencode(path)
-    except ValueError as error:  # a home of nobody; a surrogate
+    except ValueError as error:  # an unknown user, or a surrogate
         raise _refusal(field, name, expected, str(error)) from None
     if expected != _FOLDER and path.name in ("", ".."):
         raise _refusal(field, name, expected, "it has no file or folder name")

@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, and errors that say which file and why."""
+"""Files of a run: atomic writes, and errors that name file and cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymm.errors import FailureKind, RunFileError
 
 
 def is_shortage(error: OSError) -> bool:
-    """Return True if what could not be written may be written later: a full disk, say."""
+    """Return True if the write may succeed later, for example after a full disk is freed."""
     from raymm.actors.faults.failure_kind import failure_kind  # imports torch
 
     return failure_kind(error) is FailureKind.RESOURCE
@@ -21,7 +21,7 @@ def is_shortage(error: OSError) -> bool:
 
 @contextmanager
 def writing(path: Any) -> Iterator[None]:
-    """Name the file in what goes wrong while it is written.
+    """Name the file in errors from the block.
 
     Raises:
         RunFileError: instead of any other ``OSError``.
@@ -35,25 +35,25 @@ def writing(path: Any) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by another one, atomically; on disk when this returns.
+    """Replace a file atomically. The text is on disk when this returns.
 
     Raises:
-        RunFileError: it cannot be written; what was there is still there.
+        RunFileError: the file cannot be written and is unchanged.
     """
     with writing(path):
         replace_file(path, text.encode())
 
 
 def append(path: Path, text: str, durable: bool = False) -> None:
-    """Add to the end of a file, all of the text or nothing.
+    """Append a text to a file, completely or not at all.
 
     Args:
-        path: of the file; it is made.
-        text: in UTF-8.
-        durable: wait until it is on disk.
+        path: file, created if missing.
+        text: written as UTF-8.
+        durable: wait until the text is on disk.
 
     Raises:
-        RunFileError: it cannot be written.
+        RunFileError: the file cannot be written.
     """
     with writing(path), open(path, "ab", buffering=0) as file:
         size, rest = os.fstat(file.fileno()).st_size, memoryview(text.encode())
@@ -62,19 +62,19 @@ def append(path: Path, text: str, durable: bool = False) -> None:
                 rest = rest[file.write(rest) :]
             if durable:
                 os.fsync(file.fileno())
-        except OSError:  # a disk that is full may have taken the beginning of the text
+        except OSError:  # a full disk may have taken the beginning of the text
             with suppress(OSError):
                 os.ftruncate(file.fileno(), size)
             raise
 
 
 def remove_partial(folder: Path) -> list[Path]:
-    """Remove files that were never whole; returns them. For the folder's only writer.
+    """Remove incomplete files; return them. Only the folder's single writer may call this.
 
     Raises:
-        RunFileError: one cannot be removed.
+        RunFileError: a file cannot be removed.
     """
-    # Folders are an export's, which may be at work.
+    # Folders belong to exports, which may be running.
     partial = sorted(file for file in folder.glob(f".*{PARTIAL}") if not file.is_dir())
     for file in partial:
         with writing(file):

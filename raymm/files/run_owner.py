@@ -1,15 +1,16 @@
-"""A lease on a run folder, so that one run at a time writes there.
+"""Lease on a run folder, so that one run at a time writes there.
 
 ``owner.json`` names the process that owns the folder, which renews the file while it lives. The
 lease is taken over once that process has ended, or has been silent for :data:`GONE_AFTER_S`. There
 are two ways to take it:
 
-- :class:`RunOwner`, on any file system (NFS too): ``link(2)`` is atomic and fails where a file
-  exists. Of a process that is gone, the one that links ``.owner-after-{token}`` is the next owner,
-  and renames that over ``owner.json``. So no process removes a file that another one may own.
+- :class:`RunOwner`, on any file system (NFS too): ``link(2)`` is atomic and fails if the file
+  exists. After an owner has gone, the process that links ``.owner-after-{token}`` is the next
+  owner, and renames that file to ``owner.json``. No process removes a file that another one may
+  own.
 - :class:`BucketOwner`, in a bucket, where files can only be replaced, by Fischer's algorithm: write
-  your name, wait for longer than any process may take between looking and writing, and own the
-  folder if your name still stands there.
+  your name, wait for longer than any process may take between reading and writing, and own the
+  folder if your name is still there.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ from raymm.errors import ConfigError, RunError, RunFileError
 from raymm.files.run_files import is_shortage
 
 OWNER = "owner.json"
-# Seconds between two signs of life of an owner.
+# Seconds between two heartbeats of an owner.
 HEARTBEAT_S = 5.0
-# An owner whose process cannot be looked at, as it is on another machine, is gone after so many
-# seconds without one.
+# An owner on another machine counts as gone after so many seconds without a heartbeat.
 GONE_AFTER_S = 60.0
-# Seconds between two looks for a sign of life.
+# Seconds between two checks for a heartbeat.
 LOOK_S = 0.5
-# In a bucket: seconds between writing a name and owning the folder, and at most half of which may
-# pass between the look that found no owner and the write.
+# In a bucket: seconds between writing a name and owning the folder. At most half of them may pass
+# between the read that found no owner and the write.
 SETTLE_S = 2.0
-# In a bucket: seconds for which an owner that was seen is not read again, as steps may be short.
+# In a bucket: seconds for which a verified owner is not read again, because steps may be short.
 SEEN_S = 1.0
 
-# Bytes that are read of a file that names an owner.
+# Maximum number of bytes that are read from an owner file.
 _MOST_BYTES = 2**16
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _TYPES = {
@@ -60,16 +60,16 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that owns a folder.
+    """Process that owns a folder.
 
     Attributes:
-        host: its name.
-        pid: its number.
-        started: when it started, in clock ticks since the machine did; None if not known.
-        boot: of the machine; None if not known.
-        namespace: of process numbers; None if not known.
-        since: when it became the owner, ISO 8601.
-        token: of this ownership alone.
+        host: host name.
+        pid: process id.
+        started: start time in clock ticks since the machine's boot; None if unknown.
+        boot: boot id of the machine; None if unknown.
+        namespace: process id namespace; None if unknown.
+        since: start of the ownership, ISO 8601.
+        token: unique id of this ownership.
     """
 
     host: str
@@ -82,7 +82,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """This process, from now on."""
+        """Return this process as an owner from now on."""
         return cls(
             platform.node(), os.getpid(), _started(os.getpid()), *_place(),
             datetime.now(UTC).isoformat(timespec="seconds"), secrets.token_hex(16),
@@ -90,12 +90,12 @@ class Owner:
 
     @classmethod
     def from_bytes(cls, text: bytes, version: object) -> Owner:
-        """The owner that a file names. One that names none has an owner of whom only signs of life
-        can be seen.
+        """Return the owner named by a file. An unreadable file gives an owner that only its
+        heartbeats can show to be alive.
 
         Args:
-            text: the file's.
-            version: what tells this file from others that name nobody.
+            text: content of the file.
+            version: distinguishes this unreadable file from others.
         """
         try:
             owner = cls(**json.loads(text))
@@ -108,7 +108,7 @@ class Owner:
         return cls("an unknown host", 0, None, None, None, "an unknown time", token)
 
     def is_gone(self) -> bool | None:
-        """Whether its process has ended; None if that cannot be seen from this process."""
+        """Return True if the process has ended; None if that cannot be seen from this process."""
         if self.boot is None or None in (self.namespace, self.started):
             return None
         if (self.boot, self.namespace) != _place():
@@ -120,7 +120,7 @@ class Owner:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in clock ticks; None if there is none, or it has ended."""
+    """Return the start time of a live process in clock ticks, or None."""
     try:
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -129,7 +129,7 @@ def _started(pid: int) -> int | None:
 
 
 def _place() -> tuple[str | None, int | None]:
-    """What process numbers mean something in: the machine's boot, and the namespace."""
+    """Return the boot id and the namespace in which process ids are valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, os.stat("/proc/self/ns/pid").st_ino
@@ -141,14 +141,13 @@ class FolderOwner(ABC):
     """Lease on a folder for the length of a ``with`` block. Subclasses implement the lease file.
 
     Args:
-        place: the folder, as error messages name it.
-        expected: the accepted kind of folder, for error messages.
+        place: folder, for error messages.
+        expected: accepted kind of folder, for error messages.
         say: called with a line when the lease waits or is taken over.
 
     Raises:
-        ConfigError: on entering: the folder belongs to another run, which lives.
-        ConfigError: on entering: the folder cannot be written.
-        RunFileError: on entering: its disk is full.
+        ConfigError: on entering, if the folder belongs to another active run or cannot be written.
+        RunFileError: on entering, if the disk is full.
     """
 
     def __init__(self, place: object, expected: str, say: Callable[[str], None]) -> None:
@@ -163,11 +162,11 @@ class FolderOwner(ABC):
 
     @abstractmethod
     def _owner(self) -> Owner | None:
-        """Read the owner that the file names; None without a file."""
+        """Read the owner from the file; None without a file."""
 
     @abstractmethod
     def _give_sign(self) -> None:
-        """Renew this process's file."""
+        """Renew the heartbeat in this process's file."""
 
     @abstractmethod
     def _give_up(self) -> None:
@@ -187,16 +186,16 @@ class FolderOwner(ABC):
         self._left.set()
         if self._beating is not None:
             self._beating.join()
-        # Otherwise others see that it is gone: by its process, or by its silence.
+        # If this fails, others see by the process or its silence that the owner is gone.
         with contextlib.suppress(OSError):
             if self._owner() == self._me:
                 self._give_up()
 
     def check(self) -> None:
-        """Check the lease before something that only the owner may do.
+        """Check the lease before an action that only the owner may take.
 
         Raises:
-            RunError: the folder is no longer this run's.
+            RunError: the folder does not belong to this run any more.
             RunFileError: the file cannot be read.
         """
         file = f"{self._place}/{OWNER}"
@@ -213,7 +212,7 @@ class FolderOwner(ABC):
 
     def _beat(self) -> None:
         while not self._left.wait(HEARTBEAT_S):
-            with contextlib.suppress(OSError):  # it comes back; else `check` says so
+            with contextlib.suppress(OSError):  # the error may be temporary; else check() raises
                 if self._owner() == self._me:
                     self._give_sign()
 
@@ -221,19 +220,15 @@ class FolderOwner(ABC):
         self, owner: Owner, sign: Callable[[], object], current: Callable[[], Owner | None],
         silent: Callable[[], float] = lambda: 0.0,
     ) -> bool:
-        """Wait until it is known whether an owner is gone.
+        """Wait until it is known if an owner is gone; raise ConfigError if it is alive.
 
         Args:
-            owner: the owner.
-            sign: reads its latest sign of life; None without a file.
+            sign: reads its latest heartbeat; None without a file.
             current: reads the owner that the file names now.
-            silent: returns the seconds since the latest sign of life, as far as they are known.
+            silent: returns the known seconds since the latest heartbeat.
 
         Returns:
-            False if the file is another one by then.
-
-        Raises:
-            ConfigError: the owner lives.
+            False if the file has changed meanwhile.
         """
         gone = owner.is_gone()
         if gone is None:
@@ -253,7 +248,7 @@ class FolderOwner(ABC):
     def _stays_silent(
         self, owner: Owner, sign: Callable[[], object], silent: Callable[[], float]
     ) -> bool:
-        """Return True without a sign of life for as long as no owner that lives is silent."""
+        """Return True if there is no heartbeat for longer than a live owner may be silent."""
         before = sign()
         if before is None:
             return False
@@ -272,12 +267,7 @@ class FolderOwner(ABC):
 
 
 class RunOwner(FolderOwner):
-    """Lease on a folder of a file system.
-
-    Args:
-        folder: an existing one.
-        say: called with a line when the lease waits or is taken over.
-    """
+    """Lease on an existing folder of a file system."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
         super().__init__(folder, "a folder that can be written", say)
@@ -298,7 +288,7 @@ class RunOwner(FolderOwner):
             _write_new(self._own_copy, self._me)
             self._follow()
         finally:
-            with contextlib.suppress(OSError):  # where nothing can be written, nothing was
+            with contextlib.suppress(OSError):  # if nothing can be written, nothing was written
                 self._own_copy.unlink(missing_ok=True)
 
     def _follow(self) -> None:
@@ -306,16 +296,16 @@ class RunOwner(FolderOwner):
             if self._link(self._file):
                 return
             if (last := self._last()) is None:
-                continue  # it has just been given up
+                continue  # the file was just removed
             path, owner = last
             looks = partial(_beat_of, path), partial(_read, path), partial(self._silent, path)
             if not self._sees_gone(owner, *looks):
-                continue  # it is another's by now
+                continue  # another process owns the folder by now
             claim = self._claim(owner)
             if not self._link(claim):
                 continue  # another process was faster
-            # There is one claim on each owner at a time. It holds if the owner had not been
-            # followed, and that claim renamed, in the meantime.
+            # Each owner has at most one claim at a time. The claim is valid if no other process has
+            # followed the owner and renamed its claim in the meantime.
             latest = self._last()
             if latest is None or latest[1] != self._me:
                 claim.unlink()
@@ -331,8 +321,8 @@ class RunOwner(FolderOwner):
         return self._folder / f".owner-after-{owner.token}"
 
     def _last(self) -> tuple[Path, Owner] | None:
-        """Find the owner, or the process that follows it and has not yet replaced the file, and
-        the file that names it. None if there is none."""
+        """Return the owner, or the process that follows it but has not replaced the file yet, and
+        its file."""
         path = self._file
         owner = _read(path)
         while owner is not None:
@@ -343,11 +333,11 @@ class RunOwner(FolderOwner):
         return None
 
     def _link(self, path: Path) -> bool:
-        """Put this process's file where there is none; True if it is there."""
+        """Link this process's file to a path. Return True if it is there afterwards."""
         try:
             os.link(self._own_copy, path)
         except FileExistsError:
-            # NFS may repeat a request that has been carried out.
+            # NFS may repeat a request that was already executed.
             return _read(path) == self._me
         except OSError:  # a file system without hard links
             try:
@@ -357,19 +347,14 @@ class RunOwner(FolderOwner):
         return True
 
     def _silent(self, path: Path) -> float:
-        """Seconds since a sign of life. Both times are of the file system's clock, so other
-        machines' clocks do not matter."""
+        """Return the seconds since a heartbeat by the file system's clock, not by the machines'
+        clocks."""
         beat = _beat_of(path)
         return 0.0 if beat is None else max(self._own_copy.stat().st_mtime - beat, 0.0)
 
 
 class BucketOwner(FolderOwner):
-    """Lease on a folder of a bucket. Its sign of life is a number that it counts up.
-
-    Args:
-        folder: the folder.
-        say: called with a line when the lease waits or is taken over.
-    """
+    """Lease on a folder of a bucket. Its heartbeat is a counter."""
 
     def __init__(self, folder: StorageFolder, say: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(folder, "a bucket that can be read and written", say)
@@ -390,14 +375,14 @@ class BucketOwner(FolderOwner):
             if before is not None:
                 owner = _owner_of(before)
                 if owner != self._me and not self._sees_gone(owner, self._text, self._owner):
-                    continue  # it has gone by itself, or is another one by now
+                    continue  # the owner has left or changed
                 looked = time.monotonic()
                 if self._text() != before:
                     continue
             self._give_sign()
             if time.monotonic() - looked > SETTLE_S / 2:
                 time.sleep(SETTLE_S)
-                continue  # too late: a process that looked meanwhile may have settled
+                continue  # too late: another process may have settled meanwhile
             time.sleep(SETTLE_S)
             if self._owner() == self._me:
                 if owner is not None and owner != self._me:
@@ -424,10 +409,6 @@ class BucketOwner(FolderOwner):
 
 
 def _write_new(path: Path, owner: Owner) -> None:
-    """
-    Raises:
-        FileExistsError: there is one.
-    """
     with open(path, "x", encoding="utf-8") as file:
         json.dump(asdict(owner), file)
         file.flush()
@@ -435,7 +416,7 @@ def _write_new(path: Path, owner: Owner) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """The owner that a file names; None if there is no file."""
+    """Read the owner from a file; None without a file."""
     try:
         with open_plain(path) as file:
             text, inode = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_ino
@@ -445,8 +426,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _beat_of(path: Path) -> float | None:
-    """When a file's owner gave its last sign of life, by the file system's clock. Opened anew:
-    NFS then asks the server."""
+    """Return the file system's time of a heartbeat. Opening the file makes NFS query the server."""
     try:
         with open_plain(path) as file:
             return os.fstat(file.fileno()).st_mtime

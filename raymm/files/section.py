@@ -1,4 +1,4 @@
-"""What all sections of a configuration have in common: strict types and senseful ranges."""
+"""Common base of configuration sections: strict types and sensible ranges."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-# Whole numbers of things; far above what any run has, far below where sums overflow.
+# Maximum of counts: far above those of any run, far below the overflow of sums.
 MOST_COUNT = 10**9
-# A year. Timeouts of process groups are kept as nanoseconds of 64 bits.
+# One year. Process groups keep timeouts as nanoseconds in 64 bits.
 MOST_SECONDS = 365 * 86400.0
-# numpy and torch take seeds of 64 bits.
+# numpy and torch accept seeds of 64 bits.
 MOST_SEED = 2**63 - 1
 
 Item = TypeVar("Item")
 
 
 class Section(BaseModel):
-    """A section: no unknown keys, no true for 1 or ``"3"`` for 3, no number that is not finite."""
+    """Section without unknown keys, type conversions (true for 1, ``"3"`` for 3) and non-finite
+    numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def section_of(options: type) -> type[Section]:
-    """A section with the fields of a dataclass: their types, ranges and defaults."""
+    """Return a section with the fields of a dataclass: types, ranges and defaults."""
     hints = get_type_hints(options, include_extras=True)
     definitions: dict[str, Any] = {
         option.name: (
@@ -48,7 +49,7 @@ def _text(value: str) -> str:
 
 
 def _tuple(value: Any) -> Any:
-    """YAML has lists only."""
+    """Convert a list to a tuple, because YAML has only lists."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -78,8 +78,7 @@ class DriftObserver:
 
 
 def _samples(meta: Sequence[MicrobatchMeta]) -> dict[str, int]:
-    """Return, per module, the median number of its samples or items over the microbatches that have
-    some."""
+    """Return the median number of samples or items per microbatch, by module."""
     counts_of = {LANGUAGE_MODEL: [microbatch.num_samples for microbatch in meta]}
     for microbatch in meta:
         for name, items in microbatch.items.items():

@@ -72,7 +72,6 @@ class ScanProgress:
         self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        """Show the number of scanned samples."""
         self._bar.show(done, total)
 
 

@@ -69,8 +69,8 @@ class RunReport:
         return files
 
     def _predicting_costs(self) -> dict[tuple[StageId, Op], float]:
-        """Return median costs of the steps before the shown one, so that its prediction is
-        independent."""
+        """Return median costs of the steps before the shown one, so that it is predicted, not
+        fitted."""
         before = list(self._recent)[:-1] or list(self._recent)
         samples: dict[tuple[StageId, Op], list[float]] = {}
         for _, program, timeline in before:

@@ -1,1 +1,1 @@
-"""Layers, surfaces and plans, measured."""
+"""Measurement of layers, scaling surfaces and plans."""

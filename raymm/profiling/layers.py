@@ -1,4 +1,4 @@
-"""Measuring what a run's layers cost: one Ray actor per module, one after another."""
+"""Measurement of layer costs: one Ray actor per module, one after another."""
 
 from __future__ import annotations
 
@@ -47,23 +47,22 @@ def profile_model(
 ) -> ProfileTable:
     """Measure every layer of a model on the connected Ray cluster.
 
-    Each module runs whole in an actor of its own, with a rank's resources, and no other beside
-    it. Encoders run on the microbatch's items; with ``lengths``, also on half and on twice as
-    many. The language model runs on the microbatch's text with random encoder outputs merged
-    into it; with ``lengths``, also on random text.
+    Each complete module runs in a separate actor with a rank's resources; no other actor runs at
+    the same time. Encoders run on the microbatch's items; with ``lengths``, also on half and on
+    twice as many. The language model runs on the microbatch's text with random encoder outputs
+    merged into it; with ``lengths``, also on random text.
 
     Args:
-        model: the description.
-        microbatch: a real one, as :meth:`MultimodalModule.forward` takes it, in which every
-            encoder has items.
-        lengths: tokens per sample for the language model, besides those of the microbatch.
-        repeats: runs per measurement, of which the median is taken.
-        precision, device, resources, threads: as the run will have them
+        microbatch: real microbatch, as :meth:`MultimodalModule.forward` takes it, with items for
+            every encoder.
+        lengths: additional tokens per sample for the language model.
+        repeats: runs per measurement; the median counts.
+        precision, device, resources, threads: as for the run
             (:class:`raymm.runtime.pipelined.MultimodalParallelModule`).
 
     Raises:
-        PlanError: naming what is out of range, or what failed in which module.
-        ClusterError: if the cluster lacks the resources of one rank.
+        PlanError: an argument is out of range, or a module failed. Names it.
+        ClusterError: the cluster lacks the resources of one rank.
     """
     _check(model, microbatch, lengths, repeats)
     resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
@@ -123,7 +122,7 @@ def _requests(
     shapes: Mapping[str, tuple[int, ...]],
     lengths: Sequence[int],
 ) -> Iterator[ProfileRequest]:
-    """The real microbatch first, then other sizes."""
+    """Yield requests for the real microbatch first, then for other sizes."""
     if module_kind(name) is ModuleKind.ENCODER:
         items = microbatch[name]
         yield ProfileRequest(items, {})
@@ -151,7 +150,7 @@ def _requests(
 
 
 def _halves(model: MultimodalModule, name: str) -> Mapping[str, ShardPlan] | None:
-    """How two processes share a module's parameters; None if they cannot."""
+    """Return how two processes shard a module's parameters; None if they cannot."""
     shared = ParallelSpec(tp=2)
     if module_kind(name) is ModuleKind.ENCODER:
         spec = MultimodalParallelSpec({name: shared}, num_microbatches=1)
@@ -182,7 +181,7 @@ def _measure(
 
 
 def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
-    """What there is to count per layer, for one token."""
+    """Return the counts of each layer for one token."""
     causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
     spec = model.language_spec() if causal else model.encoder_spec(name)
     result = [*count_layers(spec.source.skeleton(), Load(1, 1), causal)]
@@ -195,7 +194,7 @@ def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
 def _measurements(
     counts: Sequence[LayerCount], times: Sequence[ModuleTimes], element_bytes: int
 ) -> tuple[Measurement, ...]:
-    """In order of length; of two of the same length the first, which is the real one."""
+    """Return measurements sorted by length. Of two with equal length, keep the first (real) one."""
     rows: dict[int, Measurement] = {}
     for times_of in times:
         layers = tuple(

@@ -1,4 +1,5 @@
-"""Really running plans, to pick by measurement (OmniBal §4.2 does so with partitions)."""
+"""Measurement of plans by running them, to choose among them (OmniBal §4.2 does so with
+partitions)."""
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan that was run: predicted seconds of a step, the median of the measured ones, and
-    all of them."""
+    """Plan that was run: its median seconds per step, and the seconds of each step."""
 
     option: Option
     seconds: float
@@ -31,16 +31,16 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """How far the prediction was off: 0.1 if the step takes 10% longer than predicted."""
+        """Relative error of the prediction: 0.1 if the step takes 10% longer than predicted."""
         return self.seconds / self.option.seconds - 1
 
 
 def distinct_options(options: Sequence[Option], count: int) -> list[Option]:
-    """The first options that differ in what runs where or when, whatever their names say: a
-    zero-bubble schedule that finds nothing to improve is 1F1B.
+    """Return the first options that differ in what runs where or when. Options with different names
+    may be equal: a zero-bubble schedule without improvement is 1F1B.
 
     Raises:
-        PlanError: if ``count`` is below 1.
+        PlanError: ``count`` is below 1.
     """
     if count < 1:
         raise PlanError(f"measure is {count}; it must be at least 1")
@@ -65,19 +65,17 @@ def measure_options(
     """Run plans on the connected cluster, one after another, in the order given.
 
     Every microbatch of a step is the same real one, as the predictions assume. Ranks are started
-    once for all plans that differ in schedule only, and ended before the next are started.
+    once for all plans that differ only in their schedule, and ended before the next ones are
+    started.
 
     Args:
-        model: the description.
-        options: plans.
-        microbatch: a real one.
+        microbatch: real microbatch.
         steps: measured steps per plan, after :data:`WARM_UP_STEPS`.
         say: called with each plan's result.
-        **runtime: fields of :class:`raymm.runtime.options.RuntimeOptions`, as the run will have
-            them.
+        **runtime: fields of :class:`raymm.runtime.options.RuntimeOptions`, as for the run.
 
     Raises:
-        ClusterError: before anything starts, if the cluster is too small for one of them.
+        ClusterError: before anything starts, if the cluster is too small for a plan.
     """
     reserved = RuntimeOptions.of(runtime).reserved
     check_capacity(max(option.plan.num_processes for option in options), reserved)

@@ -1,4 +1,4 @@
-"""An actor that measures something, for as long as it takes."""
+"""Actor that exists during one measurement."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.errors import PlanError
 
-# Seconds that all repeats of one measurement may take.
+# Maximum seconds for all repeats of one measurement.
 MEASURE_TIMEOUT_S = 3600.0
 
 
 class ProfilingActor:
-    """An actor for the time of a ``with``; gives a function that calls it.
+    """Actor for the length of a ``with`` block. Yields a function that calls it.
 
     Args:
-        kind: its class.
-        resources: what it reserves in Ray.
-        arguments: of its constructor.
-        what: is measured, for errors.
+        kind: class of the actor.
+        arguments: arguments of its constructor.
+        what: measured object, for errors.
 
     Raises:
-        PlanError: from a call that fails, or does not return in time; names what was measured.
+        PlanError: from a call that fails or times out. Names the measured object.
     """
 
     def __init__(self, kind: type, resources: RankResources, arguments: tuple, what: str) -> None:
@@ -52,7 +51,7 @@ class ProfilingActor:
             raise PlanError(
                 f"profiling {self._what!r} failed: {type(cause).__name__}: {cause}"
             ) from error
-        except RayError as error:  # the actor died: out of memory, for one
+        except RayError as error:  # the actor died, for example out of memory
             raise PlanError(f"profiling {self._what!r} failed: {error}") from error
 
     def __exit__(self, *error: object) -> None:

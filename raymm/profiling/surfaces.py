@@ -1,12 +1,12 @@
-"""Measuring scaling surfaces and what colocated modules cost each other (Mosaic §3.3).
+"""Measurement of scaling surfaces, and of the interference of colocated modules (Mosaic §3.3).
 
-T(d, a) is measured on one device with the samples that each of d replicas would have; what the d
-replicas' sum of gradients takes is added from the links' data-sheet figures. Bandwidth use is the
-traffic that :mod:`raymm.costs.layer_count` counts over the measured time, relative to the device's
-peak: a lower bound, as what is no product is not counted. On CPUs there are no quotas: only whole
-devices are measured, and no bandwidth.
+T(d, a) is measured on one device with the samples of one of d replicas; the time of the gradient
+all-reduce over d replicas is added from data-sheet bandwidths. Bandwidth use is the traffic that
+:mod:`raymm.costs.layer_count` counts over the measured time, relative to the device's peak. It is a
+lower bound, because only products are counted. CPUs have no quotas: only whole devices are
+measured, without bandwidth.
 
-On GPUs (quotas, colocations) this has not run yet; it is written against
+On GPUs (quotas, colocations) this code has not run yet; it is written against
 :mod:`raymm.actors.quota`.
 """
 
@@ -54,21 +54,21 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 _FP32_BYTES = 4
-# What modules of a group get of the device's steps, in tenths.
+# Shares of the device for the modules of a group, in tenths.
 PAIRS = ((5, 5), (3, 7), (7, 3))
 TRIPLES = ((3, 3, 4),)
 
 
 @dataclass(frozen=True)
 class SurfaceProfile:
-    """What was measured.
+    """Result of the measurement.
 
     Attributes:
         surfaces: one per module.
-        colocations: of pairs and triples; none on CPUs.
-        fit: of eq. 8 to them; None without enough.
-        conditions: what it was measured with.
-        notes: what a person should know of the numbers.
+        colocations: of pairs and triples; empty on CPUs.
+        fit: fit of eq. 8 to the colocations; None if there are too few.
+        conditions: conditions of the measurement.
+        notes: notes for the user about the numbers.
     """
 
     surfaces: tuple[ScalingSurface, ...]
@@ -95,19 +95,18 @@ def profile_surfaces(
     """Measure the scaling surface of every module on the connected Ray cluster.
 
     Args:
-        model: the description.
-        microbatch: a real one in which every encoder has items; its samples are repeated or left
-            out to make batches of other sizes.
-        batch: samples of an iteration.
-        gpus: the largest degree; powers of two up to it, and up to ``batch``, are measured.
-        steps: of a GPU's quota.
-        repeats: runs per measurement, of which the median is taken.
-        precision, device, resources, threads: as of :func:`raymm.profiling.layers.profile_model`.
+        microbatch: real microbatch with items for every encoder. Its samples are repeated or left
+            out for other batch sizes.
+        batch: samples per iteration.
+        gpus: maximum degree. Powers of two up to it, and up to ``batch``, are measured.
+        steps: steps of a GPU's quota.
+        repeats: runs per measurement; the median counts.
+        precision, device, resources, threads: as in :func:`raymm.profiling.layers.profile_model`.
         ranks_per_node: GPUs that share a node.
 
     Raises:
-        PlanError: naming what is out of range, or what failed in which module.
-        ClusterError: if the cluster lacks the resources of one rank.
+        PlanError: an argument is out of range, or a module failed. Names it.
+        ClusterError: the cluster lacks the resources of one rank.
     """
     for name, value in (("batch", batch), ("gpus", gpus), ("steps", steps), ("repeats", repeats)):
         if type(value) is not int or value < 1:
@@ -125,12 +124,8 @@ def profile_surfaces(
 
 
 def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """A microbatch of so many samples: its own, again and again, the last time not all.
-
-    Args:
-        microbatch: a complete one (:func:`raymm.model.batch_rules.complete_microbatch`).
-        samples: rows.
-    """
+    """Return a microbatch of ``samples`` rows by repeating and cutting off a complete microbatch
+    (:func:`raymm.model.batch_rules.complete_microbatch`)."""
     rows = microbatch["input_ids"].shape[0]
     indices = torch.arange(samples) % rows
     result: dict[str, Any] = {}
@@ -144,7 +139,7 @@ def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str,
             for copy in range(-(-samples // rows)) for i in range(len(index))
             if copy * rows + int(index[i]) < samples
         ]
-        # Every module of every replica has something to do.
+        # Every module of every replica must have work.
         items = items or [(0, 0)]
         chosen = torch.tensor([i for i, _ in items])
         result[name] = {k: v[chosen] for k, v in value.items() if k != "sample_index"}
@@ -171,7 +166,6 @@ class _Work:
         return [1 << j for j in range(min(self.gpus, self.batch).bit_length())]
 
     def measured(self) -> SurfaceProfile:
-        """All of it."""
         shapes = {shape.name: shape for shape in shapes_of(self.model)}
         arguments = self._arguments()
         cuda = self.device == "cuda"
@@ -267,7 +261,7 @@ class _Work:
         self, shape: ModuleShape, request: SurfaceRequest, times: SurfaceTimes,
         quotas: tuple[int, ...], spec: DeviceSpec | None,
     ) -> tuple[float, ...]:
-        """Counted traffic over measured time, of the peak; 0 where the peak is not known."""
+        """Return counted traffic over measured time, relative to the peak; 0 for unknown peaks."""
         if spec is None or self.device != "cuda":
             return (0.0,) * len(quotas)
         traffic_only = replace(spec, flops={name: 1e30 for name in spec.flops})
@@ -285,7 +279,7 @@ class _Work:
         self, arguments: Mapping[str, tuple], requests: Mapping[tuple[str, int], SurfaceRequest],
         times: Mapping[tuple[str, int], SurfaceTimes], surfaces: tuple[ScalingSurface, ...],
     ) -> tuple[Colocation, ...]:
-        """With the fewest samples per GPU, so that the modules fit into memory together."""
+        """Measure with the fewest samples per GPU, so that the modules fit into memory together."""
         degree = self.degrees[-1]
         by_name = {surface.name: surface for surface in surfaces}
         groups, expected = [], []

@@ -127,8 +127,7 @@ class FailurePolicy:
         return self._within_budget(interruptions)
 
     def _retry(self, interruptions: Sequence[Interruption]) -> Decision:
-        """Decide on a shortage or a lost connection: wait longer after each one in the same step,
-        and end the run once no wait has helped."""
+        """Retry after waits that grow with each interruption in the same step, then end the run."""
         last = interruptions[-1]
         times = sum(each.cause in _PASSING and each.step == last.step for each in interruptions)
         if times > len(RETRY_WAITS_S):
@@ -171,7 +170,6 @@ class FailurePolicy:
 
 
 def _recoveries(interruptions: Sequence[Interruption], at: float) -> int:
-    """Count the in-place recoveries within the hour before ``at``."""
     return sum(each.in_place and each.at > at - HOUR_S for each in interruptions)
 
 

@@ -127,8 +127,8 @@ class Recovery:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the frames of an error. They hold batches, and with them data workers whose resources
-    the replacements need."""
+    """Clear the frames of an error. They hold batches, and thus data workers and their resources.
+    """
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

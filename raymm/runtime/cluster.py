@@ -91,7 +91,6 @@ def check_address() -> None:
 
 
 def _connect_to(address: str, options: dict[str, Any]) -> None:
-    """Connect, or raise ClusterError if there is no cluster or it rejects this process."""
     check_address()
     try:
         ray.init(**options)
@@ -113,7 +112,6 @@ def _connect_to(address: str, options: dict[str, Any]) -> None:
 
 
 def _wait_for_server(host: str, port: int) -> None:
-    """Raise ConnectionError unless a server accepts a connection in :data:`CONNECT_S` seconds."""
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:

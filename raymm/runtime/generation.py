@@ -86,8 +86,6 @@ class Prompt:
 
 @dataclass
 class _Text:
-    """Text that is being generated."""
-
     number: int
     prompt: Prompt
     tokens: list[int] = field(default_factory=list)
@@ -179,7 +177,6 @@ def check_generates(parallel: WritingModule) -> None:
 
 
 def _check_whole(model: WholeModel) -> None:
-    """Raise ModelError if a Hugging Face VLM cannot generate text."""
     skeleton = model.source.skeleton()
     if model.packing or not getattr(skeleton, "can_generate", bool)():
         raise ModelError(
@@ -235,8 +232,8 @@ def generate(
 
 
 class _Writing:
-    """Steps in flight. The composition of a step depends on the texts alone, so tokens do not
-    depend on timing."""
+    """Steps in flight. Their composition depends on the texts alone, so tokens do not depend on
+    timing."""
 
     def __init__(
         self, parallel: WritingModule, prompts: Iterable[Prompt], under_way: int | None

@@ -57,7 +57,6 @@ def leave(client: Any, instance: str, seconds: float) -> str:
 
 
 def _node(client: Any, instance: str) -> str | None:
-    """Return Ray's id of a live node, or None."""
     for node in client.get_all_node_info(timeout=ANSWER_TIMEOUT_S).values():
         if node.instance_id == instance and node.state == gcs.GcsNodeInfo.ALIVE:
             return node.node_id.hex()

@@ -122,7 +122,6 @@ class DagParallelModule(PlannedModule):
 
 
 def _entries(batch: Batch, names: Iterable[str], samples: Range) -> dict[str, torch.Tensor]:
-    """Return the entries that a stage reads, for its samples."""
     if samples.size == len(next(iter(batch.values()))):
         return {name: batch[name] for name in names}
     # Copies: views would bring the whole batch along.
@@ -130,7 +129,6 @@ def _entries(batch: Batch, names: Iterable[str], samples: Range) -> dict[str, to
 
 
 def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:
-    """Split a batch into equal parts of consecutive samples."""
     if samples % parts:
         raise DataError(
             f"a batch of {samples} samples does not divide into {parts} microbatches; accepted: a "

@@ -210,8 +210,7 @@ class ParallelModule(ABC):
     def _note_batch(
         self, meta: Sequence[MicrobatchMeta], update: bool
     ) -> tuple[Sequence[MicrobatchMeta], ...]:
-        """Remember a training batch. Return all batches since the last update if this one updates.
-        """
+        """Remember a training batch. Return all batches since the last update if it updates."""
         self._accumulated += 1
         if len(self._batches) < MAX_BATCHES:
             self._batches.append(meta)
@@ -240,7 +239,6 @@ class ParallelModule(ABC):
         return list(dict.fromkeys(name for names in named for name in names))
 
     def _check_weights(self) -> None:
-        """Raise ModelError if initial weights are not finite."""
         if names := self.not_finite_tensors():
             self.shutdown()
             raise not_finite_weights(names)

@@ -48,8 +48,8 @@ class PendingStep:
         return self._scores(self._handle.result())
 
     def _scores(self, results: Sequence[StepResult]) -> dict[int, list[float]]:
-        """Merge scores: FSDP processes hold different rows of a microbatch, in order; TP and CP
-        processes hold the same rows."""
+        """Merge scores: FSDP processes hold parts of the rows, in order; TP and CP processes hold
+        all."""
         scores: dict[int, list[float]] = {}
         pairs = zip(self._processes, results, strict=True)
         firsts = ((p.fsdp, r) for p, r in pairs if p.tp == p.cp == 0)

@@ -122,7 +122,6 @@ class MultimodalParallelModule(PlannedModule):
         return model_name(stage, name)
 
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        """Return a complete microbatch in the order that the plan needs."""
         if self.plan.splits_samples:
             microbatch = items_by_row(microbatch)
         encoders = self.model.encoders
@@ -196,8 +195,8 @@ class MultimodalParallelModule(PlannedModule):
         update: bool = False, forward_only: bool = False, keep: Any = None,
         decode: Decode | None = None, references: Sequence[torch.Tensor] | None = None,
     ) -> PendingStep:  # fmt: skip
-        """Start a step. ``references`` are (B,) per microbatch for preference pairs; empty to
-        compute them."""
+        """Start a step. ``references``: (B,) per microbatch of preference pairs; empty to compute
+        them."""
         parts, meta = prepared
         self._tried.check(parts, meta)
         samples, offsets = self._samples(meta)
@@ -249,8 +248,8 @@ class MultimodalParallelModule(PlannedModule):
     def _samples(
         self, meta: Sequence[MicrobatchMeta]
     ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
-        """Return the samples of each microbatch and its item offsets by modality, if the plan
-        splits samples."""
+        """Return the samples and the item offsets of each microbatch, if the plan splits samples.
+        """
         if not self.plan.splits_samples:
             return (), ()
         offsets = tuple(
@@ -279,11 +278,7 @@ class MultimodalParallelModule(PlannedModule):
 
 
 def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
-    """Return the first item of each sample, followed by the number of items.
-
-    Raises:
-        DataError: items are not in the order of their samples.
-    """
+    """Return the first item of each sample, followed by the number of items."""
     rows = list(meta.items[name])
     if rows != sorted(rows):
         raise DataError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
@@ -300,8 +295,7 @@ def model_name(stage: StageId, name: str) -> str:
 
 
 def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
-    """Return a key that determines the layout of all messages of a microbatch: shapes, dtypes, the
-    rows of its items, and the row lengths (no mask is sent if there is no padding)."""
+    """Return a key that determines the layout of all messages of a microbatch."""
     tensors = [
         (part, name, tuple(shape), meta.dtypes[part][name])
         for part, shapes in sorted(meta.shapes.items())

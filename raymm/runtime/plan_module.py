@@ -80,15 +80,8 @@ class PlannedModule(ParallelModule):
         )  # fmt: skip
 
     def _start(self, plan: Plan) -> RankSpecs:
-        """Start the plan's processes. Return their specifications.
-
-        Raises:
-            PlanError, ProbeError: before any actor starts, as in :meth:`check_plan`, or if the
-                device does not support the quotas.
-            PlanError: later, if a node lacks host memory for copies of the training state.
-            ClusterError: the cluster is too small.
-            ModelError: weights are not finite.
-        """
+        """Start the plan's processes and return their specifications. Raises as :meth:`check_plan`,
+        and PlanError, ClusterError or ModelError for host memory, cluster size or weights."""
         run = self.options
         ranks = self.check_plan(self.model, plan, run)
         connect()
@@ -138,12 +131,7 @@ class PlannedModule(ParallelModule):
         return same_progress(progress)
 
     def _mend(self) -> None:
-        """Renew the processes after a step in which a stage raised.
-
-        Raises:
-            RankFailedError: the error interrupted an optimizer step that only some ranks have
-                applied.
-        """
+        """Renew the processes after a step in which a stage raised."""
         if (failure := self.group.interrupted) is None:
             return
         steps = self.renew()
@@ -203,7 +191,6 @@ class PlannedModule(ParallelModule):
             present: per microbatch, the modules it has input for.
             inputs: (stage that reads them, microbatch, dict of tensors or a Ray reference to one).
             meta: step metadata without number, seed and batch.
-            samples, featured: as in :func:`raymm.scheduler.schedule.lower.lower`.
         """
         self._mend()
         ops = self._optimizer_ops() if update else ()
@@ -232,20 +219,15 @@ class PlannedModule(ParallelModule):
         return None
 
     def _counts_first(self, microbatches: int) -> bool:
-        """Return True if a forward pass must count the routers' tokens before a training step. A
-        single process that gets all tokens in one microbatch can count by itself."""
+        """Return True if a pass must count the routers' tokens before a training step, which only a
+        single process with a single microbatch can do by itself."""
         if self.mixture is None or self.mixture.loss is None:
             return False
         stages = self.plan.module_stages(LANGUAGE_MODEL)
         return microbatches * len(stages) * stages[0].cp * stages[0].fsdp > 1
 
     def _counted(self, key: str, meta: StepMeta, inputs: Sequence[Any]) -> StepMeta:
-        """Run the counting pass and return the step metadata with its counts. TP processes have
-        equal counts.
-
-        Raises:
-            RankFailedError: a rank died or raised.
-        """
+        """Run the counting pass and return the step metadata with its counts."""
         results = self.group.submit(key, meta._replace(counting=True), inputs).result()
         pairs = zip(self._processes.all, results, strict=True)
         parts = [r.router_counts for p, r in pairs if p.tp == 0 and r.router_counts is not None]
@@ -262,8 +244,7 @@ class PlannedModule(ParallelModule):
         )
 
     def _readers(self, module: str, microbatch: int, place: int = 0) -> list[Stage]:
-        """Return the stages at a position of each replica that run a microbatch. The first ones
-        read inputs."""
+        """Return the stages at a position of each replica that run a microbatch."""
         stages = [replica[place] for replica in self.plan.replicas(module)]
         return [stage for stage in stages if self.plan.runs(stage, microbatch)]
 
@@ -374,8 +355,7 @@ class PlannedModule(ParallelModule):
 
 
 def _multiprocessors(device: str) -> Multiprocessors:
-    """Return the multiprocessors that quotas can divide. Defaults to an H100's on CPUs and for
-    unknown GPUs; a process on a different GPU reports the mismatch when it starts."""
+    """Return the multiprocessors that quotas can divide: an H100's on CPUs and unknown GPUs."""
     return MULTIPROCESSORS.get(cluster_device(device)[0], Multiprocessors())
 
 

@@ -132,8 +132,8 @@ def skipped_step(
 
 
 def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
-    """Return non-finite outputs whose inputs were finite; else such gradients; else parameter
-    gradients. In the order of data flow."""
+    """Return, in the order of data flow, outputs that are non-finite though their inputs are
+    finite; else such gradients; else parameter gradients."""
     order = {stage: number for number, stage in enumerate(_in_order(edges))}
     for kind, sources in (
         ("output", edges), ("gradient", [(dst, src) for src, dst in edges]), ("parameters", ()),
@@ -182,7 +182,6 @@ def _origin(
 
 
 def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
-    """Return the ids of the samples that rows belong to."""
     module = place.of.module
     whole = module_kind(module) is ModuleKind.LANGUAGE_MODEL
     owners = range(meta.num_samples) if whole else meta.items.get(module, ())

@@ -282,7 +282,6 @@ def plan_of(
 def _placed(
     stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
 ) -> Iterator[Stage]:
-    """Yield the stages of each replica of a module with their ranks."""
     ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.module_replicas)]
     for copy in range(spec.module_replicas):
         for stage in stages:
@@ -293,11 +292,7 @@ def _placed(
 def _with_quotas(
     stages: Sequence[Stage], specs: Mapping[str, ParallelSpec]
 ) -> tuple[Stage, ...]:
-    """Return the stages with their module's quota where modules with quotas share a rank.
-
-    Raises:
-        PlanError: a module with a quota shares no rank with another one.
-    """
+    """Set the quota of each stage whose rank is shared by modules with quotas."""
     on_rank: dict[int, set[str]] = {}
     for stage in stages:
         if specs[stage.module].quota is not None:
@@ -319,11 +314,7 @@ def _with_quotas(
 
 
 def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
-    """Return the recomputation option of each block; empty if all blocks keep their activations.
-
-    Raises:
-        PlanError: an option is unknown, or there is not one per block.
-    """
+    """Return the recomputation option of each block; empty if all blocks keep their activations."""
     recompute = spec.recompute_layers
     options = (recompute,) * node.num_blocks if isinstance(recompute, str) else tuple(recompute)
     if len(options) != node.num_blocks or not set(options) <= set(OPTIONS):

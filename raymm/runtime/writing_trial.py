@@ -83,8 +83,6 @@ def _one_by_one(
 
 
 class _Logits:
-    """Recorder of the logits of a model's head, (V,) per row."""
-
     def __init__(self, model: nn.Module) -> None:
         self.rows: list[torch.Tensor] = []
         head = model.get_output_embeddings()  # type: ignore[operator]

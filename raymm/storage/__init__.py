@@ -1,1 +1,1 @@
-"""Checkpoints, manifests, exports, and what a run that goes on may change."""
+"""Checkpoints, manifests, exports, and rules for resumed runs."""

@@ -1,4 +1,4 @@
-"""Adapters as folders that stock ``peft`` loads (its public format: JSON and safetensors)."""
+"""Adapters in folders that ``peft`` loads (its public format: JSON and safetensors)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from raymm.actors.adapters.lora import MAGNITUDE, AdaptedLayer, is_adapter
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.weights.hub_folder import is_hub_id, split_id
 
-# How ``peft`` names a model's layers within its own.
+# Prefix of a model's layers in ``peft``.
 _PREFIX = "base_model.model."
 
 
 def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: bool) -> None:
-    """Write a module's adapters.
+    """Write the adapters of a module.
 
     Args:
-        module: whole, with adapters.
-        folder: is made.
-        base: folder, or id on the hub, of the module without them; None if ``peft`` is to be told.
-        causal: whether it is a causal language model, which ``peft`` wraps as one.
+        module: complete module with adapters.
+        folder: created by this function.
+        base: folder or hub id of the module without adapters; None if users pass it to ``peft``.
+        causal: True for a causal language model, which ``peft`` wraps as such.
     """
     layers = {name: m for name, m in module.named_modules() if isinstance(m, AdaptedLayer)}
     lora = next(iter(layers.values())).lora
     others = {name: layer.lora for name, layer in layers.items()}
-    # peft has one use_rslora for all layers, so alphas of layers with the other scaling change.
+    # peft has one use_rslora for all layers, so the alphas of layers with the other scaling change.
     alphas = {name: _alpha(own, lora.use_rslora) for name, own in others.items()}
     revision = None
     if base is not None and is_hub_id(base):
@@ -55,8 +55,7 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
 
 
 def _alpha(lora: LoraConfig, use_rslora: bool) -> float:
-    """Return the alpha with which peft scales an adapter as ``lora`` does, given its
-    ``use_rslora``."""
+    """Return the alpha with which peft scales like ``lora``, given a ``use_rslora``."""
     if lora.use_rslora == use_rslora:
         return lora.alpha
     return lora.scaling * (math.sqrt(lora.r) if use_rslora else lora.r)

@@ -1,4 +1,4 @@
-"""A checkpoint that is written and committed while steps go on."""
+"""Checkpoint that is written and committed while steps continue."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import NamedTuple
 
 from raymm.errors import InternalError
 
-# Seconds that a save that is given up may take to notice.
+# Seconds that an abandoned save may take to end.
 GIVE_UP_S = 5.0
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is committed.
+    """Committed checkpoint.
 
     Attributes:
-        step: after which its state was.
-        folder: where it is.
-        seconds: from the copy of the state until it was committed.
+        step: number of steps that its state had taken.
+        seconds: from the copy of the state until the commit.
     """
 
     step: int
@@ -29,12 +28,12 @@ class Saved(NamedTuple):
 
 
 class BackgroundSave:
-    """One checkpoint on its way to the storage, in a thread of its own.
+    """Thread that writes one checkpoint.
 
     Args:
-        step: of the state that was copied.
-        work: writes and commits it; returns where. Is given what raises once nobody waits for it
-            any more, to be called before what cannot be taken back.
+        step: step of the copied state.
+        work: writes and commits the checkpoint and returns its location. Receives a function to
+            call before irreversible actions; it raises once the save was abandoned.
     """
 
     def __init__(
@@ -46,30 +45,22 @@ class BackgroundSave:
         self._saved: Saved | None = None
         self._error: Exception | None = None
         self._abandoned = threading.Event()
-        # A driver that ends by an error must not wait for a file system that hangs.
+        # A driver that ends with an error must not wait for a hanging file system.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether :meth:`result` returns at once."""
+        """True if :meth:`result` returns immediately."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for it, at most so long; whether it has ended.
-
-        Args:
-            seconds: how long.
-        """
+        """Wait for at most some seconds. Return True if the save has ended."""
         self._thread.join(seconds)
         return self.ended
 
     def result(self) -> Saved:
-        """Wait for it.
-
-        Raises:
-            Exception: what went wrong.
-        """
+        """Wait for the save. Raises what the save raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -77,14 +68,14 @@ class BackgroundSave:
         return self._saved
 
     def abandon(self) -> None:
-        """It is not to be committed any more, unless it is being just now."""
+        """Prevent the commit, unless it is in progress."""
         self._abandoned.set()
         self._thread.join(GIVE_UP_S)
 
     def _run(self) -> None:
         try:
             folder = self._work(self._check)
-        except Exception as error:  # raised again where somebody waits for it
+        except Exception as error:  # raised again by result()
             self._error = error
             return
         self._saved = Saved(self.step, folder, time.perf_counter() - self._began)

@@ -1,11 +1,11 @@
-"""Checkpoints: shards of all ranks, made valid by a manifest that comes last, in one step.
+"""Checkpoints: shards of all ranks, committed by an atomic write of a manifest.
 
-``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``, in a folder or in
-a bucket. Shards are written first, beside a mark that says so; the manifest is put in place last.
-A folder with the mark and without a manifest is a torn checkpoint: it is never read, and removed
-at the next start. A manifest has a checksum of every shard and of itself, which every reader
-compares first. Tensors are named by module and parameter, not by stage, and shards by their ranges:
-a checkpoint can be read under another layout.
+``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``, in a folder or a
+bucket. Shards are written first, next to a mark of an uncommitted checkpoint; the manifest comes
+last. A folder with the mark and without a manifest is a torn checkpoint. It is never read, and
+removed at the next start. A manifest has checksums of all shards and of itself, which every reader
+verifies first. Tensors are named by module and parameter, not by stage, and shards by their ranges,
+so a checkpoint can be read under another layout.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ from raymm.storage.step_folders import (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every byte is what was written.
+    """Checkpoint whose every byte was verified.
 
     Attributes:
-        folder: where it is: its path or, in a bucket, its URL.
-        manifest: what it consists of.
-        corrupt: what is wrong with the newer ones, newest first.
+        folder: its path or, in a bucket, its URL.
+        corrupt: problems of newer checkpoints, newest first.
     """
 
     folder: Path | str
@@ -60,7 +59,7 @@ class Checkpoint:
     corrupt: tuple[str, ...] = ()
 
     def warnings(self) -> list[str]:
-        """What to say aloud of the newer ones."""
+        """Return messages about corrupt newer checkpoints."""
         return [
             *(f"corrupt checkpoint, left where it is: {reason}" for reason in self.corrupt),
             *([f"the newest intact checkpoint is {self.folder}"] if self.corrupt else ()),
@@ -68,21 +67,20 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """Checkpoints of one run.
 
     Args:
-        storage: the run's folder, or its URL.
-        keep: how many checkpoints to keep.
-        check_owner: called before anything is changed and before a checkpoint is made valid;
-            raises if the folder is not this run's. For whoever writes anything else there, too.
-        before_commit: called before a checkpoint is made valid, once its shards are written: for
-            what is to be there by then.
+        storage: folder of the run, or its URL.
+        keep: number of checkpoints to keep.
+        check_owner: called before each change and before each commit; raises if the folder belongs
+            to another run. Other writers to the folder also call it.
+        before_commit: called after the shards are written and before the commit.
 
     Attributes:
-        run: what checkpoints say of the run (:class:`Manifest`).
-        current: the checkpoint that was saved or found last.
-        unremoved: message about files of old checkpoints that stayed when the last save removed
-            them; None if nothing stayed.
+        run: description of the run for the manifest (:class:`Manifest`).
+        current: checkpoint that was saved or found last.
+        unremoved: message about files of old checkpoints that the last save could not remove, or
+            None.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class CheckpointStore:
         self.unremoved: str | None = None
 
     def committed(self) -> list[Path | str]:
-        """Checkpoints that are not torn, oldest first. Nothing in them is verified.
+        """Return all checkpoints that are not torn, oldest first. Their content is not verified.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -125,16 +123,15 @@ class CheckpointStore:
         return [folder for folder in step_folders(self._root) if not is_torn(folder)]
 
     def latest(self) -> Path | str | None:
-        """The newest of :meth:`committed`: to look at, not to load (:meth:`newest`)."""
+        """Return the newest of :meth:`committed`, for display. Use :meth:`newest` to load one."""
         return next(reversed(self.committed()), None)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole: every byte was compared with its checksum. None if
-        there is no checkpoint. Corrupt ones stay where they are.
+        """Return the newest intact checkpoint after verifying every byte; None if there is no
+        checkpoint. Corrupt checkpoints are kept.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are corrupt; says what is wrong with
-                each.
+            CheckpointError: all checkpoints are corrupt. Names the problem of each.
         """
         corrupt = []
         with self._reading():
@@ -156,17 +153,17 @@ class CheckpointStore:
         return None
 
     def remove_leftovers(self) -> list[str]:
-        """Remove what saves that were never committed have left; returns what it was. Only for
-        the run that owns the folder.
+        """Remove the files of uncommitted saves; return their names. Only the owner of the folder
+        may call it.
 
         Raises:
-            RunFileError: it cannot be removed.
+            RunFileError: a file cannot be removed.
         """
         removed = []
         with writing(self._root):
             folders = step_folders(self._root)
         for folder in folders:
-            if listed_names(folder) is None:  # :meth:`newest` reports it
+            if listed_names(folder) is None:  # newest() reports it
                 continue
             with writing(folder):
                 if is_torn(folder):
@@ -180,24 +177,24 @@ class CheckpointStore:
         return removed
 
     def keep_best(self, best: Callable[[Collection[int]], int | None]) -> None:
-        """Keep one more checkpoint than the newest ones.
+        """Keep one checkpoint in addition to the newest ones.
 
         Args:
-            best: called now and after each commit, from the thread that commits, with the steps of
-                the committed checkpoints; returns the step of the checkpoint to keep.
+            best: returns the step of the checkpoint to keep. Called now and after each commit, from
+                the committing thread, with the steps of all committed checkpoints.
         """
         self._best = best
         best([step_number(folder.name) for folder in self._whole()])
 
     def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path | str:
-        """Write a checkpoint of the current state and drop old ones. A state that was saved or
-        loaded here already is not written again.
+        """Write and commit a checkpoint of the current state, and drop old ones. A state that was
+        saved or loaded before is not written again.
 
         Raises:
-            RunFileError: it cannot be written; says the path and the cause. Earlier checkpoints
-                are as they were.
-            NotFiniteError: a parameter, or what the optimizer keeps of one, is not finite. Nothing
-                is written or dropped then.
+            RunFileError: the checkpoint cannot be written. Names path and cause; earlier
+                checkpoints are unchanged.
+            NotFiniteError: a parameter or its optimizer state is not finite. Nothing is written or
+                dropped.
         """
         self.finish()
         folder = self._folder_of(parallel.steps_taken)
@@ -211,12 +208,11 @@ class CheckpointStore:
         ))
 
     def start(self, parallel: ParallelModule, trainer: dict[str, Any]) -> None:
-        """:meth:`save`, but steps may go on once the state is copied to host memory, which is when
-        this returns. Waits for the one before it, which :meth:`finish` returns first: at most one
-        is under way.
+        """Start :meth:`save` in the background. Return once the state is copied to host memory;
+        steps may then continue. At most one save is in flight: this waits for the previous one.
 
         Raises:
-            RunFileError, NotFiniteError: of the one before it.
+            RunFileError, NotFiniteError: the previous save failed.
             RankFailedError: a rank died.
         """
         self.finish()
@@ -239,41 +235,37 @@ class CheckpointStore:
 
     @property
     def under_way(self) -> int | None:
-        """Of which step a checkpoint is being written; None if there is none, or it has ended."""
+        """Step of the save in flight; None if there is none."""
         return None if self._behind is None or self._behind.ended else self._behind.step
 
     def wait(self, seconds: float) -> bool:
-        """Wait for what was started, at most so long; whether nothing is under way.
-
-        Args:
-            seconds: how long.
-        """
+        """Wait up to some seconds for the save in flight. Return True if none is in flight."""
         return self._behind is None or self._behind.wait(seconds)
 
     def ended(self) -> Saved | None:
-        """What was started, if it is committed by now, once; does not wait.
+        """Return a save that was committed since the last call, once; None otherwise. Does not
+        wait.
 
         Raises:
-            RunFileError, NotFiniteError: it could not be saved, as of :meth:`save`.
-            RankFailedError: a rank died meanwhile.
+            RunFileError, NotFiniteError: the save failed, as in :meth:`save`.
+            RankFailedError: a rank died.
         """
         return None if self.under_way is not None else self.finish()
 
     def finish(self) -> Saved | None:
-        """Wait for what was started; None if there is none. Raises as :meth:`ended`."""
+        """Wait for the save in flight; None if there is none. Raises as :meth:`ended`."""
         if self._behind is None:
             return None
         try:
             saved = self._behind.result()
-        except Exception:  # no KeyboardInterrupt: then it is still under way
+        except Exception:  # not KeyboardInterrupt: the save is still in flight then
             self._behind = None
             raise
         self._behind = None
         return saved
 
     def abandon(self) -> None:
-        """What was started is not to be committed any more; what it has left is removed at the next
-        start."""
+        """Prevent the commit of the save in flight. Its files are removed at the next start."""
         if self._behind is not None:
             self._behind.abandon()
             self._behind = None
@@ -290,13 +282,7 @@ class CheckpointStore:
         write: Callable[[], list[dict[str, WrittenShard]]],
         check: Callable[[], None] = lambda: None,
     ) -> Path | str:
-        """Have the shards written, and commit them.
-
-        Args:
-            step, plan, trainer: of the state.
-            write: has all ranks write theirs; returns what is in them.
-            check: raises if the checkpoint is not to be made valid any more.
-        """
+        """Write and commit a checkpoint. ``check`` raises if it must not be committed any more."""
         folder = self._folder_of(step)
         try:
             self._make_room(folder)
@@ -329,8 +315,7 @@ class CheckpointStore:
         return folder.place
 
     def _what_stays(self, failed: StorageFolder) -> str:
-        """After a save that failed; removes what it has written, which may be what fills the disk.
-        """
+        """Remove the files of a failed save, and return a phrase about what is kept."""
         with suppress(OSError):
             remove_torn(failed)
         try:
@@ -349,7 +334,7 @@ class CheckpointStore:
         )
 
     def _make_room(self, folder: StorageFolder) -> None:
-        """Remove a torn checkpoint that is in the way; set another one aside."""
+        """Remove a torn checkpoint in the folder's place; rename any other one."""
         with writing(folder):
             if folder.name not in self._root.names():
                 return
@@ -377,8 +362,8 @@ class CheckpointStore:
         )
 
     def _remove_old(self, step: int) -> None:
-        """Of the checkpoints up to the one that was just saved, keep the newest. Corrupt ones,
-        which all later ones are, neither count nor go."""
+        """Drop old checkpoints up to the saved step. Corrupt ones, like all later ones, are
+        ignored."""
         counted = self._whole()
         upto = counted.index(self._root / folder_name(step)) + 1
         best = self._best([step_number(folder.name) for folder in counted[:upto]])

@@ -1,5 +1,7 @@
-"""Whether a function of the user's is still the same: by what it does and holds, where its name
-says too little (``<lambda>``, a partial) or its body has been edited."""
+"""Digests of user functions by their code and the values that they hold.
+
+They detect changes that a name does not show (``<lambda>``, a partial, an edited body).
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,20 @@ import torch
 
 from raymm.errors import USER_CODE_RAISES
 
-# Containers in each other, and functions that functions hold.
+# Maximum nesting of containers and of functions that hold functions.
 MOST_DEPTH = 8
-# Values looked at in all: what a function closes over may be a whole dataset.
+# Maximum number of values in a digest: a function may close over a whole dataset.
 MOST_VALUES = 20_000
 # Methods of types that are written in C.
 _SLOTS = types.WrapperDescriptorType | types.MethodDescriptorType | types.MethodWrapperType
 
 
 def code_digest(function: Callable[..., Any]) -> str:
-    """Of a function's bytecode and constants, its defaults and what it closes over; of a partial's
-    arguments and a callable object's attributes, too. Line numbers, comments and names of local
-    variables do not count, nor do other functions that it calls by name, nor objects of other
-    kinds than plain values, tensors and arrays.
+    """Return a digest of a function, with Python's version, because bytecode depends on it.
 
-    Returns:
-        The digest, with Python's version: others have other bytecode.
+    The digest covers bytecode, constants, defaults and closures; also the arguments of partials and
+    the attributes of callable objects. Line numbers, comments, names of local variables, functions
+    called by name, and objects other than plain values, tensors and arrays do not count.
     """
     digest = ValueDigest()
     digest.feed(function)
@@ -46,11 +46,9 @@ class ValueDigest:
     """SHA-256 of values and of the functions that they hold.
 
     Args:
-        strict: also hash the state of objects of other kinds, by pickling them, and the weights of
-            modules.
+        strict: also hash the pickled state of other objects, and the weights of modules.
 
     Attributes:
-        hashed: the hash so far.
         modules: names of the Python modules that define the functions and classes fed so far.
         unseen: with ``strict``, sentences about values that could not be hashed.
     """
@@ -63,12 +61,7 @@ class ValueDigest:
         self._left = MOST_VALUES
 
     def feed(self, value: Any, depth: int = MOST_DEPTH) -> None:
-        """Add a value.
-
-        Args:
-            value: of any type.
-            depth: levels of nested values to add.
-        """
+        """Add a value of any type, and up to ``depth`` levels of nested values."""
         self.hashed.update(f"<{type(value).__module__}.{type(value).__qualname__}>".encode())
         self._left -= 1
         self._note_modules(value)
@@ -105,7 +98,7 @@ class ValueDigest:
     def _feed_pickled(self, value: Any) -> None:
         try:
             self.hashed.update(pickle.dumps(value))
-        except USER_CODE_RAISES as error:  # a class may say anything
+        except USER_CODE_RAISES as error:  # a class may raise anything
             self.unseen.append(
                 f"holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
                 f"pickled ({type(error).__name__})"
@@ -121,7 +114,7 @@ class ValueDigest:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return the values that a value consists of, in a fixed order; None if they are unknown."""
+    """Return the values that a value consists of, in a fixed order; None if unknown."""
     if isinstance(value, types.ModuleType):
         return []
     if isinstance(value, types.CodeType):
@@ -143,7 +136,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [value.__module__, value.__qualname__]
     if isinstance(value, types.BuiltinFunctionType):
         return [value.__qualname__, value.__self__]
-    if isinstance(value, torch.nn.Module):  # its weights are for checkpoints
+    if isinstance(value, torch.nn.Module):  # its weights are in checkpoints
         return [str(value)]
     if dataclasses.is_dataclass(value):
         return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)}]

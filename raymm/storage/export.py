@@ -1,4 +1,4 @@
-"""Export: a run's trained modules as ordinary Hugging Face folders, adapters as ``peft``'s."""
+"""Export of trained modules as Hugging Face folders, and of adapters as ``peft`` folders."""
 
 from __future__ import annotations
 
@@ -40,38 +40,37 @@ def export_model(
     averaged: bool = False,
     dtype: str = SOURCE,
 ) -> list[Path]:
-    """Write the modules of the newest checkpoint that is whole.
+    """Write the modules of the newest intact checkpoint.
 
     Args:
-        model: the run's model description; it is materialized in this process.
-        storage: the run's folder, or its URL.
-        output: a folder that does not exist yet; it gets ``language_model/``,
-            ``{encoder}_encoder/`` and ``{encoder}_projector/``; of a whole
-            model it is the folder of its class, with the same keys, in shards.
-        tokenizer: folder of a tokenizer to put with the language model, or of a whole model's
-            processor, whose template and files are put beside its weights.
-        say: is told of newer checkpoints that are corrupt.
-        trust_remote_code: run Python files that the tokenizer's folder brings.
-        merge: write modules with adapters as ordinary ones, whose weights have what the adapters
-            add. Otherwise they become folders of ``peft``, which name the folder of the module
-            without adapters; of one that is of no folder that is written, too, as
-            ``{module}_base``. Of a whole model ``model/`` and ``adapters/``, or the latter alone,
-            where nothing but adapters of a folder is trained.
-        shard_size: of a whole model, that no file is to exceed, as transformers writes it.
-        averaged: write moving averages of the weights that were trained (``optimizer.ema``).
+        model: model description of the run; materialized in this process.
+        storage: folder of the run, or its URL.
+        output: new folder. Gets ``language_model/``, ``{encoder}_encoder/`` and
+            ``{encoder}_projector/``. For a Hugging Face VLM it becomes a folder of the model's
+            class, with the same keys, in shards.
+        tokenizer: folder of the tokenizer to add to the language model. For a Hugging Face VLM,
+            folder of the processor, whose template and files are added to the weights.
+        say: called with a message for each newer corrupt checkpoint.
+        trust_remote_code: run Python files in the tokenizer's folder.
+        merge: add adapters to the weights of their modules. Otherwise adapters become ``peft``
+            folders that name the folder of the module without adapters. A module without a folder
+            is also written, as ``{module}_base``. A Hugging Face VLM gets ``model/`` and
+            ``adapters/``, or only adapters if nothing else is trained.
+        shard_size: maximum file size for a Hugging Face VLM, in the notation of transformers.
+        averaged: write moving averages of trained weights (``optimizer.ema``).
         dtype: ``"source"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"source"`` stores
-            each tensor in the dtype of the folder that it was loaded from, fp32 without one.
+            each tensor in the dtype of the folder that it was loaded from, or fp32 without one.
 
     Returns:
-        The folders written. Modules that Hugging Face has no class for are written as
+        The written folders. Modules without a Hugging Face class are written as
         ``model.safetensors`` with their state dict.
 
     Raises:
-        ConfigError: if ``output`` exists or cannot be made; before anything is read.
-        CheckpointError: if there is no checkpoint, it has no averages, or a weight is not finite.
-        CheckpointError: if no checkpoint is whole, or it is of another model, or what was written
-            is not the trained model when it is read back.
-        ModelError: if a folder's format or ``dtype`` cannot be written.
+        ConfigError: ``output`` exists or cannot be created. Raised before anything is read.
+        CheckpointError: there is no intact checkpoint, it belongs to another model, has no
+            averages, or a weight is not finite; or the written model differs from the trained one
+            when read back.
+        ModelError: a folder's format or ``dtype`` cannot be written.
     """
     place = Output.new_folder("output", output)
     place.check()
@@ -112,11 +111,8 @@ def export_model(
 
 
 def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
-    """
-    Raises:
-        CheckpointError: weights of the checkpoint, or of a frozen module's own folder, that are not
-            finite. Of buffers, only NaN: an additive mask is infinite.
-    """
+    """Raise CheckpointError for weights that are not finite, and for buffers with NaN, because
+    additive masks are infinite."""
     tensors = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
     tensors += [
         (name, buffer) for name, buffer in model.named_buffers() if bool(buffer.isnan().any())
@@ -131,21 +127,13 @@ def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
 
 
 class _Writer:
-    """Writes a model's folders.
-
-    Args:
-        final: path that the output folder gets in the end.
-        merge: add adapters to the weights.
-        shard_size, dtype: as in :func:`export_model`.
-    """
-
     def __init__(self, final: Path, merge: bool, shard_size: str, dtype: str) -> None:
         self._final, self._merge = final, merge
         self._shard_size, self._dtype = shard_size, dtype
         self._names: list[str] = []
 
     def check(self, model: MultimodalModule | WholeModel) -> None:
-        """Raise ModelError if a folder to be written cannot have the dtype."""
+        """Raise ModelError if a folder cannot be written in the dtype."""
         if isinstance(model, WholeModel):
             if not self._adapters_only(model):
                 ModelFolder(_path(model.source), self._dtype)
@@ -162,8 +150,8 @@ class _Writer:
         )
 
     def write_whole(self, model: WholeModel, whole: nn.Module, folder: Path) -> list[str]:
-        """Write a whole model as a folder of its class; with adapters, next to one of ``peft``.
-        Returns the names of the folders, the one for the processor first."""
+        """Write a Hugging Face VLM, and its adapters unless merged. Return the names of the
+        folders, first the one for the processor."""
         source = _path(model.source)
 
         def save(module: nn.Module, name: str) -> None:
@@ -182,7 +170,7 @@ class _Writer:
         return ["model", "adapters"]
 
     def write(self, model: MultimodalModule, folder: Path) -> list[str]:
-        """Write every module; returns the names of their folders."""
+        """Write all modules; return the names of their folders."""
         language = model.language_model
         module = language.materialize(ModuleKind.LANGUAGE_MODEL)
         sample = {"input_ids": torch.arange(8)[None] % _vocabulary(module)}
@@ -198,10 +186,6 @@ class _Writer:
         self, folder: Path, name: str, module: nn.Module, part: ModalityModule | None,
         inputs: Mapping[str, Any] | None,
     ) -> None:
-        """
-        Args:
-            part: description of the module; None for a projector.
-        """
         self._names.append(name)
         source = None if part is None else part.folder
         if not has_adapters(module) or self._merge:

@@ -1,5 +1,4 @@
-"""Whether files are the ones of before, cheaply: sizes, and a digest of small files whole and of
-large ones in samples."""
+"""Cheap fingerprints of files: sizes, and digests of small files and of samples of large ones."""
 
 from __future__ import annotations
 
@@ -12,27 +11,31 @@ import xxhash
 
 from raymm.data.remote.path import DataPath, read_range, size_of, version_of
 
-# Files up to this size are digested whole; of larger ones blocks at equal distances, the first and
-# the last among them. What is changed between these, with size kept, shows in the file's time only.
+# Files up to this size are hashed completely. Of larger files, BLOCKS blocks at equal distances are
+# hashed, including the first and the last; other changes that keep the size only show in the file
+# time.
 WHOLE_BYTES = 16 * 2**20
 BLOCKS = 16
 BLOCK_BYTES = 2**16
-# Files that are read at the same time, and that are told apart: of more, only all together.
+# Number of files read in parallel, and maximum number of files with separate digests; more files
+# only have a common digest.
 THREADS = 8
 FILES_TOLD_APART = 256
 
 
 def fingerprint_of_files(files: Iterable[DataPath], root: Path | None = None) -> dict[str, Any]:
-    """Plain JSON: ``{"files": {name: "size digest"} or their count, "bytes", "digest", "times"}``.
-    Copying files elsewhere, to a bucket too, changes ``times`` alone.
+    """Return plain JSON: ``{"files": {name: "size digest"} or their count, "bytes", "digest",
+    "times"}``.
+
+    Copying files elsewhere, also to a bucket, changes only ``times``.
 
     Args:
-        files: in an order that means something.
-        root: what names are relative to; by default they are without folders.
+        files: in a meaningful order.
+        root: folder that names are relative to; by default names have no folders.
 
     Raises:
         OSError: a file cannot be read.
-        DataError: a server does not give it.
+        DataError: a server does not return a file.
     """
     files = list(files)
     names = [

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run are worth, and what two of them differ in."""
+"""Inspection, comparison and pruning of the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from raymm.storage.step_folders import (
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What there is of a checkpoint.
+    """Result of inspecting a checkpoint.
 
     Attributes:
         folder: its path or, in a bucket, its URL.
-        manifest: what it consists of; None of one that cannot be read.
-        problem: what is wrong with it; None if every byte is what was written.
-        torn: whether it is only what a save that was never finished has left. Nobody reads it, and
-            the run removes it when it goes on.
+        manifest: None if it cannot be read.
+        problem: description of the damage; None if every byte is as written.
+        torn: True for the remains of an unfinished save. They are never read, and removed when the
+            run resumes.
     """
 
     folder: Path | str
@@ -46,24 +46,24 @@ class CheckpointReport:
 
     @property
     def tensors(self) -> int:
-        """How many there are, however many shards they are in."""
+        """Number of tensors, however many shards they have."""
         return len(stored_names(self.manifest.index)) if self.manifest else 0
 
     @property
     def nbytes(self) -> int:
-        """Of all files that the manifest names."""
+        """Size of all files in the manifest, in bytes."""
         return sum(file.size for file in self.manifest.files.values()) if self.manifest else 0
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that two checkpoints have, and that is not the same.
+    """Tensor that differs between two checkpoints.
 
     Attributes:
-        name: of the tensor, with its module's before it.
-        kinds: dtype and shape in both, where they differ; else None.
-        relative: norm of the difference over the norm of the first; infinite where that is zero,
-            not a number where one of the two is not finite.
+        name: with the name of its module as prefix.
+        kinds: dtype and shape in both checkpoints if they differ; else None.
+        relative: norm of the difference over the norm of the first; infinite if that is zero, NaN
+            if one of the tensors is not finite.
     """
 
     name: str
@@ -73,12 +73,12 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have of each other.
+    """Result of comparing two checkpoints.
 
     Attributes:
-        equal: how many tensors are the same, bit for bit.
-        different: the others that both have, the most different first.
-        only_first, only_second: names that one of the two lacks.
+        equal: number of tensors that are bitwise equal.
+        different: other tensors that both have, most different first.
+        only_first, only_second: names that the other checkpoint lacks.
     """
 
     equal: int
@@ -88,22 +88,22 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether they have the same tensors."""
+        """True if both have the same tensors with equal values."""
         return not (self.different or self.only_first or self.only_second)
 
 
 def inspect_checkpoints(location: str | os.PathLike[str]) -> Iterator[CheckpointReport]:
-    """Compare every byte of a checkpoint, or of all of a run's, with what was written. Nothing is
-    changed; a run may go on meanwhile.
+    """Verify every byte of a checkpoint, or of all checkpoints of a run. Changes nothing, so the
+    run may be active.
 
     Args:
-        location: a run's folder, or one checkpoint's; a path or a URL.
+        location: folder of a run or of a checkpoint, as path or URL.
 
     Yields:
-        Oldest first, each when it was read.
+        A report per checkpoint, oldest first.
 
     Raises:
-        CheckpointError: there is none, or the folder cannot be read.
+        CheckpointError: there is no checkpoint, or the folder cannot be read.
     """
     folder = storage_folder(location)
     for checkpoint in _checkpoints(folder):
@@ -136,15 +136,15 @@ def compare_checkpoints(
     first: str | os.PathLike[str], second: str | os.PathLike[str],
     looked_at: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
-    """Compare two checkpoints tensor by tensor, whatever layouts they were written under. One
-    tensor of each is in memory at a time.
+    """Compare two checkpoints tensor by tensor, even if their layouts differ. Only one tensor of
+    each is in memory at a time.
 
     Args:
         first, second: folders of checkpoints; paths or URLs.
-        looked_at: told of how many tensors there are, of those that both have.
+        looked_at: called with the numbers of compared and of common tensors.
 
     Raises:
-        CheckpointError: one of them is not whole.
+        CheckpointError: a checkpoint is not intact.
     """
     manifests = [verified_manifest(storage_folder(folder)) for folder in (first, second)]
     names = [stored_names(manifest.index) for manifest in manifests]
@@ -186,21 +186,21 @@ def _kind(tensor: torch.Tensor) -> str:
 def prune_checkpoints(
     location: str, keep: int, say: Callable[[str], None] = lambda line: None
 ) -> list[Path | str]:
-    """Remove all but the newest whole checkpoints of a run that does not go on. What is corrupt or
-    torn stays.
+    """Remove all but the newest intact checkpoints of an inactive run. Corrupt and torn checkpoints
+    are kept.
 
     Args:
-        location: the run's folder, or its URL.
-        keep: how many stay, at least 1.
-        say: called with messages about the folder's owner, and about files that stay.
+        location: folder of the run, or its URL.
+        keep: number of checkpoints to keep, at least 1.
+        say: called with messages about the folder's owner and about files that are kept.
 
     Returns:
-        What was removed, oldest first.
+        The removed folders, oldest first.
 
     Raises:
-        CheckpointError: there is none.
-        ConfigError: a run goes on in the folder.
-        RunFileError: one cannot be removed.
+        CheckpointError: there is no checkpoint.
+        ConfigError: a run is active in the folder.
+        RunFileError: a checkpoint cannot be removed.
     """
     _checkpoints(storage_folder(location))
     with RunFolder(location).owned(say) as check_owner:

@@ -1,4 +1,4 @@
-"""Checkpoints read back: into processes that run, or into a model of this process."""
+"""Loading of checkpoints into running processes, or into a model in this process."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.manifest import Manifest, read_manifest
 from raymm.storage.rank_calls import call_ranks
 
-# Parameters that an error names.
+# Maximum number of parameters that an error names.
 NAMES_SHOWN = 5
 
 
 def restore(
     parallel: ParallelModule, folder: Path | str, dropped: tuple[str, ...] = ()
 ) -> Manifest:
-    """Load a checkpoint into running processes, of either style. Each process verifies the files
-    that it reads from.
+    """Load a checkpoint into running processes. Each process verifies the files that it reads.
 
     Args:
-        parallel: the processes.
-        folder: the checkpoint.
-        dropped: how names of what is not needed any more begin.
+        dropped: name prefixes of tensors that are not needed any more.
 
     Raises:
-        CheckpointError: if it is damaged, lacks trainable parameters of the model, has something
-            that the model lacks or does not train any more, has other shapes or dtypes, or if
-            some are not finite.
+        CheckpointError: the checkpoint is damaged, lacks trainable parameters of the model, has
+            tensors that the model lacks or does not train, has other shapes or dtypes, or is not
+            finite.
     """
     manifest = read_manifest(folder)
     try:
@@ -63,15 +60,13 @@ def restore(
 def load_into_whole(
     model: WholeModel, folder: Path | str, averaged: bool = False
 ) -> Manifest:
-    """Load a checkpoint's weights into a whole model, which is materialized in this process.
+    """Load a checkpoint's weights into a Hugging Face VLM, which is materialized in this process.
 
     Args:
-        model: the description.
-        folder: the checkpoint.
-        averaged: whether what was trained is to have the moving averages of its weights.
+        averaged: True to load moving averages of trained weights.
 
     Raises:
-        CheckpointError: as from :func:`restore`, or it has no averages.
+        CheckpointError: as in :func:`restore`, or the checkpoint has no averages.
     """
     tensors = model.materialize().state_dict(keep_vars=True)
     return _load_parts({
@@ -86,15 +81,13 @@ def load_into_whole(
 def load_into_model(
     model: MultimodalModule, folder: Path | str, averaged: bool = False
 ) -> Manifest:
-    """Load a checkpoint's weights into a model in this process (all of it is materialized).
+    """Load a checkpoint's weights into a model, which is materialized in this process.
 
     Args:
-        model: the description.
-        folder: the checkpoint.
-        averaged: whether what was trained is to have the moving averages of its weights.
+        averaged: True to load moving averages of trained weights.
 
     Raises:
-        CheckpointError: as from :func:`restore`, or it has no averages.
+        CheckpointError: as in :func:`restore`, or the checkpoint has no averages.
     """
     model.materialize()
     parts = {name: model.encoders[name] for name in model.encoder_names}
@@ -112,12 +105,8 @@ def _load_parts(
     parts: Mapping[str, tuple[Mapping[str, torch.Tensor], set[str]]], folder: Path | str,
     averaged: bool,
 ) -> Manifest:
-    """
-    Args:
-        parts: per module, tensors by their names in the checkpoint, which are written into, and
-            the names of those that are trained.
-        folder, averaged: as of :func:`load_into_model`.
-    """
+    """Load tensors in place. ``parts``: per module, tensors by stored name, and names of trained
+    ones."""
     manifest = read_manifest(folder)
     stored = StoredTensors(folder, manifest.index, manifest.shards)
     left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
@@ -138,7 +127,7 @@ def _load_parts(
 
 
 def _copy_averages(stored: StoredTensors, own: Mapping[str, torch.Tensor]) -> int:
-    """Parameters become their averages, where a checkpoint has some; returns how many."""
+    """Replace parameters by their averages in the checkpoint; return their number."""
     averages = stored.read({f"optimizer/{name}/{AVERAGE_NAME}": None for name in own})
     named = {f"optimizer/{name}/{AVERAGE_NAME}": tensor for name, tensor in own.items()}
     rounded = {name: value.to(named[name].dtype) for name, value in averages.items()}
@@ -154,11 +143,6 @@ def _check_averages(folder: Path | str, averaged: bool, copied: int) -> None:
 
 
 def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> None:
-    """
-    Args:
-        lacking: trainable parameters of the model that the checkpoint lacks.
-        left: what the checkpoint has, and no part of the model has taken.
-    """
     if lacking:
         raise CheckpointError(
             f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: {_few(lacking)}"

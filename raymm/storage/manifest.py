@@ -1,8 +1,8 @@
-"""A checkpoint's manifest: what the checkpoint consists of, and what its files must be.
+"""Manifest of a checkpoint: its content, and the sizes and checksums of its files.
 
-Checksums are taken from the pages in memory while the disk writes them. Every process verifies the
-files that it reads from. A corrupt checkpoint is named and never deleted; one that is in the way of
-a new one is set aside.
+Checksums are computed from pages in memory while the disk writes them. Every process verifies the
+files that it reads. A corrupt checkpoint is reported and never deleted; if a new checkpoint needs
+its place, it is renamed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raymm.files.run_files import writing
 CHECKPOINT_FORMAT = 2
 MANIFEST = "manifest.json"
 
-# A plain file beside the manifest: no folder, no parent, nothing hidden.
+# A file next to the manifest: without folder, parent or leading dot.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
@@ -39,24 +39,23 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
-    """What a shard must be: its size in bytes, and XXH3 of 128 bits of them."""
+    """Size of a shard in bytes, and its 128-bit XXH3 checksum."""
 
     size: int = Field(ge=0)
     xxh3_128: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Manifest(_Strict):
-    """What a checkpoint consists of.
+    """Content of a checkpoint.
 
     Attributes:
-        format: :data:`CHECKPOINT_FORMAT`.
         step: optimizer steps taken.
         index: file of every tensor.
-        files: what every file must be.
-        plan: what it was written under, as of :meth:`raymm.scheduler.plan.plan.Plan.to_dict`.
-        run: what the run was made of (:func:`raymm.storage.run_description.describe_run`), to
-            compare with when it goes on; empty outside of a trainer's run.
-        trainer: the trainer's own state (position in the data).
+        files: size and checksum of every file.
+        plan: plan of the run, from :meth:`raymm.scheduler.plan.plan.Plan.to_dict`.
+        run: description of the run (:func:`raymm.storage.run_description.describe_run`), compared
+            when the run resumes; empty outside of a trainer's run.
+        trainer: state of the trainer (position in the data).
     """
 
     format: Literal[2] = CHECKPOINT_FORMAT
@@ -78,15 +77,15 @@ class Manifest(_Strict):
 
     @property
     def shards(self) -> dict[str, ShardFile]:
-        """The files, as readers of shards take them."""
+        """Files in the form that readers of shards take."""
         return {name: ShardFile(file.size, file.xxh3_128) for name, file in self.files.items()}
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Commit a checkpoint, whose shards are there, in one step.
+    """Commit a checkpoint whose shards are written, atomically.
 
     Raises:
-        RunFileError: it cannot be written; the checkpoint does not count then.
+        RunFileError: the manifest cannot be written, so the checkpoint does not count.
     """
     text = json.dumps(manifest.model_dump())
     values = {"checksum": _checksum(json.loads(text)), **json.loads(text)}
@@ -96,11 +95,12 @@ def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read and check a checkpoint's manifest: not its shards, which readers verify
-    (:class:`raymm.actors.optimizer.stored_tensors.StoredTensors`), or :func:`verify_checkpoint`.
+    """Read and check the manifest of a checkpoint. Readers verify shards
+    (:class:`raymm.actors.optimizer.stored_tensors.StoredTensors`), as does
+    :func:`verify_checkpoint`.
 
     Raises:
-        CheckpointError: it is missing, of another format, or is not what was written.
+        CheckpointError: the manifest is missing, of another format, or not as written.
     """
     place = storage_folder(folder)
     path = place / MANIFEST
@@ -112,7 +112,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a field twice
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a field occurs twice
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it is not a JSON object")
@@ -138,16 +138,16 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def verify_checkpoint(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Compare every byte of a checkpoint's shards with what was written, several files at a time.
+    """Compare every byte of a checkpoint's shards with their checksums, several files at a time.
 
     Raises:
-        CheckpointError: naming files that are missing or others.
+        CheckpointError: files are missing or differ. Names them.
     """
     verify_shards(storage_folder(folder), manifest.shards, manifest.index)
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """Of what a manifest says, however it is laid out in its file."""
+    """Return a checksum of a manifest's values, independent of their layout in the file."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(text.encode()).hexdigest()
 

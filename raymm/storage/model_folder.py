@@ -1,4 +1,4 @@
-"""Hugging Face folders of trained models: written in their source's dtypes, then read back."""
+"""Hugging Face folders of trained models: written in their source's dtypes, then verified."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Relative to the largest logit: products round by the alignment of their factors in memory.
+# Tolerance relative to the largest logit: products round depending on memory alignment.
 _NOISE = 1e-5
 _SHOWN = 3
 
@@ -65,14 +65,14 @@ class ModelFolder:
         self, module: PreTrainedModel, folder: Path, inputs: Mapping[str, Any] | None,
         shard_size: str = "50GB",
     ) -> None:
-        """Write a model and compare what ``from_pretrained`` reads with it.
+        """Write a model, and compare it with what ``from_pretrained`` reads.
 
         Args:
-            module: on the CPU with weights in fp32; left as it is.
+            module: on the CPU with weights in fp32; not modified.
             folder: directory to write to; created.
-            inputs: arguments of its forward whose outputs are compared; None tries some for its
-                class and compares tensors only if it takes none of them.
-            shard_size: largest size of a file, as in ``save_pretrained``.
+            inputs: arguments of the forward whose outputs are compared. If None, inputs for its
+                class are tried; if it takes none of them, only tensors are compared.
+            shard_size: maximum size of a file, as in ``save_pretrained``.
 
         Raises:
             CheckpointError: the folder read back has other keys, values or outputs.
@@ -94,7 +94,7 @@ class ModelFolder:
             for name, tensor in tensors.items()
         }
         dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
-        shell.save_pretrained(  # empties the dictionary as it writes
+        shell.save_pretrained(  # empties the dictionary while writing
             folder, state_dict=tensors, save_original_format=False, max_shard_size=shard_size
         )
         self._write_config(folder / "config.json", usual)
@@ -124,12 +124,11 @@ class ModelFolder:
         kept = None if self._forced is not None else source.get("dtype", source.get("torch_dtype"))
         _set_dtypes(written, source, None if self._forced is None else name)
         written["dtype"] = kept or name
-        # Sections stay in the order of transformers, which sorts keys that are numbers as numbers.
+        # Sections keep the order of transformers, which sorts numeric keys as numbers.
         file.write_text(json.dumps(dict(sorted(written.items())), indent=2) + "\n")
 
 
 def _set_dtypes(written: dict[str, Any], source: dict[str, Any], forced: str | None) -> None:
-    """Set the dtype of each section to the source's, or to one that a section of it asks for."""
     if "dtype" in written:
         due = source.get("dtype", source.get("torch_dtype"))
         written["dtype"] = forced if due and forced else due
@@ -142,7 +141,7 @@ def _set_dtypes(written: dict[str, Any], source: dict[str, Any], forced: str | N
 
 
 def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:
-    """Return a module in whose files ``from_pretrained`` of its class finds all weights."""
+    """Return a module whose files have all weights that its class's ``from_pretrained`` expects."""
     if not computes_weights(module):
         return module
     with torch.device("meta"):
@@ -151,8 +150,8 @@ def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def _without_false_claims(module: PreTrainedModel) -> PreTrainedModel:
-    """Return a shallow copy whose configuration says neither that weights are quantised (they are
-    not, once loaded) nor that those are tied which training or merging made different."""
+    """Return a shallow copy whose configuration does not claim quantized weights, or tied weights
+    that training or merging made different."""
     shell = copy.copy(module)
     shell.config = copy.deepcopy(module.config)
     if getattr(shell.config, "quantization_config", None) is not None:
@@ -175,11 +174,8 @@ def _difference(
     module: PreTrainedModel, folder: Path, dtypes: set[torch.dtype],
     inputs: Mapping[str, Any] | None,
 ) -> str | None:
-    """Return how the model that is read from a folder differs from the one written, or None.
-
-    Args:
-        dtypes: floating-point dtypes in the files; a value may be rounded to any of them.
-    """
+    """Return how the model read from a folder differs from the written one, or None. Values may be
+    rounded to any of ``dtypes``."""
     try:
         with quiet_loading():
             loaded: Any = type(module).from_pretrained(
@@ -223,7 +219,7 @@ def _difference(
 
 
 def _output(run: Any, inputs: Mapping[str, Any]) -> Any:
-    """Return the first output, in fp32; None if it is no tensor."""
+    """Return the first output in fp32; None if it is not a tensor."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         out = run(**copy.deepcopy(dict(inputs)))

@@ -1,4 +1,4 @@
-"""What ranks are asked to do with shards of checkpoints."""
+"""Calls of ranks that read or write shards of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from raymm.errors import CheckpointError, RankFailedError
 
 
 def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
-    """Results by rank.
-
-    Args:
-        group: of the ranks.
-        method: of them.
-        *args: the same for all.
+    """Call a method of all ranks with the same arguments. Return the results by rank.
 
     Raises:
-        CheckpointError: what a rank said of a shard, if that is why it failed.
-        RankFailedError: a rank died, or raised something else.
+        CheckpointError: a rank failed with this error about a shard.
+        RankFailedError: a rank died or raised another error.
     """
     try:
         return group.call(method, *args)
@@ -34,18 +29,15 @@ def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
 
 
 def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
-    """:func:`call_ranks` of a method that has a thread of its own, in a thread of the driver's:
-    steps go on meanwhile. Whoever waits for these looks after the ranks; nothing is asked of them
-    here, or ended, whatever happens. Takes as long as they live.
+    """Call a method of all ranks from a background thread while steps continue.
 
-    Args:
-        group, method: as there.
-        *args: the same for all.
+    The method must run in a separate thread of each rank. The main thread must watch the ranks,
+    because this call neither checks them actively nor ends them. It waits for as long as they live.
 
     Raises:
-        CheckpointError: what a rank said of a shard, once all have ended with theirs; or a rank
-            had no memory for it.
-        RankFailedError: a rank died, or raised something else, or all have ended.
+        CheckpointError: a rank failed with this error about a shard, after all have finished; or a
+            rank has no memory for its shard.
+        RankFailedError: a rank died or raised another error, or all have ended.
     """
     try:
         refs = pending = group.start(method, *args)
@@ -57,7 +49,7 @@ def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
         if isinstance(error.cause, CheckpointError):
             raise error.cause from None
         raise RankFailedError(str(error)) from error
-    except CheckpointError:  # who had no memory for it
+    except CheckpointError:  # a rank had no memory for its shard
         raise
     except (RayError, RuntimeError) as error:
         raise RankFailedError(first_line(error)) from error

@@ -64,7 +64,7 @@ def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -
         if spec is not None and file is None and spec.submodule_search_locations:
             continue  # a namespace package: a folder without code
         if file is None and name not in sys.modules:
-            sources[name] = "absent"  # an optional import, or a name that is no module
+            sources[name] = "absent"  # an optional import, or not a module
             continue
         sources[name], imported, unseen = _read(name, spec, file)
         values.unseen += unseen
@@ -106,7 +106,6 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 def _file(name: str, spec: ModuleSpec | None) -> Path | None:
-    """Return the file of a module; None if it has none."""
     origin = getattr(sys.modules.get(name), "__file__", None) or (spec and spec.origin)
     file = None if origin is None else Path(origin)
     return file if file is not None and file.is_file() else None
@@ -122,8 +121,7 @@ def _version(library: str) -> str:
 def _read(
     name: str, spec: ModuleSpec | None, file: Path | None
 ) -> tuple[str, list[str], list[str]]:
-    """Return a digest of a module's syntax, the modules that it imports, and why there may be more.
-    """
+    """Return a digest of a module's syntax, its imports, and reasons why it may use more code."""
     if file is None:
         return "unknown", [], [f"is defined in module {name!r}, which has no source file"]
     content = file.read_bytes()
@@ -162,8 +160,8 @@ def _parents(name: str, itself: bool = False) -> Iterator[str]:
 
 
 def _feed_variables(values: ValueDigest, module: str) -> None:
-    """Add the values of an imported module's variables and of its classes' attributes, which may
-    follow from more than its source, such as environment variables."""
+    """Add variables of a module and attributes of its classes, which may depend on the environment.
+    """
     variables = vars(sys.modules[module]) if module in sys.modules else {}
     spaces = [(module, variables)] + [
         (kind.__qualname__, vars(kind)) for kind in list(variables.values())
@@ -177,14 +175,14 @@ def _feed_variables(values: ValueDigest, module: str) -> None:
             before = len(values.unseen)
             try:
                 values.feed(value)
-            except USER_CODE_RAISES as error:  # a value may be of any class
+            except USER_CODE_RAISES as error:  # a value of any class may raise
                 values.unseen.append(f"has a value that cannot be hashed ({error})")
             values.unseen[before:] = [
                 f"reads {space}.{name}, which {why}" for why in values.unseen[before:]
             ]
 
 
-# Attributes that follow from the source.
+# Types of attributes that are determined by the source.
 _BY_SOURCE = (
     types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, staticmethod,
     classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType,

@@ -1,4 +1,4 @@
-"""What may be different when a run goes on from a checkpoint, and what may not."""
+"""Rules for changes between a checkpoint and the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from raymm.errors import CheckpointError
 from raymm.storage.manifest import Manifest
 
-# Differences that an error or a line names of one field.
+# Maximum number of differences that a message names for one field.
 SHOWN = 5
 _MISSING = object()
 _OTHER_DECAY = (
@@ -22,13 +22,13 @@ _OWN_NAME = re.compile(r"^raymm(\.\w+)+:")
 
 
 class Rule(NamedTuple):
-    """What a change of a field means.
+    """Rule for changes of a field.
 
     Attributes:
-        fields: pattern of their names; of several that fit, the first rule counts.
-        accepted: whether the run goes on (and says so), or only where ``run.allow_changes`` names
-            the field.
-        why: what the change does.
+        fields: pattern of field names. The first matching rule applies.
+        accepted: True to resume with a message; False to require the field in
+            ``run.allow_changes``.
+        why: effect of the change.
     """
 
     fields: str
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    # Progress and rates: the usual reasons to go on with another file.
+    # Progress and rates, which resumed runs usually change.
     Rule("run.steps", True, ""),
     Rule("optimizer.total_steps", True, "the rest of the learning rate schedule changes"),
     Rule("optimizer.name", False, "the saved optimizer state is for another algorithm"),
@@ -49,7 +49,7 @@ RULES = (
     Rule("optimizer.*", True, "it applies from the next step on"),
     Rule("run.precision", True, "numbers are rounded differently"),
     Rule("run.seed", False, "dropout, and weights that are not in checkpoints, would change"),
-    # Which samples a step has. The position in the data is counted in samples or planned steps.
+    # Samples of each step. The data position counts samples or planned steps.
     Rule("data.*.times", True, "the files were rewritten; the part that was compared is the same"),
     Rule("data.train.*.name", True, "samples and metrics use the new name"),
     Rule("data.train.*.weight*", True, "it applies from the next step on"),
@@ -61,12 +61,12 @@ RULES = (
     Rule("data.batching*", True, "the rest of the epoch is planned again"),
     Rule("data.heldout*", True, "held-out losses cannot be compared with earlier ones"),
     Rule("data.batches", True, "batches in memory are used in turn"),
-    # What the model is given.
+    # Inputs of the model.
     Rule("data.tokenizer*", False, "token ids, or the template around them, would change"),
     Rule("data.processor_files*", False, "the model would receive other numbers"),
     Rule("data.modalities.*.processor_files*", False, "the encoder would receive other numbers"),
     Rule("data.*", True, "samples are prepared differently from the next step on"),
-    # What the model computes. Names, shapes and dtypes must fit both ways in any case.
+    # Computation of the model. Names, shapes and dtypes must always match both ways.
     Rule("model.parameters*", False, ""),
     Rule("model.*.code", True, "the function of that name, or a value that it holds, has changed"),
     Rule("model.packing", True, "the loss is the same"),
@@ -76,10 +76,10 @@ RULES = (
     Rule("model.*.weights*", False, "frozen weights, which are not in checkpoints, would change"),
     Rule("model.*", False, "the model would compute other results with the same weights"),
 )
-# No option helps against these: something would be lost or made up.
+# These changes are never allowed: tensors would be lost or made up.
 _NEVER = "model.parameters"
 
-# Fields of the data that decide when a row is used, not what is in it.
+# Fields of the data that affect the order of rows, not their content.
 _ORDER = (
     "data.*.times", "data.train.*.weight*", "data.seed", "data.shuffle", "data.batch_size",
     "data.microbatches", "data.batching*",
@@ -87,10 +87,10 @@ _ORDER = (
 
 
 def have_same_rows(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if the data of two runs give the same rows, whatever their order.
+    """Return True if the data of two runs have the same rows in any order.
 
     Args:
-        was, now: of :func:`raymm.storage.run_description.describe_run`.
+        was, now: from :func:`raymm.storage.run_description.describe_run`.
     """
     fields = {field for field in {*was, *now} if field.startswith("data.")}
     return all(
@@ -103,19 +103,17 @@ def have_same_rows(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def compare(
     folder: Path | str, manifest: Manifest, run: Mapping[str, Any], allowed: Sequence[str] = ()
 ) -> list[str]:
-    """Compare a run that wants to go on with what a checkpoint says of itself.
+    """Compare a run with the checkpoint that it resumes from.
 
     Args:
-        folder: the checkpoint.
-        manifest: its manifest.
-        run: :func:`raymm.storage.run_description.describe_run` of the run.
+        run: description from :func:`raymm.storage.run_description.describe_run`.
         allowed: names of fields that may have changed (``run.allow_changes``).
 
     Returns:
-        A line for every field that has changed and may.
+        A line for each accepted change.
 
     Raises:
-        CheckpointError: naming every field that has changed and may not.
+        CheckpointError: fields have changed that must not. Names all of them.
     """
     if not manifest.run:
         raise CheckpointError(
@@ -144,8 +142,8 @@ def compare(
 
 
 def _of_another_name(field: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a function's code is not to be compared: it has another name, which is said, or a
-    raymm has written the checkpoint that did not look at code."""
+    """Return True if a function's code is not comparable: its name differs, or an earlier version
+    of raymm without code digests wrote the checkpoint."""
     name = field.removesuffix(".code")
     return was.get(name) != now.get(name) or field not in was or field not in now
 
@@ -194,11 +192,11 @@ def _shortened(changes: list[str]) -> str:
 
 
 def _differences(place: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Innermost places where two values differ."""
+    """Yield the innermost fields where two values differ."""
     if type(was) is type(now) and was == now:
         return
     if isinstance(was, str) and now == _OWN_NAME.sub("raymm:", was):
-        return  # of a checkpoint that says the file, too
+        return  # older checkpoints also name the file
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         was, now = dict(enumerate(was)), dict(enumerate(now))
     if not (isinstance(was, dict) and isinstance(now, dict)):
@@ -206,9 +204,9 @@ def _differences(place: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any
         return
     keys = {**was, **now}
     if "times" in keys and was.get("digest") != now.get("digest"):
-        del keys["times"]  # of files: written again, of course
+        del keys["times"]  # rewritten files have other times
         if was.get("files") != now.get("files"):
-            del keys["digest"]  # which of them is said
+            del keys["digest"]  # the differing files are named
     for key in keys:
         yield from _differences(
             f"{place}.{key}", was.get(key, _MISSING), now.get(key, _MISSING)

@@ -1,5 +1,5 @@
-"""What a run is made of, as plain data: checkpoints have it, and a run that goes on is compared
-with it (:mod:`raymm.storage.resuming`)."""
+"""Description of a run as plain data, saved in checkpoints and compared when the run resumes
+(:mod:`raymm.storage.resuming`)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from raymm.model.whole_model import WholeModel
 from raymm.storage.code_digest import code_digest
 from raymm.storage.fingerprints import fingerprint_of_files
 
-# Of a Hugging Face config: says nothing of what the model computes.
+# Fields of a Hugging Face config that do not affect what the model computes.
 _NOT_COMPUTED = {
     "architectures", "dtype", "finetuning_task", "id2label", "label2id", "model_type",
     "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class", "torch_dtype",
     "transformers_version", "use_cache",
 }
-# What a tokenizer's folder, which may be a model's, has of it.
+# Files of a tokenizer in its folder, which may also be a model's folder.
 _TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
     "*.model", "*.bpe", "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
 )
-# Of data: how they are loaded, not which they are.
+# Fields that affect how data are loaded, not their content.
 _LOADING = {
     "train", "heldout", "heldout_fraction", "tokenizer", "modalities", "row_form",
     "ignore_columns", "num_workers", "prefetch_steps", "worker_cpus", "worker_timeout",
@@ -52,14 +52,10 @@ def describe_run(
     data: DataConfig | Sequence[Any],
     splits: Mapping[str, Dataset],
 ) -> dict[str, Any]:
-    """Values by the names of their fields in a configuration; plain JSON.
+    """Return values by field names of the configuration, as plain JSON.
 
     Args:
-        run: how long, and how.
-        model: its description; nothing of it is built.
-        optimizer: AdamW and its schedule.
-        data: of the run.
-        splits: the samples of ``"train"`` and, if there are any, ``"heldout"``.
+        splits: datasets ``"train"`` and, if configured, ``"heldout"``.
 
     Raises:
         OSError: a file of the data, the tokenizer, a processor or a frozen module cannot be read.
@@ -133,16 +129,11 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
 
 
 def describe_modality(where: str, modality: ModalityDataConfig) -> dict[str, Any]:
-    """What makes tensors of a modality's items.
-
-    Args:
-        where: what names of fields begin with.
-        modality: of the data.
-    """
+    """Describe what turns a modality's items into tensors. ``where`` prefixes field names."""
     fields: dict[str, Any] = {
         f"{where}.{key}": value for key, value in modality.model_dump(mode="json").items()
     }
-    if modality.processor is None:  # the whole model's makes them
+    if modality.processor is None:  # the Hugging Face VLM's processor makes them
         return fields
     if (folder := Path(local_folder(modality.processor, weights=False))).is_dir():
         settings = sorted(folder.glob("*processor*.json"))
@@ -155,13 +146,11 @@ def describe_modality(where: str, modality: ModalityDataConfig) -> dict[str, Any
 def describe_module(
     where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
 ) -> dict[str, Any]:
-    """What a module computes; of frozen weights that are from files, which.
+    """Describe the computation of a module, and its frozen weights if they come from files.
 
     Args:
-        where: what names of fields begin with.
-        part: the module.
-        source: of its weights.
-        skeleton: its structure.
+        where: prefix of field names.
+        skeleton: the module without weights.
     """
     fields: dict[str, Any] = {}
     for name in ("lora", "projector_lora"):
@@ -175,8 +164,7 @@ def describe_module(
 
 
 def _adapters(where: str, lora: LoraConfig) -> dict[str, Any]:
-    """Fields of adapters. Checkpoints of earlier versions have no ``use_rslora``, which is false
-    in their runs, so only true is a field."""
+    """Describe adapters. Earlier checkpoints lack ``use_rslora``, so only true is a field."""
     return {
         f"{where}.{key}": value for key, value in vars(lora).items()
         if key != "use_rslora" or value
@@ -184,12 +172,11 @@ def _adapters(where: str, lora: LoraConfig) -> dict[str, Any]:
 
 
 def describe_source(where: str, source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
-    """What a source's module computes, and which its frozen weights are.
+    """Describe the computation of a source's module, and its frozen weights.
 
     Args:
-        where: what names of fields begin with.
-        source: of its weights.
-        skeleton: its structure.
+        where: prefix of field names.
+        skeleton: the module without weights.
     """
     fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
     config: Any = source.config
@@ -198,19 +185,19 @@ def describe_source(where: str, source: ModuleSource, skeleton: nn.Module) -> di
     if isinstance(source, FactorySource):
         fields[f"{where}.factory"] = {"target": source.target, "kwargs": source.kwargs}
     if isinstance(source, LiveSource) or all(p.requires_grad for p in skeleton.parameters()):
-        return fields  # all its values are in checkpoints
+        return fields  # all values are in checkpoints
     if isinstance(source, PretrainedSource):
         files = sorted(Path(source.folder).glob("*.safetensors"))
         fields[f"{where}.weights"] = fingerprint_of_files(files)
     elif (weights := getattr(source, "weights", None)) is not None:
         fields[f"{where}.weights"] = fingerprint_of_files([Path(weights)])
     else:
-        fields[f"{where}.seed"] = getattr(source, "seed", None)  # a source of a user's own
+        fields[f"{where}.seed"] = getattr(source, "seed", None)  # a user-defined source
     return fields
 
 
 def _computed(values: Any) -> Any:
-    """A config's values without those that say nothing of what the model computes."""
+    """Return a config without fields that do not affect what the model computes."""
     if not isinstance(values, dict):
         return values
     return {
@@ -221,7 +208,7 @@ def _computed(values: Any) -> Any:
 
 
 def _parameters(where: str, module: nn.Module) -> dict[str, str]:
-    """Of every parameter and persistent buffer: its dtype, shape, and whether it is trained."""
+    """Describe each parameter and persistent buffer: dtype, shape, and if it is trained."""
     return {
         f"{where}.{name}": f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} "
         + (("trained" if tensor.requires_grad else "frozen")
@@ -231,14 +218,13 @@ def _parameters(where: str, module: nn.Module) -> dict[str, str]:
 
 
 def _code(field: str, value: Any) -> dict[str, str]:
-    """What a function of the user's does; raymm's own are as their names say."""
+    """Describe the code of a user's function; functions of raymm are described by name."""
     if not callable(value) or _own(value):
         return {}
     return {f"{field}.code": code_digest(value)}
 
 
 def _module(value: Any) -> str:
-    """Where a thing, or else its type, is from; methods of builtins are of no module themselves."""
     return getattr(value, "__module__", None) or type(value).__module__
 
 
@@ -247,8 +233,7 @@ def _own(value: Any) -> bool:
 
 
 def _named(value: Any) -> Any:
-    """A function or a policy, by its name and what it holds. raymm's own are of no file: those
-    move."""
+    """Describe a function or a policy by name and values, without the file of raymm's own."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, functools.partial):

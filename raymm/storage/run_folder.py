@@ -1,5 +1,4 @@
-"""The folder that a run works in: its storage itself, or a folder of this machine that is mirrored
-there."""
+"""Working folder of a run: its storage, or a local folder that is mirrored to a bucket."""
 
 from __future__ import annotations
 
@@ -18,25 +17,25 @@ from raymm.files.output import Output
 from raymm.files.run_files import is_shortage, writing
 from raymm.files.run_owner import OWNER, BucketOwner, RunOwner
 
-# What is not mirrored: checkpoints are in the storage from the beginning.
+# Not mirrored: checkpoints are written to the storage directly.
 _CHECKPOINTS = "checkpoints/"
-# How long a run that ends by an error tries to save its logs; the error is what matters.
+# Seconds for which a run that ends with an error tries to save its logs.
 LAST_TRY_S = 5.0
 
 
 class RunFolder:
-    """Where a run writes what is no checkpoint: logs, pictures, the plan.
+    """Folder for a run's files other than checkpoints: logs, pictures, the plan.
 
-    A run in a bucket works in a folder of the driver's machine. It begins with what the bucket has,
-    and each file that has changed is put there as a whole: before a checkpoint is made valid, which
-    has its logs then, and when the run ends.
+    A run in a bucket works in a folder of the driver's machine. It starts with a copy of the
+    bucket's files. Changed files are uploaded as a whole before each commit of a checkpoint, so
+    that the checkpoint has its logs, and when the run ends.
 
     Args:
         location: ``run.storage_path``.
 
     Attributes:
-        storage: where checkpoints are.
-        path: the folder to work in.
+        storage: folder or bucket of the checkpoints.
+        path: working folder.
     """
 
     def __init__(self, location: str) -> None:
@@ -50,11 +49,11 @@ class RunFolder:
         return f"{self.storage} (here in {self.path})" if self._is_mirrored else str(self.path)
 
     def check(self) -> None:
-        """Make it, and try to write there.
+        """Create the folder, and try to write to it.
 
         Raises:
-            ConfigError: it cannot be written.
-            RunFileError: its disk is full.
+            ConfigError: the folder cannot be written.
+            RunFileError: the disk is full.
         """
         name = str(self.path) if self._is_mirrored else self._location
         with Output.folder("run.storage_path", name).writing():
@@ -72,11 +71,12 @@ class RunFolder:
 
     @contextmanager
     def owned(self, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-        """Own it for the length of a block; gives what raises if that is lost.
+        """Hold the lease on the folder within the block. Yields a function that raises if the lease
+        is lost.
 
         Raises:
-            ConfigError: another run owns it, and lives.
-            ConfigError, RunFileError: it cannot be read or written.
+            ConfigError: another active run holds the lease.
+            ConfigError, RunFileError: the folder cannot be read or written.
         """
         with RunOwner(self.path, say) as owner:
             if not self._is_mirrored:
@@ -93,10 +93,10 @@ class RunFolder:
                 self.mirror()
 
     def mirror(self, retry_for_s: float | None = None) -> None:
-        """Put what has changed since the last time into the storage, each file in one step.
+        """Upload the files that changed since the last call, each atomically.
 
         Raises:
-            RunFileError: it cannot be written.
+            RunFileError: a file cannot be written.
         """
         if not self._is_mirrored:
             return
@@ -118,11 +118,7 @@ class RunFolder:
         return [name for name in LocalFolder(self.path).files() if _is_mirrored(name)]
 
     def _fetch(self) -> None:
-        """Begin with what the storage has, and nothing else.
-
-        Raises:
-            ConfigError: it cannot be read, or written here.
-        """
+        """Replace the local files by those of the storage."""
         try:
             for name in self._own_files():
                 (self.path / name).unlink()
@@ -139,11 +135,11 @@ class RunFolder:
             ) from None
 
     def check_seen_by(self, group: RankGroup) -> None:
-        """Compare what the ranks find there with what this process has just written, and have them
-        write: on each node a path may lead somewhere else, or nowhere.
+        """Check that all ranks see and can write to the same folder. A path may lead elsewhere on
+        another node.
 
         Raises:
-            ConfigError: a rank's node has another folder there, or cannot write to it.
+            ConfigError: a rank's node has another folder at the path, or cannot write to it.
         """
         token = secrets.token_hex(16)
         name = f".seen-{token}{PARTIAL}"
@@ -165,7 +161,7 @@ class RunFolder:
 
 
 def _is_mirrored(name: str) -> bool:
-    # A bucket's names are anybody's: one with ".." would lead out of the working folder.
+    # Names in a bucket are not trusted: ".." would lead out of the working folder.
     parts = name.split("/")
     outside = not parts[0] or ".." in parts
     hidden = parts[-1].startswith(".")
@@ -173,7 +169,7 @@ def _is_mirrored(name: str) -> bool:
 
 
 def _working_folder(storage: StorageFolder) -> Path:
-    """Below ``$RAYMM_CACHE``, or ``~/.cache/raymm``; the same one for the same storage."""
+    """Return the folder for a storage below ``$RAYMM_CACHE``, or ``~/.cache/raymm``."""
     base = Path(os.environ.get("RAYMM_CACHE") or Path.home() / ".cache" / "raymm")
     digest = hashlib.sha256(storage.location.encode()).hexdigest()[:12]
     return base.absolute() / "runs" / f"{storage.name}-{digest}"

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints, by their steps."""
+"""Checkpoint folders of a run, by step."""
 
 from __future__ import annotations
 
@@ -13,41 +13,37 @@ from raymm.files.run_files import writing
 from raymm.storage.manifest import MANIFEST, Manifest, read_manifest, verify_checkpoint
 
 CHECKPOINTS = "checkpoints"
-"""The folder in a run's that they are in."""
+"""Name of the folder of all checkpoints in the run's folder."""
 _NAME = re.compile(r"step-(\d{8,})")
 TORN = f".not-committed{PARTIAL}"
-"""In folders that are no checkpoint yet, or no more."""
+"""Mark in folders that are not, or not any more, a checkpoint."""
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint of a step."""
+    """Return the name of the folder for a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_number(name: str) -> int:
-    """Return the step of a folder that :func:`folder_name` has named."""
+    """Return the step of a folder named by :func:`folder_name`."""
     return int(name.removeprefix("step-"))
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether a folder of this name is, or was to be, a checkpoint."""
+    """Return True if a folder with this name is, or was to become, a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def step_folders(root: StorageFolder) -> list[StorageFolder]:
-    """Those of a run, torn ones too, oldest first.
-
-    Args:
-        root: the folder that they are in.
-    """
+    """Return the checkpoint folders in ``root``, including torn ones, oldest first."""
     matches = ((name, _NAME.fullmatch(name)) for name in root.names())
     steps = {name: int(match[1]) for name, match in matches if match}
     return [root / name for name in sorted(steps, key=steps.__getitem__)]
 
 
 def listed_names(folder: StorageFolder) -> list[str] | None:
-    """Return the names in a folder; None if they cannot be read: permissions, a failing disk, a
-    link in a circle."""
+    """Return the names in a folder; None if it cannot be read (permissions, failing disk, circular
+    link)."""
     try:
         return folder.names()
     except OSError:
@@ -55,8 +51,8 @@ def listed_names(folder: StorageFolder) -> list[str] | None:
 
 
 def is_torn(folder: StorageFolder) -> bool:
-    """Return True for what a save that was never committed has left. A folder that has lost its
-    manifest otherwise, or that cannot be listed, is a damaged checkpoint."""
+    """Return True for the remains of an uncommitted save. A folder that lost its manifest
+    otherwise, or that cannot be listed, is a damaged checkpoint."""
     names = listed_names(folder)
     if names is None:
         return False
@@ -65,25 +61,25 @@ def is_torn(folder: StorageFolder) -> bool:
 
 
 def has_manifest(folder: StorageFolder) -> bool:
-    """Return True if a step's folder can be listed and has a manifest, whatever is in it."""
+    """Return True if a step's folder can be listed and has a manifest, valid or not."""
     return MANIFEST in (listed_names(folder) or ())
 
 
 def partial_files(folder: StorageFolder) -> list[str]:
-    """Names of the files of a step's folder that were never whole; none if the folder is a link."""
+    """Return the incomplete files in a step's folder; none if the folder is a link."""
     names = [] if folder.is_link else folder.names()
     return [name for name in names if name.startswith(".") and name.endswith(PARTIAL)]
 
 
 def remove_torn(folder: StorageFolder) -> StorageFolder | None:
-    """Remove a torn checkpoint: the files that saves write, the mark last. Links are removed, and
-    never what they lead to.
+    """Remove the files that saves wrote to a torn checkpoint, the mark last. Links are removed, but
+    not their targets.
 
     Returns:
-        The folder under its new name, if other files are in it: it is set aside with these.
+        The folder's new path if it contains other files and was renamed; else None.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: a file cannot be removed.
     """
     if not folder.is_link:
         _unlink(folder, [name for name in folder.names() if SHARD_FILE.fullmatch(name)])
@@ -91,15 +87,16 @@ def remove_torn(folder: StorageFolder) -> StorageFolder | None:
 
 
 def drop(folder: StorageFolder) -> StorageFolder | None:
-    """Remove a checkpoint and the files that its manifest names: a half-deleted one must not look
-    valid, nor damaged. Links are removed, and never what they lead to.
+    """Remove a checkpoint and the files in its manifest. It is marked as torn first, so that a
+    partly deleted checkpoint looks neither valid nor damaged. Links are removed, but not their
+    targets.
 
     Returns:
-        The folder under its new name, if other files are in it: it is set aside with these.
+        The folder's new path if it contains other files and was renamed; else None.
 
     Raises:
-        CheckpointError: its manifest cannot be read.
-        RunFileError: it cannot be made invalid; it is as it was, then.
+        CheckpointError: the manifest cannot be read.
+        RunFileError: the checkpoint cannot be marked as torn and is unchanged.
     """
     if folder.is_link:
         with writing(folder):
@@ -109,7 +106,7 @@ def drop(folder: StorageFolder) -> StorageFolder | None:
     with writing(folder):
         folder.replace(TORN, b"")
         folder.unlink(MANIFEST)
-    with suppress(OSError):  # what stays is removed at the next start
+    with suppress(OSError):  # remaining files are removed at the next start
         _unlink(folder, shards)
         return _remove_emptied(folder)
     return None
@@ -117,12 +114,11 @@ def drop(folder: StorageFolder) -> StorageFolder | None:
 
 def _unlink(folder: StorageFolder, names: Iterable[str]) -> None:
     for name in names:
-        with suppress(IsADirectoryError):  # no save has made it
+        with suppress(IsADirectoryError):  # not created by a save
             folder.unlink(name)
 
 
 def _remove_emptied(folder: StorageFolder) -> StorageFolder | None:
-    """Remove a folder whose shards are gone, or set it aside if anything else is in it."""
     aside = None
     if not folder.is_link:
         _unlink(folder, [name for name in partial_files(folder) if name != TORN])
@@ -135,10 +131,10 @@ def _remove_emptied(folder: StorageFolder) -> StorageFolder | None:
 
 
 def set_aside(folder: StorageFolder) -> StorageFolder:
-    """Rename a step's folder, so that it is no checkpoint any more; returns it under its new name.
+    """Rename a step's folder so that it does not count as a checkpoint. Return the renamed folder.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the folder cannot be renamed.
     """
     names = folder.parent.names()
     number, aside = 1, f"set-aside-{folder.name}"
@@ -149,10 +145,10 @@ def set_aside(folder: StorageFolder) -> StorageFolder:
 
 
 def verified_manifest(folder: StorageFolder) -> Manifest:
-    """The manifest of a checkpoint whose every byte is what was written.
+    """Return the manifest of a checkpoint after verifying every byte.
 
     Raises:
-        CheckpointError: it is not; says which file, and why.
+        CheckpointError: the checkpoint is not intact. Names file and cause.
     """
     manifest = read_manifest(folder.place)
     if folder.name != folder_name(manifest.step):

@@ -104,7 +104,6 @@ def _parallel_class(model: MultimodalModule | WholeModel) -> Any:
 
 
 def _mapped(plan: Plan) -> bool:
-    """Return True if the plan was made from a multiplexed mapping."""
     return plan.schedule == SLOTS
 
 

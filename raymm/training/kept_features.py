@@ -130,8 +130,7 @@ class KeptFeatures:
 def _first_blocks(
     model: MultimodalModule, plan: Plan, data: DataConfig
 ) -> tuple[dict[str, int], list[str]]:
-    """Return :func:`featured_modules` without encoders whose first blocks differ when run on their
-    own."""
+    """Return :func:`featured_modules` without encoders whose first blocks differ on their own."""
     blocks, reasons = featured_modules(model, plan, data.modalities)
     for name in list(blocks):
         if blocks[name] == plan.graph.node(name).num_blocks:
@@ -147,12 +146,8 @@ def _first_blocks(
 def _makes(
     source: ModuleSource, skeleton: nn.Module, callables: Sequence[Any], code: CodeKey
 ) -> dict[str, Any]:
-    """Describe what determines the features of an item but is not compared on resume: the code that
-    computes them, and the seed of weights that are in no file.
-
-    Args:
-        callables: user functions that process the module's inputs and outputs.
-    """
+    """Describe what determines features but need not be equal on resume: code, and seeds of
+    weights."""
     roots: list[Any] = [type(source), *dict.fromkeys(type(m) for m in skeleton.modules())]
     roots.sort(key=lambda kind: (kind.__module__, kind.__qualname__))
     if isinstance(source, FactorySource):

@@ -99,7 +99,6 @@ class Restarts:
         return decision
 
     def _end(self, ended: Result | RunFailedError, why: str, for_good: bool = False) -> Result:
-        """Return the result of the last attempt, or raise its error."""
         self._controller.enter(
             RunState.FINISHED if isinstance(ended, Result) else RunState.FAILED
         )

@@ -78,8 +78,7 @@ def check_updates(
 
 
 def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
-    """Return the number, from 1, of the first step after the schedule's end, where the rate is 0;
-    or None."""
+    """Return the first step (from 1) with rate 0 after the end of the schedule, or None."""
     if optimizer.schedule == "constant" or optimizer.min_lr_ratio > 0:
         return None
     if optimizer.total_steps is None or optimizer.total_steps >= steps:

@@ -210,8 +210,8 @@ class Trainer:
         return self._stopped_result(self._stopped_at_once())
 
     def _stopped_result(self, text: str) -> Result:
-        """Return the result of a run that was stopped before its loop. Raises the signal's
-        exception if a signal stopped the run."""
+        """Return the result of a run that was stopped before its loop; raise if a signal stopped
+        it."""
         self._say(text)
         if self.stop.reason is None or self.stop.reason.number is not None:
             raise self.stop.error(text)
@@ -313,7 +313,6 @@ class Trainer:
             return restarts.until_done(attempt)
 
     def _choose_precision(self, precision: str) -> None:
-        """Set the precision if ``run.precision`` is ``"auto"``."""
         if self.run.precision == "auto":
             self.run = self.run.model_copy(update={"precision": precision})
 

@@ -229,8 +229,7 @@ class TrainingLoop:
         self._clock.restart()
 
     def _stopped(self) -> str | None:
-        """Save unsaved steps after a stop request. Return a sentence about the stop, or None
-        without one."""
+        """Save unsaved steps after a stop request. Return a sentence about the stop, if any."""
         step, last, reason = self._parallel.steps_taken, self._run.steps, self._stop.reason
         if reason is None or step == last and self._unevaluated is None:
             return None
@@ -366,8 +365,7 @@ class TrainingLoop:
         self._progress.line(heldout_line(row))
 
     def _evaluate_texts(self, step: int, texts: TextEvaluation) -> bool:
-        """Evaluate generated text, and end the run if evaluations stopped improving. Return True if
-        this is the best state so far."""
+        """Evaluate generated text. Return True if this is the best state so far."""
         if not any(row["step"] == step and "texts" in row for row in self._metrics.rows):
             row = texts.run(step)
             self._metrics.add(row)

@@ -50,7 +50,6 @@ def end_session(driver: int) -> None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every process that has not ended."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -64,9 +63,8 @@ def _parents() -> dict[int, int]:
 
 
 def _writes_into(pid: int, session: re.Pattern[str]) -> bool:
-    """Return True if a process has a file below the session's folder open for writing. Process
-    titles are not used because Ray overwrites them. Open files for reading do not count because
-    users may read logs."""
+    """Return True if a process has a file below the session's folder open for writing. Ray
+    overwrites process titles, and users may read logs."""
     try:
         for file in os.scandir(f"/proc/{pid}/fd"):
             if file.stat(follow_symlinks=False).st_mode & 0o200:

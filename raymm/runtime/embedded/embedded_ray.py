@@ -60,8 +60,8 @@ def start_embedded_ray(**options: Any) -> None:
 
 
 def _require_token() -> None:
-    """Require this user's token from processes that connect to Ray, unless ``RAY_AUTH_MODE`` is
-    set. Other users of the machine can reach the loopback interface, too."""
+    """Require this user's token, because other users of the machine can reach the loopback
+    interface."""
     if AUTH_MODE not in os.environ:
         os.environ[AUTH_MODE] = "token"
         Config.initialize("")  # Ray has read the environment in this process before
@@ -79,7 +79,6 @@ def _start_guardian() -> None:
 
 @contextmanager
 def _unhindered() -> Iterator[None]:
-    """Set :data:`SETTINGS` in the environment within the block."""
     added = [name for name in SETTINGS if name not in os.environ]
     os.environ.update({name: SETTINGS[name] for name in added})
     try:
@@ -91,8 +90,8 @@ def _unhindered() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Keep 127.0.0.1 as Ray's address within the block. Ray replaces it by a reachable address
-    unless multi-node clusters are disabled."""
+    """Keep 127.0.0.1 as Ray's address, which Ray replaces unless multi-node clusters are disabled.
+    """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -113,8 +112,7 @@ def _in_sessions_of_their_own() -> Iterator[None]:
 
 @contextmanager
 def _without_log_monitor() -> Iterator[None]:
-    """Start Ray without its log monitor. It polls the output of all workers several times a second,
-    which is useless for a driver that does not print it."""
+    """Start Ray without the log monitor, which polls the output of all workers."""
     before = node.Node.start_log_monitor
     node.Node.start_log_monitor = lambda self: None
     try:

@@ -178,7 +178,6 @@ def server_variables() -> dict[str, str]:
 
 
 def _fork_server() -> tuple[_Forked, str, int]:
-    """Fork a server from this process in its current state."""
     address = _address()
     lives, owned = os.pipe()
     sys.stdout.flush()
@@ -254,8 +253,7 @@ def forked_workers() -> Iterator[None]:
 
 
 def _ask(arguments: list[str]) -> None:
-    """Have a worker forked, and stay alive as the process that the raylet started for as long as
-    the worker lives. Become a worker itself if no fork is possible."""
+    """Have a worker forked and live as long as it does. Become a worker if no fork is possible."""
     options = dict(text.split("=", 1) for text in arguments if re.match("--.*=", text))
     context = json.loads(options.get("--serialized-runtime-env-context") or "{}")
     variables = context.pop("env_vars", None) or {}
@@ -359,7 +357,6 @@ def _ray_settings(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    """Receive a request sent by :func:`_forked`."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     if struct.unpack("iII", credentials)[1] != os.getuid():
         raise ConnectionError("the request comes from another user")
@@ -375,7 +372,6 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _become_worker(connection: socket.socket, request: dict, outputs: list[int]) -> None:
-    """Run Ray's worker in this process until it ends."""
     os.setpgid(0, 0)  # Ray kills the process group of a worker
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, file in enumerate(outputs):

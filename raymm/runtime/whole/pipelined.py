@@ -184,9 +184,8 @@ class WholeParallelModule(PlannedModule):
 
 
 def _layout_key(meta: MicrobatchMeta, packing: bool) -> LayoutKey:
-    """Return a key that determines the shapes of all messages between modules: shapes, and per-item
-    numbers (grids, sizes) that determine the number of features; for packed rows also their
-    lengths."""
+    """Return a key that determines the shapes of all messages: shapes, per-item numbers (grids,
+    sizes), and for packed rows their lengths."""
     tensors = [
         (part, name, tuple(shape), meta.dtypes[part][name])
         for part, shapes in sorted(meta.shapes.items())
