@@ -13,11 +13,7 @@ _SHOWN = 200
 
 
 def explain(error: ValidationError, section: type[BaseModel]) -> str:
-    """Return a line per wrong field: its path, what is accepted, and its value.
-
-    Args:
-        error: error from validating ``section``.
-    """
+    """Return a line per wrong field: its path, what is accepted, and its value."""
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "config"

@@ -21,8 +21,6 @@ class Output:
     """Output location: files in a folder, a file with related files, or a new folder.
 
     Attributes:
-        field: configuration field or option that names it.
-        name: value of the field, as given.
         expected: accepted kind of location, for errors.
         path: folder to write to, created if missing.
         files: names in that folder that will be written; other files are kept.
@@ -139,8 +137,7 @@ class Output:
             raise self._refused(error) from None
 
     def _refused(self, error: OSError) -> ConfigError | RunFileError:
-        """Return RunFileError if the disk is full, because the name may be right; else ConfigError.
-        """
+        """Return RunFileError if the disk is full, as the name may be right; else ConfigError."""
         reason = error.strerror or str(error)
         if error.filename is not None:
             reason = f"{os.fsdecode(error.filename)}: {reason}"

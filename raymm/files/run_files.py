@@ -48,8 +48,6 @@ def append(path: Path, text: str, durable: bool = False) -> None:
     """Append a text to a file, completely or not at all.
 
     Args:
-        path: file, created if missing.
-        text: written as UTF-8.
         durable: wait until the text is on disk.
 
     Raises:

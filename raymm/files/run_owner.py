@@ -63,11 +63,7 @@ class Owner:
     """Process that owns a folder.
 
     Attributes:
-        host: host name.
-        pid: process id.
         started: start time in clock ticks since the machine's boot; None if unknown.
-        boot: boot id of the machine; None if unknown.
-        namespace: process id namespace; None if unknown.
         since: start of the ownership, ISO 8601.
         token: unique id of this ownership.
     """
@@ -94,7 +90,6 @@ class Owner:
         heartbeats can show to be alive.
 
         Args:
-            text: content of the file.
             version: distinguishes this unreadable file from others.
         """
         try:
@@ -141,8 +136,6 @@ class FolderOwner(ABC):
     """Lease on a folder for the length of a ``with`` block. Subclasses implement the lease file.
 
     Args:
-        place: folder, for error messages.
-        expected: accepted kind of folder, for error messages.
         say: called with a line when the lease waits or is taken over.
 
     Raises:

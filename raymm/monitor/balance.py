@@ -55,7 +55,6 @@ def step_balance(
     is 1.
 
     Args:
-        packed: True if rows of text have no padding.
         tokens: tokens of an item by modality; None if unknown.
 
     Returns:

@@ -25,11 +25,7 @@ STEPS = 20
 
 
 class DriftObserver:
-    """Compares each step with the plan's profile, if there is one, and reports drift once per run.
-
-    Args:
-        folder: run folder, for :data:`FILE`.
-    """
+    """Compares steps with the plan's profile, if there is one, and reports drift once per run."""
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._drift = None if plan.profile is None else PlanDrift(plan)

@@ -23,7 +23,6 @@ class MetricsLog:
     first later row that can be.
 
     Args:
-        resume_step: number of steps already taken.
         say: called with a line when the file becomes unwritable or writable again.
     """
 

@@ -34,12 +34,7 @@ class ProgressBar(Protocol):
         ...
 
     def show(self, done: int, total: int | None, text: str = "") -> None:
-        """Update the bar.
-
-        Args:
-            total: None if unknown.
-            text: shown behind the bar.
-        """
+        """Update the bar."""
         ...
 
 

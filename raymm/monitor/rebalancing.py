@@ -53,8 +53,6 @@ class Rebalancing:
     Args:
         config: interval of checks and required gain.
         sampler: sampler of the training data, which must not have yielded a step yet.
-        packed: True if the language model's rows are packed.
-        step: number of steps taken.
     """
 
     def __init__(
@@ -83,8 +81,6 @@ class Rebalancing:
         """Learn from a step, and check costs if due.
 
         Args:
-            step: number of the step, from 1.
-            state_after: data position after the step.
             complete: True if no sample was skipped; incomplete steps are ignored.
 
         Returns:

@@ -25,11 +25,7 @@ COST_STEPS = 8
 
 
 class RunReport:
-    """Collects timelines during a run and draws the report at its end.
-
-    Args:
-        device: device of the ranks, ``"cpu"`` or ``"cuda"``.
-    """
+    """Collects timelines during a run and draws the report at its end."""
 
     def __init__(self, folder: Path, plan: Plan, device: str = "cpu") -> None:
         self._folder = folder

@@ -32,7 +32,6 @@ class StepClock:
         """Return the seconds of the step whose result was just read.
 
         Args:
-            tokens: tokens of the step.
             busiest: seconds that its busiest stage computed.
         """
         now = self._now()

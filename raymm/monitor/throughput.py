@@ -24,7 +24,6 @@ class Throughput:
 
     Args:
         processes: number of processes by module, and of all modules as :data:`TOTAL`.
-        say: called once with a line if FLOPs cannot be counted.
     """
 
     def __init__(

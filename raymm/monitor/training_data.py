@@ -51,11 +51,6 @@ def training_data(
     """Open, scan and plan the training data as ``data.batching`` configures, and check a data
     position.
 
-    Args:
-        state: data position of the checkpoint to resume from.
-        console: console for progress; None for no output.
-        dataset: training samples, if they are already open.
-
     Raises:
         DataError: the data cannot be planned, or the position belongs to another batching or other
             data.
@@ -82,11 +77,7 @@ def training_data(
 
 
 def give_examples(model: MultimodalModule | WholeModel, data: DataConfig, dataset: Dataset) -> None:
-    """Set the data's first items as ``example_inputs`` of encoders that have none.
-
-    Args:
-        dataset: samples of the training split.
-    """
+    """Set the data's first items as ``example_inputs`` of encoders that have none."""
     if isinstance(model, WholeModel):
         return  # it was created with an example
     for name, item in one_item_each(data, dataset).items():

@@ -69,9 +69,7 @@ def measure_options(
     started.
 
     Args:
-        microbatch: real microbatch.
         steps: measured steps per plan, after :data:`WARM_UP_STEPS`.
-        say: called with each plan's result.
         **runtime: fields of :class:`raymm.runtime.options.RuntimeOptions`, as for the run.
 
     Raises:

@@ -19,11 +19,6 @@ MEASURE_TIMEOUT_S = 3600.0
 class ProfilingActor:
     """Actor for the length of a ``with`` block. Yields a function that calls it.
 
-    Args:
-        kind: class of the actor.
-        arguments: arguments of its constructor.
-        what: measured object, for errors.
-
     Raises:
         PlanError: from a call that fails or times out. Names the measured object.
     """

@@ -64,11 +64,8 @@ class SurfaceProfile:
     """Result of the measurement.
 
     Attributes:
-        surfaces: one per module.
         colocations: of pairs and triples; empty on CPUs.
         fit: fit of eq. 8 to the colocations; None if there are too few.
-        conditions: conditions of the measurement.
-        notes: notes for the user about the numbers.
     """
 
     surfaces: tuple[ScalingSurface, ...]

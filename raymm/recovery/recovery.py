@@ -127,8 +127,7 @@ class Recovery:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the frames of an error. They hold batches, and thus data workers and their resources.
-    """
+    """Clear the frames of an error, which hold batches and thus data workers with resources."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

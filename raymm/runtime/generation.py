@@ -66,7 +66,6 @@ class Prompt:
     Attributes:
         parts: as in a microbatch of one row: ``"text"`` and modalities, tensors by name or Ray
             references to them.
-        keep: owner of the parts, held while they are needed.
     """
 
     parts: Mapping[str, Any]
@@ -75,11 +74,7 @@ class Prompt:
 
     @classmethod
     def of_text(cls, ids: Collection[int]) -> Prompt:
-        """Return a prompt of text alone.
-
-        Args:
-            ids: token ids, at least one.
-        """
+        """Return a prompt of text alone."""
         text = _text(torch.tensor([list(ids)]))
         return cls({"text": text}, describe(dict(text), ["prompt"]))
 

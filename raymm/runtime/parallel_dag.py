@@ -43,13 +43,8 @@ class DagParallelModule(PlannedModule):
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Raises:
-        TypeError, ValueError: an option is unknown or invalid.
-        PlanError: before any actor starts, if the plan is for another graph, or cannot split a
-            module's samples or parameters as it states.
-        ProbeError: before any actor starts, if a module cannot be cut, or its tokens or parameters
-            cannot be split, as planned. Names the module.
-        ClusterError: the cluster is too small.
-        ModelError: weights are not finite.
+        PlanError: the plan is for another graph, or cannot split samples or parameters as it
+            states. Other errors are those of :class:`raymm.MultimodalParallelModule`.
     """
 
     model: ModuleDag

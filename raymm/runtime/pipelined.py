@@ -66,7 +66,7 @@ class MultimodalParallelModule(PlannedModule):
         TypeError, ValueError: an option is unknown or invalid.
         PlanError: before any actor starts, if a rank needs more memory than the plan's limit, or
             has quotas that its device does not support.
-        ProbeError: before any actor starts, if a module cannot be cut as planned.
+        ProbeError: before any actor starts, if a module cannot be cut as planned. Names the module.
         ClusterError: the cluster is too small.
         ModelError: weights are not finite.
     """
@@ -248,8 +248,7 @@ class MultimodalParallelModule(PlannedModule):
     def _samples(
         self, meta: Sequence[MicrobatchMeta]
     ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
-        """Return the samples and the item offsets of each microbatch, if the plan splits samples.
-        """
+        """Return samples and item offsets of each microbatch, if the plan splits samples."""
         if not self.plan.splits_samples:
             return (), ()
         offsets = tuple(

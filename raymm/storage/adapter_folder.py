@@ -22,8 +22,6 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
     """Write the adapters of a module.
 
     Args:
-        module: complete module with adapters.
-        folder: created by this function.
         base: folder or hub id of the module without adapters; None if users pass it to ``peft``.
         causal: True for a causal language model, which ``peft`` wraps as such.
     """

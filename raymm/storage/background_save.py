@@ -18,7 +18,6 @@ class Saved(NamedTuple):
     """Committed checkpoint.
 
     Attributes:
-        step: number of steps that its state had taken.
         seconds: from the copy of the state until the commit.
     """
 
@@ -31,7 +30,6 @@ class BackgroundSave:
     """Thread that writes one checkpoint.
 
     Args:
-        step: step of the copied state.
         work: writes and commits the checkpoint and returns its location. Receives a function to
             call before irreversible actions; it raises once the save was abandoned.
     """

@@ -50,7 +50,6 @@ class Checkpoint:
     """Checkpoint whose every byte was verified.
 
     Attributes:
-        folder: its path or, in a bucket, its URL.
         corrupt: problems of newer checkpoints, newest first.
     """
 
@@ -70,15 +69,11 @@ class CheckpointStore:
     """Checkpoints of one run.
 
     Args:
-        storage: folder of the run, or its URL.
-        keep: number of checkpoints to keep.
         check_owner: called before each change and before each commit; raises if the folder belongs
             to another run. Other writers to the folder also call it.
-        before_commit: called after the shards are written and before the commit.
 
     Attributes:
         run: description of the run for the manifest (:class:`Manifest`).
-        current: checkpoint that was saved or found last.
         unremoved: message about files of old checkpoints that the last save could not remove, or
             None.
     """

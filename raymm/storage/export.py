@@ -44,14 +44,11 @@ def export_model(
 
     Args:
         model: model description of the run; materialized in this process.
-        storage: folder of the run, or its URL.
         output: new folder. Gets ``language_model/``, ``{encoder}_encoder/`` and
             ``{encoder}_projector/``. For a Hugging Face VLM it becomes a folder of the model's
             class, with the same keys, in shards.
         tokenizer: folder of the tokenizer to add to the language model. For a Hugging Face VLM,
             folder of the processor, whose template and files are added to the weights.
-        say: called with a message for each newer corrupt checkpoint.
-        trust_remote_code: run Python files in the tokenizer's folder.
         merge: add adapters to the weights of their modules. Otherwise adapters become ``peft``
             folders that name the folder of the module without adapters. A module without a folder
             is also written, as ``{module}_base``. A Hugging Face VLM gets ``model/`` and

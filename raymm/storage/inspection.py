@@ -32,7 +32,6 @@ class CheckpointReport:
     """Result of inspecting a checkpoint.
 
     Attributes:
-        folder: its path or, in a bucket, its URL.
         manifest: None if it cannot be read.
         problem: description of the damage; None if every byte is as written.
         torn: True for the remains of an unfinished save. They are never read, and removed when the
@@ -60,7 +59,6 @@ class TensorDifference:
     """Tensor that differs between two checkpoints.
 
     Attributes:
-        name: with the name of its module as prefix.
         kinds: dtype and shape in both checkpoints if they differ; else None.
         relative: norm of the difference over the norm of the first; infinite if that is zero, NaN
             if one of the tensors is not finite.
@@ -76,7 +74,6 @@ class Comparison:
     """Result of comparing two checkpoints.
 
     Attributes:
-        equal: number of tensors that are bitwise equal.
         different: other tensors that both have, most different first.
         only_first, only_second: names that the other checkpoint lacks.
     """
@@ -95,9 +92,6 @@ class Comparison:
 def inspect_checkpoints(location: str | os.PathLike[str]) -> Iterator[CheckpointReport]:
     """Verify every byte of a checkpoint, or of all checkpoints of a run. Changes nothing, so the
     run may be active.
-
-    Args:
-        location: folder of a run or of a checkpoint, as path or URL.
 
     Yields:
         A report per checkpoint, oldest first.
@@ -140,7 +134,6 @@ def compare_checkpoints(
     each is in memory at a time.
 
     Args:
-        first, second: folders of checkpoints; paths or URLs.
         looked_at: called with the numbers of compared and of common tensors.
 
     Raises:
@@ -190,7 +183,6 @@ def prune_checkpoints(
     are kept.
 
     Args:
-        location: folder of the run, or its URL.
         keep: number of checkpoints to keep, at least 1.
         say: called with messages about the folder's owner and about files that are kept.
 

@@ -62,9 +62,6 @@ def load_into_whole(
 ) -> Manifest:
     """Load a checkpoint's weights into a Hugging Face VLM, which is materialized in this process.
 
-    Args:
-        averaged: True to load moving averages of trained weights.
-
     Raises:
         CheckpointError: as in :func:`restore`, or the checkpoint has no averages.
     """
@@ -82,9 +79,6 @@ def load_into_model(
     model: MultimodalModule, folder: Path | str, averaged: bool = False
 ) -> Manifest:
     """Load a checkpoint's weights into a model, which is materialized in this process.
-
-    Args:
-        averaged: True to load moving averages of trained weights.
 
     Raises:
         CheckpointError: as in :func:`restore`, or the checkpoint has no averages.

@@ -49,9 +49,6 @@ class Manifest(_Strict):
     """Content of a checkpoint.
 
     Attributes:
-        step: optimizer steps taken.
-        index: file of every tensor.
-        files: size and checksum of every file.
         plan: plan of the run, from :meth:`raymm.scheduler.plan.plan.Plan.to_dict`.
         run: description of the run (:func:`raymm.storage.run_description.describe_run`), compared
             when the run resumes; empty outside of a trainer's run.

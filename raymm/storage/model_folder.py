@@ -69,10 +69,8 @@ class ModelFolder:
 
         Args:
             module: on the CPU with weights in fp32; not modified.
-            folder: directory to write to; created.
             inputs: arguments of the forward whose outputs are compared. If None, inputs for its
                 class are tried; if it takes none of them, only tensors are compared.
-            shard_size: maximum size of a file, as in ``save_pretrained``.
 
         Raises:
             CheckpointError: the folder read back has other keys, values or outputs.

@@ -35,7 +35,6 @@ def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -
     """Return a description of user code, plain JSON, that differs when the code differs.
 
     Args:
-        roots: functions, classes and other callables.
         code_version: text that the user changes with the code; with it, nothing is refused.
         strict: refuse code whose changes would not be noticed.
 
@@ -160,8 +159,7 @@ def _parents(name: str, itself: bool = False) -> Iterator[str]:
 
 
 def _feed_variables(values: ValueDigest, module: str) -> None:
-    """Add variables of a module and attributes of its classes, which may depend on the environment.
-    """
+    """Add variables of a module and attributes of its classes; the environment may affect them."""
     variables = vars(sys.modules[module]) if module in sys.modules else {}
     spaces = [(module, variables)] + [
         (kind.__qualname__, vars(kind)) for kind in list(variables.values())

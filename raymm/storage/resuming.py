@@ -28,7 +28,6 @@ class Rule(NamedTuple):
         fields: pattern of field names. The first matching rule applies.
         accepted: True to resume with a message; False to require the field in
             ``run.allow_changes``.
-        why: effect of the change.
     """
 
     fields: str
@@ -87,11 +86,7 @@ _ORDER = (
 
 
 def have_same_rows(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if the data of two runs have the same rows in any order.
-
-    Args:
-        was, now: from :func:`raymm.storage.run_description.describe_run`.
-    """
+    """Return True if the data of two runs have the same rows in any order."""
     fields = {field for field in {*was, *now} if field.startswith("data.")}
     return all(
         any(fnmatchcase(place, pattern) for pattern in _ORDER)
@@ -106,7 +101,6 @@ def compare(
     """Compare a run with the checkpoint that it resumes from.
 
     Args:
-        run: description from :func:`raymm.storage.run_description.describe_run`.
         allowed: names of fields that may have changed (``run.allow_changes``).
 
     Returns:

@@ -146,12 +146,7 @@ def describe_modality(where: str, modality: ModalityDataConfig) -> dict[str, Any
 def describe_module(
     where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
 ) -> dict[str, Any]:
-    """Describe the computation of a module, and its frozen weights if they come from files.
-
-    Args:
-        where: prefix of field names.
-        skeleton: the module without weights.
-    """
+    """Describe the computation of a module, and its frozen weights if they come from files."""
     fields: dict[str, Any] = {}
     for name in ("lora", "projector_lora"):
         if (lora := getattr(part, name)) is not None:
@@ -172,12 +167,7 @@ def _adapters(where: str, lora: LoraConfig) -> dict[str, Any]:
 
 
 def describe_source(where: str, source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
-    """Describe the computation of a source's module, and its frozen weights.
-
-    Args:
-        where: prefix of field names.
-        skeleton: the module without weights.
-    """
+    """Describe the computation of a source's module, and its frozen weights."""
     fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
     config: Any = source.config
     values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}

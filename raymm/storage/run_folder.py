@@ -29,13 +29,6 @@ class RunFolder:
     A run in a bucket works in a folder of the driver's machine. It starts with a copy of the
     bucket's files. Changed files are uploaded as a whole before each commit of a checkpoint, so
     that the checkpoint has its logs, and when the run ends.
-
-    Args:
-        location: ``run.storage_path``.
-
-    Attributes:
-        storage: folder or bucket of the checkpoints.
-        path: working folder.
     """
 
     def __init__(self, location: str) -> None:

@@ -48,13 +48,10 @@ class Attempt:
     """State that an attempt needs besides its processes.
 
     Attributes:
-        device: device of the ranks, ``"cpu"`` or ``"cuda"``.
-        attempted: summary of the earlier attempts; None for the first.
         changed: differences from the run that saved the checkpoint, one line per field.
         saved: called after each checkpoint except the last.
         until: number of steps at which the attempt ends; None for ``run.steps``.
         dropped: name prefixes of checkpoint tensors that are not needed any more.
-        loop: training loop; None until it starts.
     """
 
     folder: Path

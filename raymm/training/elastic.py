@@ -55,9 +55,6 @@ class ElasticPlans:
 
         Only the smallest plan waits for nodes to join. Until the block of :meth:`asking` ends, an
         autoscaler is requested to provide the resources of the largest plan.
-
-        Args:
-            placement: options, with the bundles to reserve besides the ranks.
         """
         if has_autoscaler():
             self._asked = True
@@ -87,11 +84,7 @@ class ElasticPlans:
         self, plan: Plan, resources: RankResources, placement: PlacementOptions
     ) -> Plan | None:
         """Return a plan with more processes than the running one if resources for it are free, or
-        None.
-
-        Args:
-            placement: options, with the bundles to reserve besides the ranks.
-        """
+        None."""
         best = self.largest(self._room(resources, placement))
         return best if best.num_processes > plan.num_processes else None
 

@@ -28,9 +28,6 @@ from raymm.scheduler.plan.rank_quotas import SLOTS
 class Execution:
     """Plan that the trainer starts and observes.
 
-    Args:
-        notes: additional lines for :meth:`describe`.
-
     Attributes:
         modules: stage name, as in a step's ``stage_busy``, -> module name.
         processes: module name -> number of processes that compute only this module. Modules that

@@ -73,7 +73,6 @@ class KeptFeatures:
         """Return the cached features of a run.
 
         Args:
-            cache: settings; None to cache nothing.
             data: data of the run. Features of batches in memory are not cached.
             computed: device and precision that compute the features.
 

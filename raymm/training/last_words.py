@@ -23,9 +23,6 @@ _DONE = b"\0"
 def last_words(place: object) -> Iterator[Callable[[], None]]:
     """Print a message to standard error if this process is killed within the block.
 
-    Args:
-        place: folder or URL of the run.
-
     Yields:
         Function that suppresses the message. Call it when the process has reported its own end.
     """

@@ -34,11 +34,7 @@ class RunPlanner:
         placement: PlacementOptions,
     ) -> Plan:
         """Return a plan. A resumed run keeps the plan of its checkpoint if possible, so that its
-        results equal those of an uninterrupted run.
-
-        Args:
-            placement: options, with the bundles to reserve besides the ranks.
-        """
+        results equal those of an uninterrupted run."""
         if checkpoint is not None:
             execution = Execution(Plan.from_dict(dict(checkpoint.manifest.plan)))
             reason = self._cannot_keep(execution, resources, placement)

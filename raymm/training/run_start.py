@@ -132,11 +132,7 @@ def placement_beside(
     run: RunConfig, data: Any, say: Callable[[str], None], check: Callable[[], None]
 ) -> PlacementOptions:
     """Return placement options that reserve bundles for data workers besides the ranks. Evaluation
-    workers get bundles in addition to those of training workers.
-
-    Args:
-        check: raises if a stop was requested.
-    """
+    workers get bundles in addition to those of training workers."""
     bundles: tuple[dict[str, float], ...] = ()
     if isinstance(data, DataConfig) and data.worker_cpus:
         evaluates = (run.eval_every or run.evaluate) and data.heldout

@@ -42,7 +42,6 @@ class StopReason:
 
     Attributes:
         why: short name, such as ``"SIGTERM"``.
-        number: signal number; None if the request was not made by a signal.
         cause: interruption that the run resumes from in another attempt; None to end the run.
     """
 
@@ -66,7 +65,6 @@ class StopRequest:
     the first signal only records the request, and a second signal raises.
 
     Attributes:
-        reason: reason of the request; None without a request.
         at_once: True after a second signal, which ends the run without finishing the current step.
     """
 

@@ -83,19 +83,14 @@ class Trainer:
             and a resumed run keeps its plan.
         data: :class:`DataConfig`, or a list of batches as
             :meth:`raymm.MultimodalParallelModule.execute` takes them, used in turn.
-        run_config: length of the run, storage, evaluation and fault tolerance.
         resources: Ray resources of each rank, or a function of the device (``"cpu"``, ``"cuda"``)
             that returns them. Default: one CPU, and one GPU on CUDA.
         threads: intra-op threads per rank.
-        callbacks: additional callbacks besides those that ``run_config`` names.
-        console: console to print to; None for standard output.
         cache: settings of the feature cache; None for no cache.
         at: modules to freeze or train from given steps on, as in
             :class:`raymm.training.phases.Phases`.
 
     Attributes:
-        plan: plan of the run; None until :meth:`fit` has planned.
-        training: training samples and their sampler; empty until :meth:`fit`.
         stop: stop request. From any thread, it ends :meth:`fit` after the current step and a
             checkpoint.
 

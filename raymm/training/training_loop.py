@@ -48,12 +48,10 @@ class TrainingLoop:
     for it.
 
     Args:
-        samples: log of the sample ids of every step; None for no log.
         callbacks: called after each metrics row and each committed checkpoint.
         enter: called on every :class:`RunState` transition.
         recovered: called after each recovery with the step to continue after and the error.
         saved: called after each checkpoint except the last.
-        texts: evaluates generated text; None for no such evaluation.
 
     Attributes:
         exhausted: why the run ends early because evaluations stopped improving; None otherwise.

@@ -90,8 +90,7 @@ def _unhindered() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Keep 127.0.0.1 as Ray's address, which Ray replaces unless multi-node clusters are disabled.
-    """
+    """Keep 127.0.0.1 as the address. Ray replaces it unless multi-node clusters are disabled."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

@@ -65,12 +65,8 @@ class WholeParallelModule(PlannedModule):
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Raises:
-        TypeError, ValueError: an option is unknown or invalid.
-        PlanError: before any actor starts, if the plan is for another model, or splits samples,
-            tokens or parameters in a way that a module does not support.
-        ProbeError: before any actor starts, if a module cannot be cut as planned. Names the module.
-        ClusterError: the cluster is too small.
-        ModelError: weights are not finite.
+        PlanError: the plan is for another model, or splits a module in a way that it does not
+            support. Other errors are those of :class:`raymm.MultimodalParallelModule`.
     """
 
     model: WholeModel
