@@ -204,7 +204,7 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_stay(ray_cluster, tmp_path
     shard = checkpoint(tmp_path, 2) / "model-rank0.safetensors"
     assert f"step 2 could not be saved: cannot write {shard}: " in str(error.value)
     assert "File too large" in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).endswith(f"{checkpoint(tmp_path, 1)} stays")
+    assert str(error.value).endswith(f"{checkpoint(tmp_path, 1)} is kept")
     assert store.newest().manifest.step == 1 and not checkpoint(tmp_path, 2).exists()
 
 
