@@ -162,7 +162,7 @@ def test_numbers_are_those_of_torchao(dtype):
 def test_what_is_refused():
     with pytest.raises(ModelError, match="base is 'int3'"):
         LoraConfig(base="int3")
-    with pytest.raises(ModelError, match="down_proj' takes 48 inputs; .* multiple of 32"):
+    with pytest.raises(ModelError, match="down_proj' has 48 inputs; .* multiple of 32"):
         model_of(INT4)
     within = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(tp=4), 2)
     with pytest.raises(PlanError, match="a split between 32 inputs that share a scale"):
