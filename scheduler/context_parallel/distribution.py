@@ -153,8 +153,8 @@ def _checked_work(work: np.ndarray, token_work: int) -> np.ndarray:
         )
     work = np.ascontiguousarray(work, dtype=np.int64)
     if len(work) and work.min() < 0:
-        at = int(work.argmin())
-        raise PlanError(f"work must not be negative, got {work[at]} for block {at}")
+        index = int(work.argmin())
+        raise PlanError(f"work must not be negative, got {work[index]} for block {index}")
     total = float(work.sum(dtype=np.float64)) + float(token_work) * len(work)
     if total >= token_swaps.MAX_WORK:
         raise PlanError(
@@ -174,9 +174,9 @@ def _result(
     # The stable sort keeps every rank's blocks ascending. 16-bit keys use a faster radix sort.
     small = np.uint16 if ranks <= 1 << 16 else np.int64
     order = np.argsort(rank_of.astype(small), kind="stable")
-    before = np.concatenate([[0], np.cumsum(work[order])])
+    cumulative = np.concatenate([[0], np.cumsum(work[order])])
     stops = np.cumsum(counts)
-    loads = before[stops] - before[stops - counts]
+    loads = cumulative[stops] - cumulative[stops - counts]
     numbers, edges = order.tolist(), [0, *stops.tolist()]
     blocks = tuple(tuple(numbers[a:b]) for a, b in zip(edges, edges[1:], strict=False))
     return TokenDistribution(

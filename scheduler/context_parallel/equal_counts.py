@@ -69,8 +69,8 @@ def _crowded_bound(before, ranks, bound):
         least = before[blocks]
         for g in range(h, 0, -1):
             heavy = g * k + h
-            others = max(0, g * least_count - heavy)
-            work = before[top] - before[top - heavy] + before[blocks] - before[blocks - others]
+            light = max(0, g * least_count - heavy)
+            work = before[top] - before[top - heavy] + before[blocks] - before[blocks - light]
             if work <= bound * g:  # the usual case: this top does not improve the bound
                 least = bound
                 break
@@ -83,11 +83,11 @@ def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
     """Return a lower bound of the largest work for counts equal to within one. For every k, some
     rank has k + 1 of the k * ranks + 1 heaviest blocks, and other blocks that fill up its count;
     its work is at least that of the lightest blocks of both kinds."""
-    before = _heaviest(work, order)
+    cumulative = _heaviest(work, order)
     heavy = np.arange(0, len(work), ranks)  # k * ranks
     k = np.arange(len(heavy))
     lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
-    least = before[heavy + 1] - before[heavy - k] + before[-1] - before[lightest]
+    least = cumulative[heavy + 1] - cumulative[heavy - k] + cumulative[-1] - cumulative[lightest]
     return max(any_counts_bound(work, ranks), int(least.max(initial=0)))
 
 

@@ -125,7 +125,7 @@ def exchange(work, members, counts, loads, target, budget):
         middle = (loads[heavy] + loads[lightest] + 1) // 2
         enough = max(target, middle + (loads[heavy] - middle) // 8)
 
-        best, other, i, j = loads[heavy], -1, 0, 0
+        best, peer, i, j = loads[heavy], -1, 0, 0
         for k in range(ranks):
             p = (lightest + k) % ranks
             gap = loads[heavy] - loads[p]
@@ -135,11 +135,11 @@ def exchange(work, members, counts, loads, target, budget):
             budget -= counts[heavy] + counts[p]
             larger = max(loads[heavy] - d, loads[p] + d)
             if larger < best:
-                best, other, i, j = larger, p, a, b
+                best, peer, i, j = larger, p, a, b
                 if best <= enough:
                     break
-        if other >= 0:
-            _swap(work, members, counts, loads, heavy, i, other, j)
+        if peer >= 0:
+            _swap(work, members, counts, loads, heavy, i, peer, j)
             continue
 
         n = _pairs(work, members[heavy], counts[heavy], first_pairs)
@@ -153,11 +153,11 @@ def exchange(work, members, counts, loads, target, budget):
             budget -= n + 4 * m  # sorting the pairs also costs time
             larger = max(loads[heavy] - d, loads[p] + d)
             if larger < best:
-                best, other, i, j = larger, p, a, b
+                best, peer, i, j = larger, p, a, b
                 if best <= enough:
                     break
-        if other >= 0:
-            _swap_pairs(work, members, counts, loads, heavy, i, other, j)
+        if peer >= 0:
+            _swap_pairs(work, members, counts, loads, heavy, i, peer, j)
             continue
 
         spent, helped = _pass_on(work, members, counts, loads, heavy, target, budget)
@@ -292,11 +292,11 @@ def _pass_on(work, members, counts, loads, heavy, target, budget):
             if i and work[block] == work[members[heavy, i - 1]]:
                 continue
             for j in range(count):
-                taken = members[p, j]
-                d = work[block] - work[taken]
-                if d <= 0 or (j and work[taken] == work[members[p, j - 1]]):
+                received = members[p, j]
+                d = work[block] - work[received]
+                if d <= 0 or (j and work[received] == work[members[p, j - 1]]):
                     continue
-                # Row of rank p after the exchange of ``taken`` for ``block``.
+                # Row of rank p after the exchange of ``received`` for ``block``.
                 row[:count] = members[p, :count]
                 row[j] = block
                 _place(work, row, count, j)

@@ -151,7 +151,7 @@ class MethodChoice:
             if row.refused:
                 lines.append(f"{mark} {row.method:8} {row.refused}")
                 continue
-            means = (sum(part) / len(part) for part in (row.forward, row.backward))
+            means = (sum(values) / len(values) for values in (row.forward, row.backward))
             numbers = " ".join(f"{number:14,.0f}" for number in (*means, row.largest))
             lines.append(f"{mark} {row.method:8} {numbers}")
         return "\n".join(lines)
@@ -249,11 +249,11 @@ def _checked(shape: AttentionShape, needed_keys: Pairs) -> list[list[int]]:
             f"{[len(row) for row in pairs]}"
         )
     for rank, row in enumerate(pairs):
-        for other, count in enumerate(row):
-            if other != rank and not 0 <= count <= shape.key_tokens[other]:
+        for peer, count in enumerate(row):
+            if peer != rank and not 0 <= count <= shape.key_tokens[peer]:
                 raise PlanError(
-                    f"needed_keys[{rank}][{other}] must be 0 to {shape.key_tokens[other]}, the "
-                    f"keys of rank {other}, got {count}"
+                    f"needed_keys[{rank}][{peer}] must be 0 to {shape.key_tokens[peer]}, the "
+                    f"keys of rank {peer}, got {count}"
                 )
     return pairs
 
@@ -268,11 +268,11 @@ def _needed(shape: AttentionShape, pairs: list[list[int]]):
     ranks = range(shape.ranks)
     unit = 2 * shape.key_heads * shape.head_dim
     sent = [unit * sum(pairs[r][me] for r in ranks if r != me) for me in ranks]
-    taken = [unit * sum(pairs[me][r] for r in ranks if r != me) for me in ranks]
+    received = [unit * sum(pairs[me][r] for r in ranks if r != me) for me in ranks]
     e, a = shape.activation_bytes, shape.accumulator_bytes
     return (
         [e * keys for keys in sent],
-        [e * keys + a * back for keys, back in zip(sent, taken, strict=True)],
+        [e * keys + a * back for keys, back in zip(sent, received, strict=True)],
     )
 
 

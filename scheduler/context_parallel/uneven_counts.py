@@ -40,9 +40,9 @@ def relieve(costs: np.ndarray, ranks: int, rank_of: np.ndarray) -> tuple[np.ndar
     if enough <= bound:
         return rank_of, bound
     # Add blocks of cost 0 as empty places, so that up to most_blocks becomes an equal count.
-    places = np.zeros(most_blocks(len(costs), ranks) * ranks, dtype=np.int64)
-    places[: len(costs)] = costs
-    filled, bound = balanced(places, ranks, -1, 0)
+    padded = np.zeros(most_blocks(len(costs), ranks) * ranks, dtype=np.int64)
+    padded[: len(costs)] = costs
+    filled, bound = balanced(padded, ranks, -1, 0)
     uneven = filled[: len(costs)]
     return (uneven if _largest(costs, ranks, uneven) <= enough else rank_of), bound
 

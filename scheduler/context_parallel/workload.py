@@ -283,14 +283,14 @@ def _count(query, key, n_queries, n_keys, query_block, key_block):
                     events[ends + 1] = (block + 1) << bits
                     ends += 2
         _sort(events, ends)
-        at, seen = np.int64(0), np.int64(0)
+        position, seen = np.int64(0), np.int64(0)
         for e in range(ends):
-            block, what = events[e] >> bits, events[e] & ((1 << bits) - 1)
-            if block > at:
+            block, run = events[e] >> bits, events[e] & ((1 << bits) - 1)
+            if block > position:
                 if seen:
-                    total += _matching(kinds, values, prefixes, used, at, block, seen)
-                at = block
-            open_runs[what >> 1] += 1 if what & 1 else -1
+                    total += _matching(kinds, values, prefixes, used, position, block, seen)
+                position = block
+            open_runs[run >> 1] += 1 if run & 1 else -1
             seen = np.int64(0)
             for a in range(numbers):
                 if open_runs[a]:

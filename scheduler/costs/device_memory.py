@@ -121,9 +121,9 @@ def update_bytes(
         largest: bytes of the layer with most of them.
         sharers: processes that hold the same parameters, including this one.
     """
-    taken = np.zeros_like(trained)
+    temporary = np.zeros_like(trained)
     if sharers > 1 and sharding != "fsdp":
-        taken = np.maximum(taken, np.minimum(trained, np.maximum(BUCKET_BYTES, largest)))
+        temporary = np.maximum(temporary, np.minimum(trained, np.maximum(BUCKET_BYTES, largest)))
     if sharding == "zero1":
-        taken = np.maximum(taken, trained / sharers)
-    return taken
+        temporary = np.maximum(temporary, trained / sharers)
+    return temporary

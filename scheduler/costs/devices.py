@@ -64,8 +64,10 @@ class Links:
     def from_dict(cls, data: Mapping[str, Any]) -> Links:
         """Return the links of a dict made by ``asdict``, also from JSON."""
         within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
-        rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes", "nodes")}
-        return cls(within, across, **rest, nodes=tuple(data.get("nodes", ())))
+        fields = {
+            k: v for k, v in data.items() if k not in ("within_node", "across_nodes", "nodes")
+        }
+        return cls(within, across, **fields, nodes=tuple(data.get("nodes", ())))
 
     def node(self, process: int) -> int:
         return self.nodes[process] if self.nodes else process // self.per_node

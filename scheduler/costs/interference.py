@@ -84,9 +84,9 @@ class Interference:
 
     def terms(self, own: float, others: Sequence[float]) -> tuple[float, float, float]:
         """Return the factors of e1, e2 and e3."""
-        rest = math.fsum(others)
-        coupled = own * (math.prod(others) if self.coupling == "product" else rest)
-        return 1.0, own + rest, coupled
+        total = math.fsum(others)
+        coupled = own * (math.prod(others) if self.coupling == "product" else total)
+        return 1.0, own + total, coupled
 
     def seconds(self, alone: float, delay: float) -> float:
         """Return the time of a module (eq. 7) from its time alone and its largest delay over
@@ -227,13 +227,13 @@ def _fit_from(
         solution = np.linalg.lstsq(design * weights[:, None], measured * weights, rcond=None)[0]
         weighed = [*(float(x) for x in solution), *[0.0] * (3 - columns)]
         model = Interference(*weighed, unit=unit, coupling=coupling)
-        before, last = worst, expected
+        previous, last = worst, expected
         delay = model.delay
         worst = _worst_groups(samples, lambda g, delay=delay: delay(g[0], g[1:]))
         expected = np.array([
             model.seconds(s.alone, delay(g[0], g[1:])) for s, g in zip(samples, worst, strict=True)
         ])
-        if worst == before and np.allclose(expected, last, rtol=FIT_CONVERGED, atol=0.0):
+        if worst == previous and np.allclose(expected, last, rtol=FIT_CONVERGED, atol=0.0):
             break
     return model
 

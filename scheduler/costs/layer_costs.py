@@ -239,19 +239,19 @@ class CostProfile:
             if data["format"] != PROFILE_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
             apart = "format", "modules", "links", "sharing"
-            rest = {k: v for k, v in data.items() if k not in apart}
+            remaining = {k: v for k, v in data.items() if k not in apart}
             if data.get("sharing") is not None:
-                rest["sharing"] = DeviceSharing.from_dict(data["sharing"])
+                remaining["sharing"] = DeviceSharing.from_dict(data["sharing"])
             links = data.get("links")
             try:
-                rest["links"] = None if links is None else Links.from_dict(links)
+                remaining["links"] = None if links is None else Links.from_dict(links)
             except PlanError as error:
                 raise PlanError(f"links: {error}") from None
             modules = {
                 str(name): tuple(LayerCost.from_dict(layer) for layer in layers)
                 for name, layers in data["modules"].items()
             }
-            return cls(modules, **rest)
+            return cls(modules, **remaining)
         except KeyError as error:
             raise PlanError(f"the profile lacks the key {error}") from None
         except (TypeError, AttributeError) as error:
@@ -289,29 +289,29 @@ def trainable_before(
     modules in ``present`` count, by default all. Eq. 3 taken literally also marks the first
     trainable layer, whose input needs no gradient; it is not marked here."""
     result: dict[str, tuple[bool, ...]] = {}
-    after: dict[str, bool] = {}
+    trainable_until: dict[str, bool] = {}
     for name in graph.topological:
         if present is not None and name not in present:
             result[name] = (False,) * graph.node(name).num_layers
-            after[name] = False
+            trainable_until[name] = False
             continue
-        flag = any(after[producer] for producer in graph.producers(name))
+        flag = any(trainable_until[producer] for producer in graph.producers(name))
         flags = []
         for trainable in graph.node(name).trainable:
             flags.append(flag)
             flag = flag or trainable
         result[name] = tuple(flags)
-        after[name] = flag
+        trainable_until[name] = flag
     return result
 
 
 def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
     """Return, per module and layer, True if a training step runs a backward of the layer."""
-    before = trainable_before(graph)
+    trained_earlier = trainable_before(graph)
     return {
         node.name: tuple(
             trainable or earlier
-            for trainable, earlier in zip(node.trainable, before[node.name], strict=True)
+            for trainable, earlier in zip(node.trainable, trained_earlier[node.name], strict=True)
         )
         for node in graph.nodes
     }
@@ -324,7 +324,7 @@ def layer_work(
     if the layer is trainable, B_d only if a layer before it is. Recomputation adds a forward only
     if there is a backward. Raise ``PlanError`` if the profile does not match the graph."""
     profile.check(graph)
-    before = trainable_before(graph)
+    trained_earlier = trainable_before(graph)
     return {
         node.name: tuple(
             LayerWork(
@@ -334,7 +334,7 @@ def layer_work(
                 cost.backward_weight if trainable else 0.0,
             )
             for cost, trainable, earlier in zip(
-                profile.modules[node.name], node.trainable, before[node.name], strict=True
+                profile.modules[node.name], node.trainable, trained_earlier[node.name], strict=True
             )
         )
         for node in graph.nodes

@@ -139,10 +139,10 @@ class ProfileTable:
         index = next(
             (i for i in range(1, len(rows)) if tokens < rows[i].tokens), len(rows) - 1
         )
-        before, after = rows[index - 1], rows[index]
-        share = (tokens - before.tokens) / (after.tokens - before.tokens)
+        lower, upper = rows[index - 1], rows[index]
+        share = (tokens - lower.tokens) / (upper.tokens - lower.tokens)
         return tuple(
-            _between(a, b, share) for a, b in zip(before.layers, after.layers, strict=True)
+            _between(a, b, share) for a, b in zip(lower.layers, upper.layers, strict=True)
         )
 
     def to_dict(self) -> dict[str, Any]:

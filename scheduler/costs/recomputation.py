@@ -62,13 +62,13 @@ class LayerBytes(NamedTuple):
         type."""
         if len(data) != 4:
             raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
-        kept, working, forward, more = data
-        options = tuple(LayerOption(*option) for option in more)
-        numbers = [kept, working, forward]
+        saved, working, forward, rows = data
+        options = tuple(LayerOption(*option) for option in rows)
+        numbers = [saved, working, forward]
         numbers += [size for option in options for size in option[2:] if size is not None]
         if any(type(size) is not int or size < 0 for size in numbers):
             raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
-        return cls(kept, working, forward, options)
+        return cls(saved, working, forward, options)
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,16 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
     best = rests[0].rounded(limit) + _ROUNDING * rests[0].slowest
     states = [_State(0, 0.0, -1, None)]
     for index, choices in enumerate(options):
-        rest = rests[index + 1]
+        relaxation = rests[index + 1]
         grown = sorted(
             _State(state.nbytes + option.nbytes, state.seconds + option.seconds, number, state)
             for state in states
             for number, option in choices
-            if state.nbytes + option.nbytes + rest.least <= limit
+            if state.nbytes + option.nbytes + relaxation.least <= limit
         )
         states, fastest = [], float("inf")
         for state in grown:
-            bound = state.seconds + rest.seconds(limit - state.nbytes)
+            bound = state.seconds + relaxation.seconds(limit - state.nbytes)
             if state.seconds < fastest and bound <= best:
                 states.append(state)
                 fastest = state.seconds
@@ -143,10 +143,10 @@ def working_excess(layers: Sequence[tuple[int, int]]) -> int:
     """Return the peak of temporary bytes of a stage beyond what it keeps of a microbatch. While a
     layer works in the backward, the activations of later layers are already freed. ``layers`` has
     (kept bytes, temporary bytes beyond what this and earlier layers keep) of each layer."""
-    after = most = 0
-    for kept, working in reversed(layers):
-        most = max(most, working - after)
-        after += kept
+    later_bytes = most = 0
+    for saved, working in reversed(layers):
+        most = max(most, working - later_bytes)
+        later_bytes += saved
     return most
 
 
@@ -172,7 +172,9 @@ def savings(layers: Sequence[Sequence[LayerOption]]) -> tuple[np.ndarray, np.nda
     """Return the trade-off between kept bytes and added seconds in the linear relaxation: two
     arrays of equal length, at least 1. Bytes ascend; interpolate linearly between the points."""
     smallest = [saving_steps(tuple(options)) for options in layers]
-    steps = sorted((step for _, own in smallest for step in own), key=lambda step: -step[0])
+    steps = sorted(
+        (step for _, layer_steps in smallest for step in layer_steps), key=lambda step: -step[0]
+    )
     sizes = [size for _, size in steps]
     saved = [rate * size for rate, size in steps]
     return (
@@ -185,11 +187,11 @@ def savings(layers: Sequence[Sequence[LayerOption]]) -> tuple[np.ndarray, np.nda
 
 def _undominated(options: Sequence[LayerOption]) -> list[tuple[int, LayerOption]]:
     """Return the Pareto-optimal options with their numbers, from the smallest to the fastest."""
-    kept: list[tuple[int, LayerOption]] = []
+    optimal: list[tuple[int, LayerOption]] = []
     for number, option in sorted(enumerate(options), key=lambda o: (o[1].nbytes, o[1].seconds)):
-        if not kept or option.seconds < kept[-1][1].seconds:
-            kept.append((number, option))
-    return kept
+        if not optimal or option.seconds < optimal[-1][1].seconds:
+            optimal.append((number, option))
+    return optimal
 
 
 class _Relaxation:
@@ -206,10 +208,10 @@ class _Relaxation:
     def seconds(self, nbytes: int) -> float:
         """Return a lower bound of the seconds for ``nbytes``, which must be at least
         :attr:`least`."""
-        at = bisect_right(self._bytes, nbytes - self.least) - 1
-        saved = self._saved[at]
-        if at < len(self._steps):
-            saved += self._steps[at][0] * (nbytes - self.least - self._bytes[at])
+        step = bisect_right(self._bytes, nbytes - self.least) - 1
+        saved = self._saved[step]
+        if step < len(self._steps):
+            saved += self._steps[step][0] * (nbytes - self.least - self._bytes[step])
         return self.slowest - saved
 
     def rounded(self, nbytes: int) -> float:
@@ -224,10 +226,10 @@ def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_
     least, slowest = 0, 0.0
     relaxations = [_Relaxation(0, 0.0, ())]
     for choices in reversed(options):
-        smallest, own = saving_steps(tuple(option for _, option in choices))
+        smallest, layer_steps = saving_steps(tuple(option for _, option in choices))
         least += smallest.nbytes
         slowest += smallest.seconds
-        steps += own
+        steps += layer_steps
         steps.sort(key=lambda step: -step[0])
         relaxations.append(_Relaxation(least, slowest, list(steps)))
     return relaxations[::-1]

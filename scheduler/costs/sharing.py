@@ -51,15 +51,17 @@ class DeviceSharing:
         """Return the seconds of a forward and backward with an equal share of the samples on each
         of ``degree`` GPUs, as a multiple of those of the whole batch on one whole device (eq. 7).
         ``quotas`` has the quotas of all modules on the GPU, including this one."""
-        own = quotas[module]
+        quota = quotas[module]
         if not self.has(module):
-            return 1 / degree / own
+            return 1 / degree / quota
         surface = self._by_name[module]
-        others = [
+        peer_use = [
             self._bandwidth(surface.name, quotas[surface.name]) for surface in self.surfaces
             if surface.name in quotas and surface.name != module
         ]
-        alone, use = self._seconds(surface, degree, own), (self._bandwidth(module, own), *others)
+        alone, use = (
+            self._seconds(surface, degree, quota), (self._bandwidth(module, quota), *peer_use)
+        )
         return self.interference.colocated(alone, (use,)) / self._seconds(surface, 1, 1.0)
 
     def _seconds(self, surface: ScalingSurface, degree: int, quota: float) -> float:

@@ -107,21 +107,21 @@ class ScalingSurface:
         """Return T(d, a): seconds on ``degree`` GPUs with ``quota`` of ``steps`` each (by default
         the steps of the surface); raise ``PlanError`` outside the sampled range."""
         low, high, t = self._between_degrees(degree)
-        at, along, s = self._between_quotas(quota, steps)
+        lower, upper, s = self._between_quotas(quota, steps)
         if not s and not t:
-            return self.seconds[low][at]
-        table = np.log(np.array(self.seconds)[np.ix_((low, high), (at, along))])
+            return self.seconds[low][lower]
+        table = np.log(np.array(self.seconds)[np.ix_((low, high), (lower, upper))])
         row = (1 - t) * table[0] + t * table[1]
         return float(np.exp((1 - s) * row[0] + s * row[1]))
 
     def bandwidth_at(self, quota: int, steps: int | None = None) -> float:
         """Return B(m, a), linear between samples; raise ``PlanError`` outside the sampled range."""
-        at, along, _ = self._between_quotas(quota, steps)
-        if at == along:
-            return self.bandwidth[at]
+        lower, upper, _ = self._between_quotas(quota, steps)
+        if lower == upper:
+            return self.bandwidth[lower]
         a = quota * self.steps / (self.steps if steps is None else steps)
-        s = (a - self.quotas[at]) / (self.quotas[along] - self.quotas[at])
-        return (1 - s) * self.bandwidth[at] + s * self.bandwidth[along]
+        s = (a - self.quotas[lower]) / (self.quotas[upper] - self.quotas[lower])
+        return (1 - s) * self.bandwidth[lower] + s * self.bandwidth[upper]
 
     def memory_at(self, degree: int) -> int:
         """Return the bytes of a replica; between sampled degrees, the larger of the two

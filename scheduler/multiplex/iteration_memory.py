@@ -49,20 +49,20 @@ def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
     if mapping.slices > 1 or problem.memory_bytes is None:
         return mapping
     loads = [stage_memory(problem, stage, mapping.gpus) for stage in mapping.stages]
-    rng, best, place = random.Random(0), max(iteration_memory(problem, mapping)), None
+    rng, best, renumbered = random.Random(0), max(iteration_memory(problem, mapping)), None
     order = sorted(range(len(loads)), key=lambda s: (-max(loads[s]), s))
     for _ in range(BEGINNINGS):
         placed, used = _placed(loads, order)
         if max(used) < best:
-            best, place = max(used), placed
+            best, renumbered = max(used), placed
         if best <= problem.memory_bytes:
             break
         rng.shuffle(order)
-    if place is None:
+    if renumbered is None:
         return mapping
     stages = tuple(
         replace(stage, placements=tuple(
-            replace(placement, gpus=tuple(sorted(place[s][g] for g in placement.gpus)))
+            replace(placement, gpus=tuple(sorted(renumbered[s][g] for g in placement.gpus)))
             for placement in stage.placements
         ))
         for s, stage in enumerate(mapping.stages)
@@ -75,23 +75,23 @@ def _placed(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the pool's GPU of each local GPU, per stage, and the resulting loads."""
     gpus = len(loads[0])
-    place = [list(range(gpus)) for _ in loads]
+    pool_gpus = [list(range(gpus)) for _ in loads]
     used = [0] * gpus
     for slot in range(PASSES):
-        before = [list(placement) for placement in place]
+        previous = [list(placement) for placement in pool_gpus]
         for s in order:
             if slot:
-                for local, g in enumerate(place[s]):
+                for local, g in enumerate(pool_gpus[s]):
                     used[g] -= loads[s][local]
             largest = sorted(range(gpus), key=lambda g: (-loads[s][g], g))
             emptiest = sorted(range(gpus), key=lambda g: (used[g], g))
             for local, g in zip(largest, emptiest, strict=True):
-                place[s][local] = g
+                pool_gpus[s][local] = g
                 used[g] += loads[s][local]
-        if place == before:
+        if pool_gpus == previous:
             break
-    _swap(loads, place, used)
-    return place, used
+    _swap(loads, pool_gpus, used)
+    return pool_gpus, used
 
 
 def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int]) -> None:
@@ -100,19 +100,19 @@ def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int
     while True:
         full = max(gpus, key=lambda g: used[g])
         best = None
-        for s, of_stage in enumerate(loads):
-            at = place[s].index(full)
-            for there, other in enumerate(place[s]):
-                moved = of_stage[at] - of_stage[there]
-                after = max(used[full] - moved, used[other] + moved)
-                if moved > 0 and after < used[full] and (best is None or after < best[0]):
-                    best = after, s, at, there, moved
+        for s, stage_loads in enumerate(loads):
+            full_slot = place[s].index(full)
+            for slot, gpu in enumerate(place[s]):
+                moved = stage_loads[full_slot] - stage_loads[slot]
+                peak = max(used[full] - moved, used[gpu] + moved)
+                if moved > 0 and peak < used[full] and (best is None or peak < best[0]):
+                    best = peak, s, full_slot, slot, moved
         if best is None:
             return
-        _, s, at, there, moved = best
-        used[place[s][at]] -= moved
-        used[place[s][there]] += moved
-        place[s][at], place[s][there] = place[s][there], place[s][at]
+        _, s, full_slot, slot, moved = best
+        used[place[s][full_slot]] -= moved
+        used[place[s][slot]] += moved
+        place[s][full_slot], place[s][slot] = place[s][slot], place[s][full_slot]
 
 
 def stage_memory(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:

@@ -34,19 +34,19 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
             {gpu for stage in mapping.stages for p in stage.placements for gpu in p.gpus}
         ))
     }
-    places: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    placed: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for s, stage in enumerate(mapping.stages):
         for p, placement in enumerate(stage.placements):
             where = f"stages[{s}].placements[{p}].module is {placement.module!r}"
             if placement.module not in names:
                 raise PlanError(f"{where}; accepted: {', '.join(sorted(names))}")
-            if placement.module in places:
+            if placement.module in placed:
                 raise PlanError(f"{where}, which is already complete; a module runs once")
-            places[placement.module] = s, placement.gpus, placement.quota
-    _place_losses(graph, mapping, places)
+            placed[placement.module] = s, placement.gpus, placement.quota
+    _place_losses(graph, mapping, placed)
     stages = []
     for name in names:
-        slot, gpus, quota = places[name]
+        slot, gpus, quota = placed[name]
         share = None if quota == mapping.steps else quota / mapping.steps
         layers = 0, graph.node(name).num_layers
         stages += [
@@ -73,7 +73,7 @@ def _place_losses(
         gpus_of = {name: _last_gpus(graph, places, name) for name in together}
         slot = len(mapping.stages) + first // mapping.steps
         for name, gpus in gpus_of.items():
-            sharers = max(sum(gpu in other for other in gpus_of.values()) for gpu in gpus)
+            sharers = max(sum(gpu in loss_gpus for loss_gpus in gpus_of.values()) for gpu in gpus)
             places[name] = slot, gpus, mapping.steps // sharers
 
 

@@ -149,7 +149,7 @@ class Mapping:
 
     def _check_order(self, problem: MappingProblem) -> None:
         index = {name: m for m, name in enumerate(problem.names)}
-        left = dict.fromkeys(problem.names, self.slices)
+        slices_left = dict.fromkeys(problem.names, self.slices)
         for s, stage in enumerate(self.stages):
             for p, placement in enumerate(stage.placements):
                 where, name = f"stages[{s}].placements[{p}]", placement.module
@@ -157,20 +157,21 @@ class Mapping:
                     raise PlanError(
                         f"{where}.module is {name!r}; modules are {list(problem.names)}"
                     )
-                for before in bits(problem.ancestors[index[name]]):
-                    if left[problem.names[before]]:
+                for ancestor in bits(problem.ancestors[index[name]]):
+                    if slices_left[problem.names[ancestor]]:
                         raise PlanError(
                             f"{where}.module is {name!r}, which depends on "
-                            f"{problem.names[before]!r}; that must be complete in an earlier stage"
+                            f"{problem.names[ancestor]!r}; that must be complete in an earlier "
+                            "stage"
                         )
             for p, placement in enumerate(stage.placements):
-                left[placement.module] -= placement.slices
-                if left[placement.module] < 0:
+                slices_left[placement.module] -= placement.slices
+                if slices_left[placement.module] < 0:
                     raise PlanError(
                         f"stages[{s}].placements[{p}].module is {placement.module!r}, which is "
                         f"already complete; a module runs once ({self.slices} slices in all)"
                     )
-        if missing := [name for name, count in left.items() if count]:
+        if missing := [name for name, count in slices_left.items() if count]:
             raise PlanError(f"stages do not complete {missing}; every module must run")
 
     def _check_memory(self, problem: MappingProblem, s: int, stage: MultiplexStage) -> None:

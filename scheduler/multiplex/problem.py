@@ -165,26 +165,26 @@ class MappingProblem:
     def ancestors(self) -> tuple[int, ...]:
         """For every module, the set (as bits) of modules that must run before it."""
         index = {name: m for m, name in enumerate(self.names)}
-        before = [0] * len(self.names)
+        predecessors = [0] * len(self.names)
         for producer, consumer in self.edges:
-            before[index[consumer]] |= 1 << index[producer]
-        for _ in range(len(before)):
-            closed = list(before)
-            for m, earlier in enumerate(before):
-                for other in bits(earlier):
-                    closed[m] |= before[other]
-            if closed == before:
+            predecessors[index[consumer]] |= 1 << index[producer]
+        for _ in range(len(predecessors)):
+            closed = list(predecessors)
+            for m, earlier in enumerate(predecessors):
+                for predecessor in bits(earlier):
+                    closed[m] |= predecessors[predecessor]
+            if closed == predecessors:
                 break
-            before = closed
-        return tuple(before)
+            predecessors = closed
+        return tuple(predecessors)
 
     @cached_property
     def related(self) -> tuple[int, ...]:
         """For every module, the set of modules that cannot share a stage with it."""
         result = list(self.ancestors)
-        for m, before in enumerate(self.ancestors):
-            for other in bits(before):
-                result[other] |= 1 << m
+        for m, ancestors in enumerate(self.ancestors):
+            for ancestor in bits(ancestors):
+                result[ancestor] |= 1 << m
         return tuple(result)
 
     @cached_property

@@ -57,8 +57,8 @@ def merge_greedily(
             break
         merged = best[0] | best[1]
         seconds[merged] = evaluator.result(merged).seconds
-        left = [stage for stage in stages if stage not in best]
-        stages = in_order_within(problem, [*left, merged], within)
+        unmerged = [stage for stage in stages if stage not in best]
+        stages = in_order_within(problem, [*unmerged, merged], within)
     return stages
 
 
@@ -67,10 +67,10 @@ def mergeable(problem: MappingProblem, stages: list[int]) -> list[tuple[int, int
     directly or through other stages."""
     reach = []
     for stage in stages:
-        before = 0
+        ancestors = 0
         for m in bits(stage):
-            before |= problem.ancestors[m]
-        reach.append(sum(1 << t for t, other in enumerate(stages) if other & before))
+            ancestors |= problem.ancestors[m]
+        reach.append(sum(1 << t for t, predecessor in enumerate(stages) if predecessor & ancestors))
     # Stages are in order, so in one pass all predecessors are complete.
     for s in range(len(stages)):
         for t in bits(reach[s]):

@@ -42,24 +42,24 @@ def _filled(
     problem: MappingProblem, placements: Sequence[Placement], slices: int
 ) -> tuple[Placement, ...]:
     raised = list(placements)
-    before = module_seconds(problem, raised, slices)
-    most = max(before)
-    for i in sorted(range(len(raised)), key=lambda i: -before[i]):
+    seconds = module_seconds(problem, raised, slices)
+    most = max(seconds)
+    for i in sorted(range(len(raised)), key=lambda i: -seconds[i]):
         placement = raised[i]
         alone = problem.seconds[
             problem.names.index(placement.module), len(placement.gpus).bit_length() - 1
         ]
-        more = problem.steps - max(
-            sum(other.quota for other in raised if g in other.gpus) for g in placement.gpus
+        added = problem.steps - max(
+            sum(peer.quota for peer in raised if g in peer.gpus) for g in placement.gpus
         )
-        while more > 0:  # try all of it, then half of it, and so on
-            grown = replace(placement, quota=placement.quota + more)
+        while added > 0:  # try all of it, then half of it, and so on
+            grown = replace(placement, quota=placement.quota + added)
             tried = [*raised[:i], grown, *raised[i + 1 :]]
             if (
-                alone[placement.quota + more] <= alone[placement.quota]
+                alone[placement.quota + added] <= alone[placement.quota]
                 and stage_seconds(problem, tried, slices) <= most
             ):
                 raised = tried
                 break
-            more //= 2
+            added //= 2
     return tuple(raised)

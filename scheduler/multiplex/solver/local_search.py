@@ -79,8 +79,8 @@ def _best_step(evaluator: StageEvaluator, stages: list[int], within: int) -> lis
     hopeful.sort()
     for _, gone, new in hopeful:
         now = sum(seconds[stage] for stage in gone)
-        left = [stage for stage in stages if stage not in gone]
-        ordered = in_order_within(evaluator.problem, [*left, *new], within)
+        unchanged = [stage for stage in stages if stage not in gone]
+        ordered = in_order_within(evaluator.problem, [*unchanged, *new], within)
         if ordered and _below(evaluator, new, now * (1 - ROUNDING)):
             return ordered
     return None
@@ -112,25 +112,27 @@ def steps(
     for stage in stages:
         for m in bits(stage):
             module = 1 << m
-            rest = stage ^ module
-            if rest:
-                yield (stage,), (rest, module)
-            for other in stages:
-                if other == stage:
+            remaining = stage ^ module
+            if remaining:
+                yield (stage,), (remaining, module)
+            for second in stages:
+                if second == stage:
                     continue
-                if not conflicts[other] & module:
-                    yield (stage, other), (rest, other | module) if rest else (other | module,)
-                if other < stage:
+                if not conflicts[second] & module:
+                    yield (stage, second), (
+                        (remaining, second | module) if remaining else (second | module,)
+                    )
+                if second < stage:
                     continue
-                for n in bits(other):
-                    if problem.related[m] & other & ~(1 << n):
+                for n in bits(second):
+                    if problem.related[m] & second & ~(1 << n):
                         break
-                    if not problem.related[n] & rest:
-                        yield (stage, other), (rest | 1 << n, other ^ 1 << n | module)
+                    if not problem.related[n] & remaining:
+                        yield (stage, second), (remaining | 1 << n, second ^ 1 << n | module)
     for i, stage in enumerate(stages):
-        for other in stages[i + 1 :]:
-            if not conflicts[stage] & other and stage.bit_count() > 1 < other.bit_count():
-                yield (stage, other), (stage | other,)
+        for second in stages[i + 1 :]:
+            if not conflicts[stage] & second and stage.bit_count() > 1 < second.bit_count():
+                yield (stage, second), (stage | second,)
 
 
 def _kicked(
@@ -139,8 +141,8 @@ def _kicked(
     for _ in range(rng.choice(KICKS)):
         possible = list(steps(problem, stages))
         for gone, new in rng.sample(possible, min(10, len(possible))):
-            left = [stage for stage in stages if stage not in gone]
-            ordered = in_order_within(problem, [*left, *new], within)
+            unchanged = [stage for stage in stages if stage not in gone]
+            ordered = in_order_within(problem, [*unchanged, *new], within)
             if ordered:
                 stages = ordered
                 break

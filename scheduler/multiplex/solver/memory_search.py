@@ -63,8 +63,8 @@ def fitted(
         for m in range(len(problem.names)):
             # Earlier branches cover less memory for earlier modules, so exclude that here.
             branch = search.less(allowed, m, int(spent[m]))
-            for other in range(m):
-                branch = search.at_least(branch, other, int(spent[other]))
+            for earlier in range(m):
+                branch = search.at_least(branch, earlier, int(spent[earlier]))
             if branch is None or solved >= most or stop():
                 unresolved = unresolved if branch is None else min(unresolved, bound)
                 continue
@@ -127,10 +127,10 @@ class _Branches:
         self, allowed: Allowed | None, m: int, keep: Callable[[int], bool]
     ) -> Allowed | None:
         allowed = self.all() if allowed is None else allowed
-        left = tuple(
+        degrees = tuple(
             d for d in allowed[m] if keep(int(self.bytes[m, d.bit_length() - 1]))
         )
-        return (*allowed[:m], left, *allowed[m + 1 :]) if left else None
+        return (*allowed[:m], degrees, *allowed[m + 1 :]) if degrees else None
 
     def less(self, allowed: Allowed | None, m: int, bytes_: int) -> Allowed | None:
         return self._only(allowed, m, lambda size: size < bytes_)

@@ -60,23 +60,23 @@ def _in_time(members, levels, more, later, law):
     e1, e2, e3 = law.constant, law.additive, law.product
     least_use, most_use = levels[later].least_use, levels[later].most_use
     total, product, count = 0.0, 1.0, 0
-    rest = members
+    remaining = members
     level = 0
-    while rest:
-        if rest & 1:
+    while remaining:
+        if remaining & 1:
             total += levels[level].use
             product *= levels[level].use
             count += 1
-        rest >>= 1
+        remaining >>= 1
         level += 1
     as_is = True
     joined = more
     base = e1 + e2 * total
     grown = base + (e2 * least_use if e2 >= 0 else e2 * most_use)
-    rest = members
+    remaining = members
     level = 0
-    while rest:
-        if rest & 1:
+    while remaining:
+        if remaining & 1:
             b, cap = levels[level].use, levels[level].cap
             if count > 1:
                 coupled = b * (total - b) if law.own else product
@@ -91,7 +91,7 @@ def _in_time(members, levels, more, later, law):
                     added = 0.0 if e3 >= 0 else e3 * product
                 if not max(0.0, grown + added) < cap:
                     joined = False
-        rest >>= 1
+        remaining >>= 1
         level += 1
     return as_is, joined
 
@@ -103,28 +103,29 @@ def _close_level(level, levels, classes, pool, spread):
     unplaced = level < len(levels) - 1
     free = 0
     for t in range(levels[level].classes):
-        of = classes[level, t]
-        of.opened = True
-        if of.members:
+        gpu_class = classes[level, t]
+        gpu_class.opened = True
+        if gpu_class.members:
             as_is, joined = _in_time(
-                of.members, levels, unplaced and of.quota < pool.steps, level, pool.law
+                gpu_class.members, levels, unplaced and gpu_class.quota < pool.steps, level,
+                pool.law,
             )
             if not as_is and not joined:
                 return False
-            of.opened = joined
-        if of.opened:
-            free += of.gpus * (pool.steps - of.quota)
+            gpu_class.opened = joined
+        if gpu_class.opened:
+            free += gpu_class.gpus * (pool.steps - gpu_class.quota)
     if free < levels[level].need:
         return False
     for a in range(levels[level].classes):
         quota = classes[level, a].quota
         b = a
         while b > 0:
-            before = classes[level, b - 1].order
-            there = classes[level, before].quota
-            if (quota >= there) if spread else (quota <= there):
+            previous = classes[level, b - 1].order
+            previous_quota = classes[level, previous].quota
+            if (quota >= previous_quota) if spread else (quota <= previous_quota):
                 break
-            classes[level, b].order = before
+            classes[level, b].order = previous
             b -= 1
         classes[level, b].order = a
     return True
@@ -140,8 +141,8 @@ def _write(classes, level, written, of, gpus):
 def _write_rest(level, at, count, written, classes):
     """Copy the classes tried from place ``at`` on to the next row; return its number of classes."""
     for a in range(at, count):
-        of = classes[level, classes[level, a].order]
-        _write(classes, level, written, of, of.gpus)
+        gpu_class = classes[level, classes[level, a].order]
+        _write(classes, level, written, gpu_class, gpu_class.gpus)
         written += 1
     return written
 
@@ -157,16 +158,16 @@ def _gpus_from(level, at, count, classes):
 @njit(cache=True)
 def _split_class(level, place, option, classes):
     """Add a replica to some GPUs of a class; return the number of classes of the next row."""
-    of, some, written = classes[level, place.order], place.taken, place.written
+    gpu_class, some, written = classes[level, place.order], place.taken, place.written
     if some:
-        _write(classes, level, written, of, some)
+        _write(classes, level, written, gpu_class, some)
         new = classes[level + 1, written]
         new.members |= 1 << level
         new.quota += option.quota
         new.memory += option.memory
         written += 1
-    if some < of.gpus:
-        _write(classes, level, written, of, of.gpus - some)
+    if some < gpu_class.gpus:
+        _write(classes, level, written, gpu_class, gpu_class.gpus - some)
         written += 1
     return written
 
@@ -189,7 +190,7 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
     """Search depth first over options and numbers of replicas per class. Modules below level
     ``first`` stay as in row ``first``. Return the outcome as in :func:`pack`, and nodes."""
     modules = len(levels) - 1
-    nodes, level, at, left, written = 0, first, 0, 0, 0
+    nodes, level, position, replicas_left, written = 0, first, 0, 0, 0
     levels[first].option = -1
     if not _close_level(first, levels, classes, pool, spread):
         return IMPOSSIBLE, nodes
@@ -208,20 +209,20 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
                 back = True
             else:
                 now.use, now.cap = option.use, option.cap
-                at, left, written = 0, option.degree, 0
+                position, replicas_left, written = 0, option.degree, 0
         if back:
             back = False
-            at = now.decided - 1
-            while at >= 0 and classes[level, at].taken == 0:
-                at -= 1
-            if at < 0:
+            position = now.decided - 1
+            while position >= 0 and classes[level, position].taken == 0:
+                position -= 1
+            if position < 0:
                 next_option = True
                 continue
-            classes[level, at].taken -= 1
-        elif left == 0:
+            classes[level, position].taken -= 1
+        elif replicas_left == 0:
             # All replicas are placed; the remaining classes stay the same.
-            now.decided = at
-            levels[level + 1].classes = _write_rest(level, at, now.classes, written, classes)
+            now.decided = position
+            levels[level + 1].classes = _write_rest(level, position, now.classes, written, classes)
             if not _close_level(level + 1, levels, classes, pool, spread):
                 back = True
                 continue
@@ -235,34 +236,34 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
             nodes += 1
             if nodes > node_limit:
                 return GAVE_UP, nodes
-            if _gpus_from(level, at, now.classes, classes) < left:
-                now.decided = at
+            if _gpus_from(level, position, now.classes, classes) < replicas_left:
+                now.decided = position
                 back = True
                 continue
-            place = classes[level, at]
-            of = classes[level, place.order]
-            joins = _may_join(level, of, options[level, now.option], levels, pool)
-            place.taken = min(of.gpus, left) if joins else 0
-            place.left, place.written = left, written
-        place = classes[level, at]
-        left = place.left - place.taken
-        written = _split_class(level, place, options[level, now.option], classes)
-        at += 1
+            entry = classes[level, position]
+            gpu_class = classes[level, entry.order]
+            joins = _may_join(level, gpu_class, options[level, now.option], levels, pool)
+            entry.taken = min(gpu_class.gpus, replicas_left) if joins else 0
+            entry.left, entry.written = replicas_left, written
+        entry = classes[level, position]
+        replicas_left = entry.left - entry.taken
+        written = _split_class(level, entry, options[level, now.option], classes)
+        position += 1
 
 
 @njit(cache=True)
 def _needs_of_later(levels, options, first):
     modules = len(levels) - 1
     for level in range(modules - 1, first - 1, -1):
-        now, after = levels[level], levels[level + 1]
-        least = after.least_use if level < modules - 1 else np.inf
+        now, following = levels[level], levels[level + 1]
+        least = following.least_use if level < modules - 1 else np.inf
         most, o = 0.0, 0
         while options[level, o].degree:
             least = min(least, options[level, o].use)
             most = max(most, options[level, o].use)
             o += 1
-        now.need = after.need + options[level, 0].area
-        now.least_use, now.most_use = least, after.most_use + most
+        now.need = following.need + options[level, 0].area
+        now.least_use, now.most_use = least, following.most_use + most
 
 
 @njit(cache=True)
@@ -285,10 +286,10 @@ def _put_kept(kept, order, first, inputs, before, levels, classes):
         levels[level].cap = before / alone - 1.0 if inputs.pool.law.relative else before - alone
         for t in range(len(kept.gpus)):
             if kept.content[t] >> m & 1:
-                of = classes[first, t]
-                of.members |= 1 << level
-                of.quota += quota
-                of.memory += inputs.memory[m, j]
+                gpu_class = classes[first, t]
+                gpu_class.members |= 1 << level
+                gpu_class.quota += quota
+                gpu_class.memory += inputs.memory[m, j]
     return True
 
 

@@ -38,10 +38,10 @@ def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.nda
     ``NoPlanError`` if there are more than ``limit``."""
     result = np.zeros(1, np.int64)
     for m in bits(within):
-        more = result[(result & problem.related[m]) == 0] | (1 << m)
-        if len(result) + len(more) > limit:
+        extended = result[(result & problem.related[m]) == 0] | (1 << m)
+        if len(result) + len(extended) > limit:
             raise NoPlanError(f"more than {limit} sets of modules may share a stage")
-        result = np.concatenate([result, more])
+        result = np.concatenate([result, extended])
     return result[1:]
 
 
@@ -70,28 +70,28 @@ class _Columns:
         return int(np.searchsorted(self.stages, stage))
 
     def update(self, stage: int) -> None:
-        at = self.at(stage)
-        self.cost[at] = max(self.cost[at], self.evaluator.known_bound(stage))
+        index = self.at(stage)
+        self.cost[index] = max(self.cost[index], self.evaluator.known_bound(stage))
 
     def tighten(self, which: np.ndarray) -> np.ndarray:
         """Compute tighter bounds of some stages, by index; return the (n,) increases."""
         result = np.zeros(len(which))
         new = np.flatnonzero(~self.tight[which] & np.isfinite(self.cost[which]))
-        at = which[new]
+        indices = which[new]
         self.tight[which] = True
-        better = np.maximum(self.cost[at], self.evaluator.bounds.bounds(self.stages[at]))
-        result[new] = better - self.cost[at]
-        self.cost[at] = better
+        better = np.maximum(self.cost[indices], self.evaluator.bounds.bounds(self.stages[indices]))
+        result[new] = better - self.cost[indices]
+        self.cost[indices] = better
         return result
 
     def sums(self, duals: np.ndarray) -> np.ndarray:
         """Return the (N,) sum of the (M,) duals of its modules, for every stage."""
         total = np.zeros(len(self.stages))
-        for c, part in enumerate(self._parts):
+        for c, chunk in enumerate(self._parts):
             table = np.zeros(1)
             for value in duals[c * CHUNK_BITS : (c + 1) * CHUNK_BITS]:
                 table = np.concatenate([table, table + value])
-            total += table[part]
+            total += table[chunk]
         return total
 
 
@@ -107,12 +107,12 @@ class _Program:
         self.add(chosen)
 
     def add(self, chosen: list[int]) -> None:
-        for at in chosen:
-            if at in self.variables or not np.isfinite(self.columns.cost[at]):
+        for index in chosen:
+            if index in self.variables or not np.isfinite(self.columns.cost[index]):
                 continue
-            self.columns.tighten(np.array([at]))
-            variable = self.variables[at] = self.solver.NumVar(0.0, self.solver.infinity(), "")
-            for m in bits(int(self.columns.stages[at])):
+            self.columns.tighten(np.array([index]))
+            variable = self.variables[index] = self.solver.NumVar(0.0, self.solver.infinity(), "")
+            for m in bits(int(self.columns.stages[index])):
                 self.rows[m].SetCoefficient(variable, 1.0)
 
     def solve(self) -> tuple[float, np.ndarray, list[int]]:
@@ -120,8 +120,8 @@ class _Program:
         costs, and the stages in use."""
         count = len(self.columns.evaluator.problem.names)
         while True:
-            for at, variable in self.variables.items():
-                self.solver.Objective().SetCoefficient(variable, float(self.columns.cost[at]))
+            for index, variable in self.variables.items():
+                self.solver.Objective().SetCoefficient(variable, float(self.columns.cost[index]))
             self.solver.Solve()
             duals = np.zeros(count)
             for m, row in self.rows.items():
@@ -131,7 +131,7 @@ class _Program:
             new = self._negative(reduced, -ROUNDING * value)
             worst = float(reduced.min())
             if not new:
-                used = [at for at, x in self.variables.items() if x.solution_value() > USED]
+                used = [index for index, x in self.variables.items() if x.solution_value() > USED]
                 # There are at most as many stages as modules, each with at least the worst reduced
                 # cost.
                 return value + len(self.rows) * min(0.0, worst), reduced, used
@@ -145,7 +145,10 @@ class _Program:
             rose = self.columns.tighten(least)
             reduced[least] += rose
             least = least[np.argsort(reduced[least], kind="stable")[:PRICED]]
-            new = [int(at) for at in least if reduced[at] < below and at not in self.variables]
+            new = [
+                int(index) for index in least
+                if reduced[index] < below and index not in self.variables
+            ]
             if new or not rose.any():
                 return new
 
@@ -210,18 +213,18 @@ def best_partition(
 def _raised(columns: _Columns, used: list[int], gap: float, nodes: int) -> bool:
     """Tighten what is known about stages; return True if that succeeded."""
     evaluator, progress = columns.evaluator, False
-    for at in used:
-        stage, before = int(columns.stages[at]), float(columns.cost[at])
+    for index in used:
+        stage, cost = int(columns.stages[index]), float(columns.cost[index])
         if stage in evaluator.results:
             result = evaluator.results[stage]
             if not result.exact and result.nodes < nodes:
                 evaluator.refined(stage, min(nodes, result.nodes * REFINEMENT))
                 progress = True
-        elif evaluator.probe(stage, before + gap).bound <= before * (1 + ROUNDING):
+        elif evaluator.probe(stage, cost + gap).bound <= cost * (1 + ROUNDING):
             evaluator.result(stage)
             progress = True
         columns.update(stage)
-        progress = progress or columns.cost[at] > before * (1 + ROUNDING)
+        progress = progress or columns.cost[index] > cost * (1 + ROUNDING)
     return progress
 
 
@@ -236,7 +239,7 @@ def _choose(
     cost = np.floor(columns.cost[hopeful] * scale).astype(np.int64)
     for m in columns.modules:
         model.add_exactly_one(
-            take[i] for i, at in enumerate(hopeful) if int(columns.stages[at]) >> m & 1
+            take[i] for i, index in enumerate(hopeful) if int(columns.stages[index]) >> m & 1
         )
     total = sum(int(c) * x for c, x in zip(cost, take, strict=True))
     model.add(total < UNITS)
@@ -250,5 +253,7 @@ def _choose(
         return None, np.inf
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, 0.0
-    chosen = [int(columns.stages[at]) for i, at in enumerate(hopeful) if solver.value(take[i])]
+    chosen = [
+        int(columns.stages[index]) for i, index in enumerate(hopeful) if solver.value(take[i])
+    ]
     return chosen, solver.best_objective_bound / scale

@@ -35,17 +35,17 @@ class StateGraph:
     def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
         problem = evaluator.problem
         modules = list(bits(within))
-        before = {m: problem.ancestors[m] & within for m in modules}
+        ancestors = {m: problem.ancestors[m] & within for m in modules}
         # Without dependencies, any order of stages is legal: use only the order of their first
         # modules.
-        ordered = not any(before.values())
+        ordered = not any(ancestors.values())
         layer, states, sources, stages = {0}, [], [], []
         count = 0
         while layer:
             following: set[int] = set()
             for state in sorted(layer):
                 ready = sum(
-                    1 << m for m in modules if not state >> m & 1 and not before[m] & ~state
+                    1 << m for m in modules if not state >> m & 1 and not ancestors[m] & ~state
                 )
                 subsets = _subsets(ready, ordered)
                 count += len(subsets)
@@ -78,13 +78,13 @@ class StateGraph:
         # Sources of a layer have the same size, so their targets are processed before them.
         edges = np.searchsorted(self.size[self.source], np.arange(self.size[-1] + 1))
         for k in range(self.size[-1] - 1, -1, -1):
-            part = slice(edges[k], edges[k + 1])
-            if part.start == part.stop:
+            outgoing = slice(edges[k], edges[k + 1])
+            if outgoing.start == outgoing.stop:
                 continue
-            sources = self.source[part]
+            sources = self.source[outgoing]
             first = np.flatnonzero(np.diff(sources, prepend=-1))
             least[sources[first]] = np.minimum.reduceat(
-                cost[part] + least[self.target[part]], first
+                cost[outgoing] + least[self.target[outgoing]], first
             )
         return least
 
@@ -94,17 +94,19 @@ class StateGraph:
         least[0] = 0.0
         edges = np.searchsorted(self.size[self.source], np.arange(self.size[-1] + 1))
         for k in range(self.size[-1]):
-            part = slice(edges[k], edges[k + 1])
-            np.minimum.at(least, self.target[part], cost[part] + least[self.source[part]])
+            outgoing = slice(edges[k], edges[k + 1])
+            np.minimum.at(
+                least, self.target[outgoing], cost[outgoing] + least[self.source[outgoing]]
+            )
         return least
 
     def path(self, cost: np.ndarray, to_end: np.ndarray) -> list[int]:
         result, state = [], 0
         while state != len(self.states) - 1:
             first, last = np.searchsorted(self.source, [state, state + 1])
-            at = first + int(np.argmin(cost[first:last] + to_end[self.target[first:last]]))
-            result.append(at)
-            state = int(self.target[at])
+            edge = first + int(np.argmin(cost[first:last] + to_end[self.target[first:last]]))
+            result.append(edge)
+            state = int(self.target[edge])
         return result
 
 
@@ -113,16 +115,16 @@ def _subsets(modules: int, with_first: bool) -> np.ndarray:
     """Return the non-empty subsets, ascending; with ``with_first`` only those with the lowest
     member."""
     first = modules & -modules if with_first else 0
-    others = modules & ~first
-    count, rest = 1, others
-    while rest:
+    optional = modules & ~first
+    count, remaining = 1, optional
+    while remaining:
         count *= 2
-        rest &= rest - 1
+        remaining &= remaining - 1
     result = np.empty(count, np.int64)
     some = 0
     for i in range(count):
         result[i] = some | first
-        some = (some - others) & others
+        some = (some - optional) & optional
     return result if first else result[1:]
 
 
@@ -146,45 +148,45 @@ def best_sequence(
     distinct, inverse = np.unique(graph.stage, return_inverse=True)
     cost = evaluator.bounds.bounds(distinct)
     for stage, result in evaluator.results.items():
-        at = int(np.searchsorted(distinct, stage))
-        if at < len(distinct) and distinct[at] == stage:
-            cost[at] = max(cost[at], result.bound)
+        index = int(np.searchsorted(distinct, stage))
+        if index < len(distinct) and distinct[index] == stage:
+            cost[index] = max(cost[index], result.bound)
     pruned_at, last = np.inf, evaluator.searches + searches
     while True:
-        of_edge = cost[inverse]
-        to_end = graph.to_end(of_edge)
+        edge_cost = cost[inverse]
+        to_end = graph.to_end(edge_cost)
         lower = float(to_end[0])
         if not lower < upper * (1 - ROUNDING):
             proven(upper)
             return best, upper
         proven(lower)
         if upper < pruned_at:
-            least = graph.from_start(of_edge)[graph.source] + of_edge + to_end[graph.target]
+            least = graph.from_start(edge_cost)[graph.source] + edge_cost + to_end[graph.target]
             keep = least < upper * (1 - ROUNDING)
             graph.keep(keep)
-            inverse, of_edge = inverse[keep], of_edge[keep]
+            inverse, edge_cost = inverse[keep], edge_cost[keep]
             pruned_at = upper
-        path = graph.path(of_edge, to_end)
+        path = graph.path(edge_cost, to_end)
         progress = dead = False
-        for at in path:
-            stage, least_known = int(graph.stage[at]), float(cost[inverse[at]])
+        for index in path:
+            stage, least_known = int(graph.stage[index]), float(cost[inverse[index]])
             # The path is useful only if this stage takes less than this.
             outcome = evaluator.probe(stage, (least_known + upper - lower) * (1 - ROUNDING))
             if outcome.bound > least_known * (1 + ROUNDING):
-                cost[inverse[at]], progress = outcome.bound, True
+                cost[inverse[index]], progress = outcome.bound, True
                 dead = dead or outcome.bound >= (least_known + upper - lower) * (1 - ROUNDING)
         if dead and evaluator.searches <= last:
             continue
-        for at in path:
-            stage = int(graph.stage[at])
+        for index in path:
+            stage = int(graph.stage[index])
             seen = stage in evaluator.results
             result = evaluator.result(stage)
             if seen and not result.exact and result.nodes < nodes:
                 result = evaluator.refined(stage, min(nodes, result.nodes * REFINEMENT))
                 seen = False
             progress |= not seen
-            cost[inverse[at]] = max(cost[inverse[at]], result.bound)
-        sequence = [int(graph.stage[at]) for at in path]
+            cost[inverse[index]] = max(cost[inverse[index]], result.bound)
+        sequence = [int(graph.stage[index]) for index in path]
         seconds = total_seconds(evaluator, sequence)
         if seconds < upper * (1 - ROUNDING):
             upper, best = seconds, sequence

@@ -16,10 +16,10 @@ def in_order(problem: MappingProblem, stages: Sequence[int]) -> list[int] | None
     waiting, done = list(stages), 0
     while waiting:
         for stage in waiting:
-            before = 0
+            ancestors = 0
             for m in bits(stage):
-                before |= problem.ancestors[m]
-            if not before & ~done:
+                ancestors |= problem.ancestors[m]
+            if not ancestors & ~done:
                 result.append(stage)
                 waiting.remove(stage)
                 done |= stage
@@ -34,8 +34,10 @@ def in_order_within(problem: MappingProblem, stages: list[int], within: int | No
     if within is None:
         return in_order(problem, stages) or []
     outside = [1 << m for m in range(len(problem.names)) if not within >> m & 1]
-    before = [s for s in outside if not _depends(problem, s, within)]
-    ordered = in_order(problem, [*before, *stages, *(s for s in outside if s not in before)]) or []
+    sources = [s for s in outside if not _depends(problem, s, within)]
+    ordered = in_order(
+        problem, [*sources, *stages, *(s for s in outside if s not in sources)]
+    ) or []
     return [stage for stage in ordered if stage in stages]
 
 
@@ -48,16 +50,16 @@ def alone_in_slot(problem: MappingProblem, within: int | None = None) -> list[in
 def components(problem: MappingProblem) -> list[int]:
     """Split the modules into parts where each part depends on all earlier parts, and none depends
     on later ones. No stage has modules of two parts, so each part is mapped separately."""
-    parts: list[int] = []
-    everyone, done, part = (1 << len(problem.names)) - 1, 0, 0
+    ordered: list[int] = []
+    everyone, done, component = (1 << len(problem.names)) - 1, 0, 0
     for stage in alone_in_slot(problem):
-        part |= stage
-        rest = everyone & ~done & ~part
-        if all(not part & ~problem.ancestors[m] for m in bits(rest)):
-            parts.append(part)
-            done |= part
-            part = 0
-    return parts
+        component |= stage
+        remaining = everyone & ~done & ~component
+        if all(not component & ~problem.ancestors[m] for m in bits(remaining)):
+            ordered.append(component)
+            done |= component
+            component = 0
+    return ordered
 
 
 def total_seconds(evaluator: StageEvaluator, stages: Sequence[int]) -> float:

@@ -144,8 +144,8 @@ def _solve(
     search = _Search(problem, stop)
     interrupted = ""
     try:
-        for part in search.best:
-            search.solve_part(part, strategy, seed, effort)
+        for component in search.best:
+            search.solve_part(component, strategy, seed, effort)
     except KeyboardInterrupt:
         interrupted = INTERRUPTED
     return search.mapping(strategy, interrupted)
@@ -156,13 +156,15 @@ class _Search:
 
     def __init__(self, problem: MappingProblem, stop: Callable[[], bool]) -> None:
         self.evaluator = StageEvaluator(problem)
-        self.best = {part: alone_in_slot(problem, part) for part in components(problem)}
+        self.best = {
+            component: alone_in_slot(problem, component) for component in components(problem)
+        }
         for stages in self.best.values():
             total_seconds(self.evaluator, stages)
         self.evaluator.stop = stop
         self.bound = {
-            part: max(self.evaluator.known_bound(stage) for stage in stages)
-            for part, stages in self.best.items()
+            component: max(self.evaluator.known_bound(stage) for stage in stages)
+            for component, stages in self.best.items()
         }
         self.done: dict[int, str] = {}
 

@@ -26,12 +26,12 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
     feasible = np.any(np.isfinite(problem.seconds), axis=1)  # (M, steps + 1)
     result = np.full_like(problem.seconds, np.inf)
     for m in range(len(problem.names)):
-        others = [
+        unrelated = [
             o for o in range(len(problem.names))
             if o != m and not problem.related[m] >> o & 1
         ]
         for q in range(1, steps):
-            peers = [use[o, 1 : steps - q + 1][feasible[o, 1 : steps - q + 1]] for o in others]
+            peers = [use[o, 1 : steps - q + 1][feasible[o, 1 : steps - q + 1]] for o in unrelated]
             peers = [uses for uses in peers if len(uses)]
             if not peers:
                 continue
@@ -52,10 +52,10 @@ def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> fl
     else:
         coupled = 0.0 if model.product >= 0 else 1.0
     # Two or more peers, or exactly one, whose product is known better.
-    more = max(0.0, model.constant + additive * many + model.product * coupled)
+    shared = max(0.0, model.constant + additive * many + model.product * coupled)
     most = max(float(uses.max()) for uses in peers)
     alone = min(model.delay(own, [value]) for value in (least, most))  # it is linear between
-    return min(alone, more)
+    return min(alone, shared)
 
 
 @njit(cache=True)
@@ -106,8 +106,8 @@ def _needs(seconds, entry, bandwidth, grid, mixes, units, law):
                 for v in range(np.searchsorted(grid, entry[m, j, q]), len(grid)):
                     cap = grid[v] / alone - 1.0 if law.relative else grid[v] - alone
                     for k in range(len(mixes)):
-                        part = shared_weight(q, steps, bandwidth[m, q], cap, law, mixes[k])
-                        need = int((units << j) * part * (1.0 - 1e-12))
+                        weight = shared_weight(q, steps, bandwidth[m, q], cap, law, mixes[k])
+                        need = int((units << j) * weight * (1.0 - 1e-12))
                         result[k, m, v] = min(result[k, m, v], need)
     return result
 
@@ -123,10 +123,10 @@ def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
             low, high = start, last
             while low < high:
                 middle = (low + high) // 2
-                need, rest = 0, stages[i]
+                need, remaining = 0, stages[i]
                 for c in range(tables.shape[1]):
-                    need += tables[k, c, rest & mask, middle]
-                    rest >>= bits_
+                    need += tables[k, c, remaining & mask, middle]
+                    remaining >>= bits_
                 if need <= pool:
                     high = middle
                 else:
@@ -160,8 +160,8 @@ class StageBounds:
     @cached_property
     def grid(self) -> np.ndarray:
         """(V,) seconds at which options appear, ascending."""
-        both = np.concatenate([self.problem.seconds.ravel(), self.entry.ravel()])
-        return np.unique(both[np.isfinite(both)])
+        seconds = np.concatenate([self.problem.seconds.ravel(), self.entry.ravel()])
+        return np.unique(seconds[np.isfinite(seconds)])
 
     @cached_property
     def _tables(self) -> np.ndarray:

@@ -110,13 +110,13 @@ class StagePacking:
     ) -> StagePacking:
         """Return the packing of placements, one of each module in ``modules``, on ``gpus`` GPUs
         including unused ones."""
-        at = {name: i for i, name in enumerate(modules)}
+        index = {name: i for i, name in enumerate(modules)}
         chosen = np.zeros((len(modules), 2), np.int64)
         content = [0] * gpus
         for placement in placements:
-            chosen[at[placement.module]] = len(placement.gpus), placement.quota
+            chosen[index[placement.module]] = len(placement.gpus), placement.quota
             for g in placement.gpus:
-                content[g] |= 1 << at[placement.module]
+                content[g] |= 1 << index[placement.module]
         classes = Counter(content)
         packed = Packed(chosen, np.array(list(classes.values())), np.array(list(classes)))
         return cls(tuple(modules), packed)

@@ -83,10 +83,10 @@ def pack_either(inputs, before, node_limit):
     first, and if that gives up on emptier GPUs first. Return its results, with seconds instead of
     nodes."""
     modules = inputs.seconds.shape[0]
-    nobody, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
-    result, _, packed = pack(inputs, before, False, weights, nobody, node_limit)
+    empty, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
+    result, _, packed = pack(inputs, before, False, weights, empty, node_limit)
     if result != SOLVED and result != IMPOSSIBLE:
-        result, _, packed = pack(inputs, before, True, weights, nobody, node_limit)
+        result, _, packed = pack(inputs, before, True, weights, empty, node_limit)
     seconds = class_seconds(inputs, packed).max() if result == SOLVED else np.inf
     return result, seconds, packed
 
@@ -110,15 +110,15 @@ def least_seconds(inputs, grid, bound, effort):
     packed = nothing_placed(inputs.seconds.shape[0], inputs.pool.gpus)
     best, searches = np.inf, 0
     low = np.searchsorted(grid, bound)
-    at, stride = low, 1
-    while best == np.inf and at < len(grid):
+    position, stride = low, 1
+    while best == np.inf and position < len(grid):
         searches += 1
-        before = np.nextafter(grid[at], np.inf)
-        result, seconds, placed = pack_either(inputs, before, effort.quick_nodes)
+        limit = np.nextafter(grid[position], np.inf)
+        result, seconds, placed = pack_either(inputs, limit, effort.quick_nodes)
         if result == SOLVED:
             best, packed = seconds, placed
             break
-        at = max(min(at + stride, len(grid) - 1), at + 1)
+        position = max(min(position + stride, len(grid) - 1), position + 1)
         stride *= 2
     if best == np.inf:
         searches += 1
@@ -129,8 +129,8 @@ def least_seconds(inputs, grid, bound, effort):
     while low < high:
         middle = (low + high) // 2
         searches += 1
-        before = np.nextafter(grid[middle], np.inf)
-        result, seconds, placed = pack_either(inputs, before, effort.quick_nodes)
+        limit = np.nextafter(grid[middle], np.inf)
+        result, seconds, placed = pack_either(inputs, limit, effort.quick_nodes)
         if result == SOLVED:
             best, packed = seconds, placed
             high = min(middle, np.searchsorted(grid, best))
@@ -140,8 +140,8 @@ def least_seconds(inputs, grid, bound, effort):
             low = middle + 1
     while best * (1.0 - effort.rounding) > bound:
         searches += 1
-        before = best * (1.0 - effort.rounding)
-        result, seconds, placed = pack_either(inputs, before, effort.node_limit)
+        limit = best * (1.0 - effort.rounding)
+        result, seconds, placed = pack_either(inputs, limit, effort.node_limit)
         if result == SOLVED:
             best, packed = seconds, placed
         else:
@@ -163,19 +163,19 @@ def repack(inputs, packed, effort, seed):
     np.random.seed(seed)
     modules = len(packed.chosen)
     times = class_seconds(inputs, packed)
-    nobody = nothing_placed(modules, inputs.pool.gpus)
+    empty = nothing_placed(modules, inputs.pool.gpus)
     weights = np.ones(modules)
     failed, number = 0, 0
     while failed < effort.replacements:
-        before = times.max() * (1.0 - effort.rounding)
+        limit = times.max() * (1.0 - effort.rounding)
         for m in range(modules):
             weights[m] = np.exp(effort.perturbation * np.random.standard_normal())
-        kept = nobody
+        fixed = empty
         if number >= effort.restarts:
-            kept = _without_some(packed, times.argmax(), effort)
+            fixed = _without_some(packed, times.argmax(), effort)
             failed += 1
         spread = number % 2 == 1
-        result, _, repacked = pack(inputs, before, spread, weights, kept, effort.node_limit)
+        result, _, repacked = pack(inputs, limit, spread, weights, fixed, effort.node_limit)
         number += 1
         if result == SOLVED:
             packed = repacked
@@ -198,21 +198,21 @@ def _without_some(packed, slowest, effort):
         if near >> m & 1:
             score[m] *= 2.0
     score[slowest] = 3.0
-    kept = chosen.copy()
+    remaining = chosen.copy()
     out = 0
     most = np.random.randint(effort.least_out, effort.most_out + 1)
     for m in np.argsort(-score)[:most]:
-        kept[m, :] = 0
+        remaining[m, :] = 0
         out |= 1 << m
     # GPUs with the same remaining modules become one class.
-    left_gpus, left_content = np.zeros_like(gpus), np.zeros_like(content)
+    class_gpus, class_content = np.zeros_like(gpus), np.zeros_like(content)
     classes = 0
     for t in range(len(gpus)):
         same = 0
-        while same < classes and left_content[same] != content[t] & ~out:
+        while same < classes and class_content[same] != content[t] & ~out:
             same += 1
         if same == classes:
-            left_content[classes] = content[t] & ~out
+            class_content[classes] = content[t] & ~out
             classes += 1
-        left_gpus[same] += gpus[t]
-    return Packed(kept, left_gpus[:classes], left_content[:classes])
+        class_gpus[same] += gpus[t]
+    return Packed(remaining, class_gpus[:classes], class_content[:classes])
