@@ -154,12 +154,12 @@ class ModuleGraph:
         other modules, if possible with inputs, and of several the last one with most layers.
         Without such a module (towers of contrastive losses), the module with most layers."""
         ordered = self.topological
-        before: dict[str, set[str]] = {}
+        ancestors: dict[str, set[str]] = {}
         for name in ordered:
-            before[name] = {p for q in self.producers(name) for p in {q, *before[q]}}
+            ancestors[name] = {p for q in self.producers(name) for p in {q, *ancestors[q]}}
         joining = [
             name for name in ordered
-            if all(o == name or o in before[name] or name in before[o] for o in ordered)
+            if all(o == name or o in ancestors[name] or name in ancestors[o] for o in ordered)
         ]
         reading = [name for name in joining if self.producers(name)]
         some = reading or joining or ordered
@@ -168,11 +168,11 @@ class ModuleGraph:
     @cached_property
     def followers(self) -> frozenset[str]:
         """Modules that come after the backbone: heads, decoders, losses."""
-        after = {self.backbone}
+        downstream = {self.backbone}
         for name in self.topological:
-            if after.intersection(self.producers(name)):
-                after.add(name)
-        return frozenset(after - {self.backbone})
+            if downstream.intersection(self.producers(name)):
+                downstream.add(name)
+        return frozenset(downstream - {self.backbone})
 
     @cached_property
     def losses(self) -> frozenset[str]:

@@ -43,11 +43,11 @@ def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Return the same samples as ascending ranges that neither overlap nor touch."""
     merged: list[Range] = []
-    for part in sorted(r for r in ranges if r):
-        if merged and part.lo <= merged[-1].hi:
-            merged[-1] = Range(merged[-1].lo, max(merged[-1].hi, part.hi))
+    for current in sorted(r for r in ranges if r):
+        if merged and current.lo <= merged[-1].hi:
+            merged[-1] = Range(merged[-1].lo, max(merged[-1].hi, current.hi))
         else:
-            merged.append(part)
+            merged.append(current)
     return tuple(merged)
 
 

@@ -262,8 +262,8 @@ def _slowest(cost: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _step_costs(cost: np.ndarray, samples: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    before = np.concatenate([[0.0], np.cumsum(cost[samples])])
-    return before[offsets[1:]] - before[offsets[:-1]]
+    cumulative = np.concatenate([[0.0], np.cumsum(cost[samples])])
+    return cumulative[offsets[1:]] - cumulative[offsets[:-1]]
 
 
 def _waves(slowest: np.ndarray, random: np.random.Generator) -> np.ndarray:
@@ -275,12 +275,12 @@ def _waves(slowest: np.ndarray, random: np.random.Generator) -> np.ndarray:
     rounds = -(-steps // waves)
     # Each wave gets one of every group of steps with similar cost.
     padded = np.concatenate([ascending, np.full(rounds * waves - steps, -1)])
-    of_waves = random.permuted(padded.reshape(rounds, waves), axis=1).T
-    parts = []
-    for wave in of_waves:
-        own = wave[wave >= 0]
-        parts += [own[::2], own[1::2][::-1]]
-    return np.roll(np.concatenate(parts), int(random.integers(steps)))
+    wave_steps = random.permuted(padded.reshape(rounds, waves), axis=1).T
+    halves = []
+    for wave in wave_steps:
+        members = wave[wave >= 0]
+        halves += [members[::2], members[1::2][::-1]]
+    return np.roll(np.concatenate(halves), int(random.integers(steps)))
 
 
 def _of_similar_cost(
@@ -317,11 +317,11 @@ def _similar_together(
 
 def _by_group(group_of: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the samples group by group, in the given order of groups, and the groups' offsets."""
-    place_of = np.empty(len(order), np.int64)
-    place_of[order] = np.arange(len(order))
-    of_sample = place_of[group_of]
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=len(order)))])
-    return np.argsort(of_sample, kind="stable"), offsets
+    slot_of = np.empty(len(order), np.int64)
+    slot_of[order] = np.arange(len(order))
+    sample_slots = slot_of[group_of]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(sample_slots, minlength=len(order)))])
+    return np.argsort(sample_slots, kind="stable"), offsets
 
 
 def _spread_sources(
@@ -338,11 +338,11 @@ def _spread_sources(
         if int(key.max()) >= 1 << 31:
             key = np.unique(key, return_inverse=True)[1]
     step_of = np.repeat(np.arange(len(offsets) - 1) // ranks, np.diff(offsets))
-    places = random.permutation(len(samples))
-    places = places[np.argsort(key[samples[places]], kind="stable")]
-    cells = np.flatnonzero(np.diff(key[samples[places]], prepend=-1, append=-1))
+    slots = random.permutation(len(samples))
+    slots = slots[np.argsort(key[samples[slots]], kind="stable")]
+    cells = np.flatnonzero(np.diff(key[samples[slots]], prepend=-1, append=-1))
     spread_sources(
-        samples, step_of, places, cells, sizes.sources, int(sizes.sources.max()) + 1
+        samples, step_of, slots, cells, sizes.sources, int(sizes.sources.max()) + 1
     )
 
 

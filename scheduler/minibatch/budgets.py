@@ -40,17 +40,17 @@ def least_groups(sizes: SampleSizes, budgets: Sequence[int]) -> int:
 
 def _martello_toth(values: np.ndarray, budget: int) -> int:
     values = np.sort(values)
-    before = np.concatenate([[0], np.cumsum(values)])
+    cumulative = np.concatenate([[0], np.cumsum(values)])
     thresholds = np.unique(np.concatenate([[0], values[2 * values <= budget]]))
     above = np.searchsorted(values, budget - thresholds, side="right")
     half = np.searchsorted(values, budget // 2, side="right")
     start = np.searchsorted(values, thresholds, side="left")
     # Each sample in (budget / 2, budget - t] has a separate group, with room for smaller ones.
     between = np.maximum(above - half, 0)
-    room = between * budget - np.maximum(before[above] - before[half], 0)
-    small = np.maximum(before[np.minimum(half, above)] - before[start], 0)
-    more = -(-np.maximum(small - room, 0) // budget)
-    return int((len(values) - above + between + more).max())
+    room = between * budget - np.maximum(cumulative[above] - cumulative[half], 0)
+    small = np.maximum(cumulative[np.minimum(half, above)] - cumulative[start], 0)
+    extra = -(-np.maximum(small - room, 0) // budget)
+    return int((len(values) - above + between + extra).max())
 
 
 def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple[int, ...]:
@@ -77,8 +77,8 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     # Evenly spaced samples, in the order of sizes, represent all of them.
     many = np.random.default_rng(0).integers(0, len(sizes), TRIAL_EVERY * TRIAL_SAMPLES)
     drawn = sizes.values[many] if len(sizes) > len(many) else sizes.values
-    places = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
-    trial = drawn[np.lexsort(drawn.T)[places]]
+    indices = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
+    trial = drawn[np.lexsort(drawn.T)[indices]]
     if not trial[:, modality].any():
         return _budgets(sizes, modality, math.ceil(target))
     low, high = (max(1, math.ceil(reach * target)) for reach in REACH)

@@ -56,19 +56,19 @@ class CostFit:
         complete = True
         present = (units > 0) & (seconds > 0)
         for name, fit in self._modules.items():
-            there = present & [column.name == name for column in self.columns]
-            microbatch, column = there.nonzero()
+            in_module = present & [column.name == name for column in self.columns]
+            microbatch, column = in_module.nonzero()
             shared = np.array([c.of > 1 for c in self.columns])[column]
             share = np.array([c.share for c in self.columns])[column]
             expected = fit.observe(
-                units[there], squares[there], seconds[there],
+                units[in_module], squares[in_module], seconds[in_module],
                 np.where(shared, share, microbatch),
             )
             if expected is None:
-                complete = complete and not there.any()
+                complete = complete and not in_module.any()
                 continue
-            off += float(np.abs(expected - seconds[there]).sum())
-            total += float(seconds[there].sum())
+            off += float(np.abs(expected - seconds[in_module]).sum())
+            total += float(seconds[in_module].sum())
         return off / total if complete and total > 0 else None
 
     def costs(self) -> MeasuredCosts | None:
@@ -136,8 +136,8 @@ class _ModuleFit:
                 usable, self._moments @ coefficients / np.where(usable, explained, 1.0), factors
             )
             relative = np.maximum(relative, 1e-3)
-            before, factors = factors, relative / relative.mean()
-            if np.abs(factors - before).max() < 1e-6:
+            previous, factors = factors, relative / relative.mean()
+            if np.abs(factors - previous).max() < 1e-6:
                 break
         self.cost = ModuleCost(*coefficients.tolist())
         self.factors = tuple(factors.tolist())

@@ -43,12 +43,12 @@ def plan_length_grouped(
     step = max(ranks, 1) * max(batch, 1)
     order = generator(seed, epoch).permutation(len(sizes))
     mega = step * max(1, min(len(sizes) // (step * 4), MEGABATCHES))
-    parts = [order[at : at + mega] for at in range(0, len(order), mega)]
-    parts = [part[np.argsort(-length[part], kind="stable")] for part in parts]
-    if parts:
-        longest = max(range(len(parts)), key=lambda i: length[parts[i][0]])
-        parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
-        order = np.concatenate(parts)
+    chunks = [order[start : start + mega] for start in range(0, len(order), mega)]
+    chunks = [chunk[np.argsort(-length[chunk], kind="stable")] for chunk in chunks]
+    if chunks:
+        longest = max(range(len(chunks)), key=lambda i: length[chunks[i][0]])
+        chunks[0][0], chunks[longest][0] = chunks[longest][0], chunks[0][0]
+        order = np.concatenate(chunks)
     return _fixed("length_grouped", order, sizes, ranks, batch, seed, epoch)
 
 

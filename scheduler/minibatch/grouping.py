@@ -116,16 +116,16 @@ def _large_samples(
     idle = 0.0  # waiting time of ranks for large samples, relative to the work of all steps
     for column in range(modalities):
         largest = order[np.argsort(-sizes[order, column], kind="stable")]
-        place = 0
+        offset = 0
         while 2 * len(chunks) < steps - 1:
             mean = remaining / (steps - len(chunks))
-            chunk = largest[place : place + 2 * ranks]
+            chunk = largest[offset : offset + 2 * ranks]
             chunk = chunk[free[chunk]][:ranks]
             if len(chunk) < ranks or sizes[chunk[0], column] <= LARGE * mean[column]:
                 break
             level = np.maximum(sizes[chunk].max(0), mean)
-            rest = (remaining - level) / (steps - len(chunks) - 1)
-            if (rest < least).any():
+            next_mean = (remaining - level) / (steps - len(chunks) - 1)
+            if (next_mean < least).any():
                 break
             alone = np.maximum(sizes[chunk], mean).mean(0)
             idle += float(((level - alone) / totals).sum()) / modalities
@@ -133,18 +133,18 @@ def _large_samples(
             levels.append(level)
             free[chunk] = False
             remaining = remaining - level
-            place += ranks
+            offset += ranks
     if idle < WORTH_FILLING:
         return []
     extra = np.maximum(np.stack(levels) - remaining / (steps - len(chunks)), 0.0)
     large = np.concatenate(chunks)
     if features.shape[1] > modalities:
         slopes = _slopes(sizes, features[:, modalities:])
-        others = extra @ slopes
+        extra_costs = extra @ slopes
         # A large sample may cost more than small ones with the same total of units.
         costs = features[large, modalities] - sizes[large] @ slopes[:, 0]
-        others[:, 0] += np.maximum(costs.reshape(-1, ranks).max(1), 0.0)
-        extra = np.concatenate([extra, others], axis=1)
+        extra_costs[:, 0] += np.maximum(costs.reshape(-1, ranks).max(1), 0.0)
+        extra = np.concatenate([extra, extra_costs], axis=1)
     return [_LargeSamples(large, np.repeat(extra, ranks, axis=0))]
 
 
@@ -169,35 +169,35 @@ def _split_in_steps(
     large_place[large.samples] = np.arange(count_large)
     order = np.concatenate([large.samples, order[large_place[order] < 0]])
     pools, pool_steps = _pools(steps, ranks)
-    slots = [_split_groups(part, steps, random) for part in (count_large, n - count_large)]
-    of_pool = np.minimum(np.concatenate(slots) // pool_steps, pools - 1)
-    by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
+    slots = [_split_groups(amount, steps, random) for amount in (count_large, n - count_large)]
+    sample_pool = np.minimum(np.concatenate(slots) // pool_steps, pools - 1)
+    by_pool = np.argsort(sample_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
                          kind="stable")
-    stops = np.cumsum(np.bincount(of_pool, minlength=pools))
+    stops = np.cumsum(np.bincount(sample_pool, minlength=pools))
     carried, first = np.zeros(0, np.int64), count_large
     for pool in range(pools):
-        mine = order[by_pool[stops[pool - 1] if pool else 0 : stops[pool]]]
-        places = large_place[mine]
-        places = places[places >= 0]
+        pool_samples = order[by_pool[stops[pool - 1] if pool else 0 : stops[pool]]]
+        large_groups = large_place[pool_samples]
+        large_groups = large_groups[large_groups >= 0]
         if len(carried):
-            rest = np.concatenate([carried, mine[len(places) :]])
-            rest = rest[np.argsort(-size[rest], kind="stable")]
-            mine = np.concatenate([mine[: len(places)], rest])
+            unplaced = np.concatenate([carried, pool_samples[len(large_groups) :]])
+            unplaced = unplaced[np.argsort(-size[unplaced], kind="stable")]
+            pool_samples = np.concatenate([pool_samples[: len(large_groups)], unplaced])
         count = pool_steps if pool < pools - 1 else steps - pool_steps * (pools - 1)
-        extra = large.extra[places]
-        spilled = _level(features, mine, limits, count * ranks, group_of, extra)
+        extra = large.extra[large_groups]
+        spilled = _level(features, pool_samples, limits, count * ranks, group_of, extra)
         if exact and spilled > (0 if pool == pools - 1 else n // steps):
             return None
         while pool == pools - 1 and spilled:
-            count += max(1, spilled * count // (4 * len(mine)))
-            spilled = _level(features, mine, limits, count * ranks, group_of, extra)
-        placed = group_of[mine] >= 0
-        _fill_empty(group_of, mine[placed], count * ranks)
-        new = count * ranks - len(places)
-        numbers = np.concatenate([places, first + np.arange(new)])
-        group_of[mine[placed]] = numbers[group_of[mine[placed]]]
+            count += max(1, spilled * count // (4 * len(pool_samples)))
+            spilled = _level(features, pool_samples, limits, count * ranks, group_of, extra)
+        placed = group_of[pool_samples] >= 0
+        _fill_empty(group_of, pool_samples[placed], count * ranks)
+        new = count * ranks - len(large_groups)
+        numbers = np.concatenate([large_groups, first + np.arange(new)])
+        group_of[pool_samples[placed]] = numbers[group_of[pool_samples[placed]]]
         first += new
-        carried = mine[~placed]
+        carried = pool_samples[~placed]
     return Groups(group_of, first, count_large)
 
 

@@ -39,12 +39,12 @@ def level(sizes, order, budgets, groups, group_of, extra):
             above[c, g] = -extra[g, c]
     scores = np.empty(groups)
     spilled = 0
-    for place in range(order.shape[0]):
-        sample = order[place]
+    for index in range(order.shape[0]):
+        sample = order[index]
         chosen = -1
         best = np.inf
-        if place < extra.shape[0]:
-            chosen = place
+        if index < extra.shape[0]:
+            chosen = index
         else:
             scores[:] = 0.0
             for c in range(columns):
@@ -83,9 +83,9 @@ def fill(sizes, order, budgets, groups, group_of, first):
     for c in range(columns):
         room[:, c] = budgets[c]
     spilled = 0
-    for place in range(order.shape[0]):
-        sample = order[place]
-        group = place if place < first else _fullest_with_room(room, sizes[sample], budgets, -1)
+    for index in range(order.shape[0]):
+        sample = order[index]
+        group = index if index < first else _fullest_with_room(room, sizes[sample], budgets, -1)
         group_of[sample] = group
         if group < 0:
             spilled += 1
@@ -117,25 +117,25 @@ def make_room(sizes, order, budgets, groups, group_of, first):
         if group_of[sample] >= 0:
             continue
         has_group = False
-        for at in range(len(order) - 1, first - 1, -1):
-            other = order[at]
-            group = group_of[other]
-            if group < 0 or stays[at]:
+        for index in range(len(order) - 1, first - 1, -1):
+            moved = order[index]
+            group = group_of[moved]
+            if group < 0 or stays[index]:
                 continue
-            if not _has_room(room[group], sizes[sample], sizes[other]):
+            if not _has_room(room[group], sizes[sample], sizes[moved]):
                 continue
-            to = _fullest_with_room(room, sizes[other], budgets, group)
+            to = _fullest_with_room(room, sizes[moved], budgets, group)
             if to < 0:
-                stays[at] = True
+                stays[index] = True
                 continue
             for c in range(columns):
-                room[group, c] += sizes[other, c] - sizes[sample, c]
-                room[to, c] -= sizes[other, c]
-            group_of[other], group_of[sample] = to, group
-            for place in range(len(order)):
-                third = order[place]
-                if stays[place] and group_of[third] != group:
-                    stays[place] = not _fits(room[group], sizes[third])
+                room[group, c] += sizes[moved, c] - sizes[sample, c]
+                room[to, c] -= sizes[moved, c]
+            group_of[moved], group_of[sample] = to, group
+            for slot in range(len(order)):
+                third = order[slot]
+                if stays[slot] and group_of[third] != group:
+                    stays[slot] = not _fits(room[group], sizes[third])
             has_group = True
             break
         if not has_group:
@@ -166,15 +166,15 @@ def _fullest_with_room(room, size, budgets, but):
     for group in range(len(room)):
         if group == but:
             continue
-        left, fits = 0.0, True
+        total, fits = 0.0, True
         for c in range(len(size)):
             if room[group, c] < size[c]:
                 fits = False
                 break
             if budgets[c] < np.inf:
-                left += room[group, c] / budgets[c]
-        if fits and left < least:
-            chosen, least = group, left
+                total += room[group, c] / budgets[c]
+        if fits and total < least:
+            chosen, least = group, total
     return chosen
 
 
@@ -204,7 +204,7 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
     longest = 0
     for first in range(0, groups - ranks + 1, ranks):
         longest = max(longest, offsets[first + ranks] - offsets[first])
-    mine = np.empty((longest, columns))
+    step_sizes = np.empty((longest, columns))
     starts = np.empty(ranks + 1, np.int64)
     loads = np.empty((ranks, columns))
     stuck = np.empty(ranks, np.bool_)
@@ -216,8 +216,8 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
         for g in range(ranks):
             for i in range(starts[g], starts[g + 1]):
                 for c in range(columns):
-                    mine[i, c] = sizes[samples[begin + i], c]
-                    loads[g, c] += mine[i, c]
+                    step_sizes[i, c] = sizes[samples[begin + i], c]
+                    loads[g, c] += step_sizes[i, c]
         stuck[:] = False
         if capped:
             limits[columns - 1] = min(budgets[columns - 1], loads[:, columns - 1].max())
@@ -225,21 +225,21 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
             heavy, column = _furthest_above(loads, tolerance, stuck)
             if heavy < 0:
                 break
-            other, i, j = _best_swap(
-                mine, starts, loads, limits, heavy, column, candidates
+            light, i, j = _best_swap(
+                step_sizes, starts, loads, limits, heavy, column, candidates
             )
-            if other < 0:
+            if light < 0:
                 stuck[heavy] = True
                 continue
             samples[begin + i], samples[begin + j] = samples[begin + j], samples[begin + i]
             for c in range(columns):
-                d = mine[j, c] - mine[i, c]
+                d = step_sizes[j, c] - step_sizes[i, c]
                 loads[heavy, c] += d
-                loads[other, c] -= d
-                mine[i, c] += d
-                mine[j, c] -= d
+                loads[light, c] -= d
+                step_sizes[i, c] += d
+                step_sizes[j, c] -= d
             stuck[heavy] = False
-            stuck[other] = False
+            stuck[light] = False
 
 
 @njit(cache=True)
@@ -262,22 +262,22 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
     columns = mine.shape[1]
     chosen, best_i, best_j, best = -1, 0, 0, -1e-12
     asked = 0
-    for other in np.argsort(loads[:, column], kind="mergesort"):
-        if loads[other, column] >= loads[heavy, column]:
+    for light in np.argsort(loads[:, column], kind="mergesort"):
+        if loads[light, column] >= loads[heavy, column]:
             break
         asked += 1
         for i in range(starts[heavy], starts[heavy + 1]):
-            for j in range(starts[other], starts[other + 1]):
+            for j in range(starts[light], starts[light + 1]):
                 if mine[j, column] >= mine[i, column]:
                     continue
                 change, fits = 0.0, True
                 for c in range(columns):
                     d = mine[j, c] - mine[i, c]
-                    change += d * (loads[heavy, c] - loads[other, c] + d)
-                    above = loads[heavy, c] if d > 0.0 else loads[other, c]
+                    change += d * (loads[heavy, c] - loads[light, c] + d)
+                    above = loads[heavy, c] if d > 0.0 else loads[light, c]
                     fits = fits and above + abs(d) <= budgets[c]
                 if fits and change < best:
-                    chosen, best_i, best_j, best = other, i, j, change
+                    chosen, best_i, best_j, best = light, i, j, change
         if asked >= candidates and (chosen >= 0 or asked >= MOST_CANDIDATES * candidates):
             break
     return chosen, best_i, best_j
@@ -331,9 +331,9 @@ def spread_sources(samples, step_of, places, cells, sources, kinds):
             step = step_of[places[i]]
             best, chosen = -np.inf, 0
             for k in range(kinds):
-                left = counts[k + 1] - heads[k]
+                remaining = counts[k + 1] - heads[k]
                 # Compare what the step lacks with the average place that is still to fill.
-                if left and lacks[step, k] - share[k] > best:
+                if remaining and lacks[step, k] - share[k] > best:
                     best, chosen = lacks[step, k] - share[k], k
             samples[places[i]] = ordered[heads[chosen]]
             heads[chosen] += 1

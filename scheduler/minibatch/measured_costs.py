@@ -92,9 +92,9 @@ class MeasuredCosts:
         result = np.zeros(units.shape)
         for column, name in enumerate(names):
             cost = self.modules.get(name, ModuleCost())
-            own, square = units[:, column], squares[:, column]
-            all_in = cost.fixed + cost.linear * own + cost.square * square
-            result[:, column] = np.where(own > 0, all_in, 0.0)
+            linear, square = units[:, column], squares[:, column]
+            all_in = cost.fixed + cost.linear * linear + cost.square * square
+            result[:, column] = np.where(linear > 0, all_in, 0.0)
         return result * self.factors(names, len(units)).T
 
     def column_seconds(
@@ -102,8 +102,8 @@ class MeasuredCosts:
     ) -> np.ndarray:
         """Do the same as :meth:`seconds` for columns; ``units`` and ``squares`` are (n, C)."""
         factors = [
-            self.replicas[name][share] if of > 1 and name in self.shared else 1.0
-            for name, share, of in columns
+            self.replicas[name][share] if count > 1 and name in self.shared else 1.0
+            for name, share, count in columns
         ]
         return self.seconds([column.name for column in columns], units, squares) * factors
 
@@ -118,9 +118,9 @@ class MeasuredCosts:
 
     def of_samples(self, names: Sequence[str], values: np.ndarray) -> np.ndarray:
         """Return the (N, M) seconds that samples of (N, M) units add to their microbatch."""
-        of = [self.modules.get(name, ModuleCost()) for name in names]
-        linear = np.array([cost.linear for cost in of])
-        square = np.array([cost.square for cost in of])
+        costs = [self.modules.get(name, ModuleCost()) for name in names]
+        linear = np.array([cost.linear for cost in costs])
+        square = np.array([cost.square for cost in costs])
         x = values.astype(np.float64)
         return x * (linear + x * square)
 
@@ -145,13 +145,13 @@ class MeasuredCosts:
     ) -> MeasuredCosts:
         """Return the costs without the factors of modules whose number of replicas or kind of split
         (``shared``) differs from the given ones."""
-        kept = {
+        matching = {
             name: factors for name, factors in self.replicas.items()
             if replicas.get(name, 1) == len(factors) and (name in shared) == (name in self.shared)
         }
-        if kept == dict(self.replicas):
+        if matching == dict(self.replicas):
             return self
-        return MeasuredCosts(self.modules, kept, self.shared & kept.keys())
+        return MeasuredCosts(self.modules, matching, self.shared & matching.keys())
 
     def to_dict(self) -> dict[str, Any]:
         shared = {"shared": sorted(self.shared)} if self.shared else {}
@@ -193,17 +193,17 @@ def group_units(
     counts = np.array([len(group) for group in groups])
     samples = np.concatenate([np.asarray(g, np.int64) for g in groups])
     starts = np.cumsum(counts) - counts
-    of_name: dict[str, list[np.ndarray]] = {}
+    sums_by_name: dict[str, list[np.ndarray]] = {}
     for name in sizes.names:
         values = sizes.values[samples, sizes.column(name)].astype(np.float64)
         if not packed and name in sizes.padded:
             values = np.repeat(np.maximum.reduceat(values, starts), counts)
         # The sums are whole numbers, so their differences are exact.
-        of_name[name] = [np.concatenate([[0.0], np.cumsum(v)]) for v in (values, values**2)]
+        sums_by_name[name] = [np.concatenate([[0.0], np.cumsum(v)]) for v in (values, values**2)]
     result = np.zeros((2, len(groups), len(columns)))
-    for column, (name, share, of) in enumerate(columns):
-        first, last = starts + share * counts // of, starts + (share + 1) * counts // of
-        for which, sums in enumerate(of_name[name]):
+    for column, (name, share, count) in enumerate(columns):
+        first, last = starts + share * counts // count, starts + (share + 1) * counts // count
+        for which, sums in enumerate(sums_by_name[name]):
             result[which, :, column] = sums[last] - sums[first]
     return result[0], result[1]
 

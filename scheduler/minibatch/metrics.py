@@ -43,9 +43,9 @@ class Balance:
 def group_sums(plan: MiniBatchPlan, per_sample: np.ndarray) -> np.ndarray:
     """Return the (steps, ranks, C) sums per group of (N, C) numbers per sample."""
     chosen = per_sample[plan.samples]
-    before = np.zeros((len(chosen) + 1, per_sample.shape[1]), per_sample.dtype)
-    np.cumsum(chosen, axis=0, out=before[1:])
-    sums = before[plan.offsets[1:]] - before[plan.offsets[:-1]]
+    cumulative = np.zeros((len(chosen) + 1, per_sample.shape[1]), per_sample.dtype)
+    np.cumsum(chosen, axis=0, out=cumulative[1:])
+    sums = cumulative[plan.offsets[1:]] - cumulative[plan.offsets[:-1]]
     return sums.reshape(plan.steps, plan.ranks, -1)
 
 
@@ -119,14 +119,14 @@ def step_efficiency(rank_costs: np.ndarray, depth: int) -> float:
 def mixing(plan: MiniBatchPlan, sources: np.ndarray) -> float:
     """Return the mean over steps of the total-variation distance to the mix of all planned samples.
     ``sources`` is the (N,) int64 data set of every sample."""
-    mine = sources[plan.samples]
-    kinds = int(mine.max(initial=0)) + 1
+    sample_sources = sources[plan.samples]
+    kinds = int(sample_sources.max(initial=0)) + 1
     step = np.repeat(np.arange(plan.groups) // plan.ranks, np.diff(plan.offsets))
-    counts = np.bincount(step * kinds + mine, minlength=plan.steps * kinds)
+    counts = np.bincount(step * kinds + sample_sources, minlength=plan.steps * kinds)
     counts = counts.reshape(plan.steps, kinds)
-    whole = np.bincount(mine, minlength=kinds) / max(len(mine), 1)
-    of_step = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    return float(np.abs(of_step - whole).sum(1).mean() / 2) if plan.steps else 0.0
+    overall = np.bincount(sample_sources, minlength=kinds) / max(len(sample_sources), 1)
+    step_mix = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    return float(np.abs(step_mix - overall).sum(1).mean() / 2) if plan.steps else 0.0
 
 
 def random_mixing(plan: MiniBatchPlan, sources: np.ndarray, seed: int = 0) -> float:

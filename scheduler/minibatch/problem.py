@@ -124,8 +124,8 @@ class MiniBatchPlan:
     def group(self, step: int, rank: int) -> np.ndarray:
         """Return the (k,) int64 samples of one rank in one step. They are empty only if there are
         fewer samples than groups."""
-        at = step * self.ranks + rank
-        return self.samples[self.offsets[at] : self.offsets[at + 1]]
+        index = step * self.ranks + rank
+        return self.samples[self.offsets[index] : self.offsets[index + 1]]
 
 
 def checked(sizes: SampleSizes, ranks: int) -> None:

@@ -93,9 +93,9 @@ def _split(seconds, units, samples, offsets, ranks, rules):
     result = np.empty(samples.shape[0], np.int64)
     for first in range(0, groups, ranks):
         begin, end = offsets[first], offsets[first + ranks]
-        mine = samples[begin:end]
+        step_samples = samples[begin:end]
         step = _Step(
-            seconds[mine], units[mine], np.empty((ranks, seconds.shape[1])),
+            seconds[step_samples], units[step_samples], np.empty((ranks, seconds.shape[1])),
             np.zeros((ranks, seconds.shape[1])), np.zeros(ranks, np.int64),
             np.full(end - begin, -1, np.int64),
         )
@@ -122,11 +122,11 @@ def _split_one_by_one(step, rules):
     for i in range(n):
         total[i] = -step.seconds[i].sum()
     empty = min(ranks, n)  # groups without a sample
-    left = n
+    unplaced = n
     for i in np.argsort(total, kind="mergesort"):
         to, best = -1, np.inf
         for g in range(ranks):
-            if left <= empty and step.counts[g]:
+            if unplaced <= empty and step.counts[g]:
                 continue
             score, fits = 0.0, True
             for c in range(columns):
@@ -138,7 +138,7 @@ def _split_one_by_one(step, rules):
         if to < 0:
             return False
         empty -= step.counts[to] == 0
-        left -= 1
+        unplaced -= 1
         _add(step, i, to, 1)
         step.slot_of[i] = to
     return True
@@ -161,7 +161,7 @@ def _improve(step, rules):
     changed = False
     for i in range(n):
         a = slot_of[i]
-        best, to, other = -1e-9 * _sum(rules.factors, loads), -1, -1
+        best, to, partner = -1e-9 * _sum(rules.factors, loads), -1, -1
         for j in range(-ranks, n):  # negative: move alone to group -1 - j
             b = -1 - j if j < 0 else slot_of[j]
             if b == a or (j < 0 and step.counts[a] < 2):
@@ -176,16 +176,16 @@ def _improve(step, rules):
                 change -= rules.factors[c, a] * s * (2.0 * loads[a, c] - s)
                 fits = fits and used[b, c] + u <= limit and used[a, c] - u <= limit
             if fits and change < best:
-                best, to, other = change, b, j
+                best, to, partner = change, b, j
         if to >= 0:
             changed = True
             _add(step, i, a, -1)
             _add(step, i, to, 1)
             slot_of[i] = to
-            if other >= 0:
-                _add(step, other, to, -1)
-                _add(step, other, a, 1)
-                slot_of[other] = a
+            if partner >= 0:
+                _add(step, partner, to, -1)
+                _add(step, partner, a, 1)
+                slot_of[partner] = a
     return changed
 
 

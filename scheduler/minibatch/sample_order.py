@@ -51,19 +51,19 @@ def _ordered(samples, offsets, seconds, counts, factors):
     result = samples.copy()
     columns = counts.shape[0]
     for g in range(offsets.shape[0] - 1):
-        mine = samples[offsets[g] : offsets[g + 1]]
-        n = mine.shape[0]
-        copy_of = np.empty((n, columns), np.int64)  # by place
-        for place in range(n):
+        group_samples = samples[offsets[g] : offsets[g + 1]]
+        n = group_samples.shape[0]
+        copy_of = np.empty((n, columns), np.int64)  # by position
+        for position in range(n):
             for c in range(columns):
-                copy_of[place, c] = ((place + 1) * counts[c] - 1) // n
+                copy_of[position, c] = ((position + 1) * counts[c] - 1) // n
         loads = np.zeros(factors.shape)
-        sample_at = _placed(seconds[mine], copy_of, loads, factors)
+        sample_at = _placed(seconds[group_samples], copy_of, loads, factors)
         for _ in range(ROUNDS):
-            if not _exchanged(seconds[mine], copy_of, loads, factors, sample_at):
+            if not _exchanged(seconds[group_samples], copy_of, loads, factors, sample_at):
                 break
-        for place in range(n):
-            result[offsets[g] + place] = mine[sample_at[place]]
+        for position in range(n):
+            result[offsets[g] + position] = group_samples[sample_at[position]]
     return result
 
 
@@ -77,15 +77,15 @@ def _placed(seconds, copy_of, loads, factors):
         total[i] = -seconds[i].sum()
     for i in np.argsort(total, kind="mergesort"):
         to, best = -1, np.inf
-        for place in range(n):
-            if sample_at[place] >= 0:
+        for position in range(n):
+            if sample_at[position] >= 0:
                 continue
             score = 0.0
             for c in range(columns):
-                k, s = copy_of[place, c], seconds[i, c]
+                k, s = copy_of[position, c], seconds[i, c]
                 score += factors[c, k] * s * (loads[c, k] + 0.5 * s)
             if score < best:
-                to, best = place, score
+                to, best = position, score
         sample_at[to] = i
         for c in range(columns):
             loads[c, copy_of[to, c]] += seconds[i, c]
@@ -103,11 +103,11 @@ def _exchanged(seconds, copy_of, loads, factors, sample_at):
         for b in range(n):
             change = 0.0
             for c in range(columns):
-                of, other = copy_of[a, c], copy_of[b, c]
-                if of != other:
+                first, second = copy_of[a, c], copy_of[b, c]
+                if first != second:
                     s = seconds[sample_at[b], c] - seconds[sample_at[a], c]
-                    change += factors[c, of] * s * (2.0 * loads[c, of] + s)
-                    change -= factors[c, other] * s * (2.0 * loads[c, other] - s)
+                    change += factors[c, first] * s * (2.0 * loads[c, first] + s)
+                    change -= factors[c, second] * s * (2.0 * loads[c, second] - s)
             if change < best:
                 best, to = change, b
         if to >= 0:

@@ -82,16 +82,16 @@ class StepForecast:
         samples; empty for other plans. ``groups`` has the samples of each microbatch."""
         if not self.plan.splits_samples:
             return ()
-        parts = lcm(*(column.of for column in self.columns))
+        shares = lcm(*(column.of for column in self.columns))
         names = [name for name in self.modules if name != self._text]
-        columns = [Column(name, part, parts) for name in names for part in range(parts)]
+        columns = [Column(name, share, shares) for name in names for share in range(shares)]
         units = group_units(sizes, groups, True, columns)[0] > 0
         return tuple(
-            filled_samples(self.plan, parts, {
+            filled_samples(self.plan, shares, {
                 self.modules[name]: tuple(accumulate(filled.tolist(), initial=0))
                 for name, filled in zip(names, row, strict=True)
             })
-            for row in units.reshape(len(groups), len(names), parts)
+            for row in units.reshape(len(groups), len(names), shares)
         )
 
     def timeline(self, seconds: np.ndarray, samples: Sequence[Samples] = ()) -> Timeline:
@@ -104,12 +104,12 @@ class StepForecast:
         for number, (name, share, shares) in enumerate(self.columns):
             module = self.modules[name]
             replicas = self.plan.replicas(module)
-            for (of, index, op), spent in self._spent.items():
-                if of == module and totals[module]:
-                    for microbatch, whole in enumerate(seconds[:, number].tolist()):
+            for (owner, index, op), spent in self._spent.items():
+                if owner == module and totals[module]:
+                    for microbatch, module_seconds in enumerate(seconds[:, number].tolist()):
                         replica = share if shares > 1 else microbatch % len(replicas)
                         stage = replicas[replica][index]
-                        costs[stage.id, op, microbatch] = whole * spent / totals[module]
+                        costs[stage.id, op, microbatch] = module_seconds * spent / totals[module]
         names = [column.name for column in self.columns]
         present = [
             tuple(sorted({

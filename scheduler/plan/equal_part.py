@@ -38,9 +38,9 @@ class EqualPart(Plan):
 
     def rank_processes(self, rank: int) -> range:
         """Return the numbers of a rank's processes in the whole plan."""
-        own = super().rank_processes(rank)
-        first = self.parts * own.start
-        return range(first, first + len(own))
+        local = super().rank_processes(rank)
+        first = self.parts * local.start
+        return range(first, first + len(local))
 
     def sharers(self, stage: Stage) -> int:
         """Return the number of processes of the whole plan that share the parameters of a process

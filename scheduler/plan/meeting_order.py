@@ -16,15 +16,15 @@ def meeting_order(groups: Sequence[Sequence[int]]) -> list[int]:
     possible be created at a time. Each group goes into the first round in which none of its members
     has another group (first fit, as in edge colouring). The number of rounds is at best the largest
     number of groups of one process; for pairs it is always less than twice that."""
-    taken: dict[int, int] = {}  # per process, a bit for every round in which it has a group
+    used: dict[int, int] = {}  # per process, a bit for every round in which it has a group
     rounds = []
     for members in groups:
         busy = 0
         for process in members:
-            busy |= taken.get(process, 0)
+            busy |= used.get(process, 0)
         free = ~busy & (busy + 1)  # the lowest bit that is not set
         for process in members:
-            taken[process] = taken.get(process, 0) | free
+            used[process] = used.get(process, 0) | free
         rounds.append(free)
     return sorted(range(len(groups)), key=rounds.__getitem__)
 

@@ -120,28 +120,28 @@ class Plan:
                     check_number(f"{name} of stage {stage.id}", degree)
                 checked.add(stage.degrees)
             self._check_sharding(stage)
-            for firsts, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
+            for firsts, owner in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
                 key = stage.rank if firsts is widths else stage.module
-                other = firsts.setdefault(key, stage)
-                if stage.degrees == other.degrees:
+                first = firsts.setdefault(key, stage)
+                if stage.degrees == first.degrees:
                     continue
-                for name, mine, theirs in zip(
-                    Degrees._fields, stage.degrees, other.degrees, strict=True
+                for name, value, first_value in zip(
+                    Degrees._fields, stage.degrees, first.degrees, strict=True
                 ):
-                    if mine != theirs:
+                    if value != first_value:
                         raise PlanError(
-                            f"{name} of stage {stage.id} is {mine} and of {other.id} {theirs}; "
-                            f"all stages of {what} must have the same"
+                            f"{name} of stage {stage.id} is {value} and of {first.id} "
+                            f"{first_value}; all stages of {owner} must have the same"
                         )
 
     def _check_sharding(self, stage: Stage) -> None:
         first = self.replicas(stage.module)[0][0]
         choices = {"split": SPLITS, "sharding": SHARDINGS, "ep": sorted({1, stage.shards})}
         for name, accepted in choices.items():
-            value, other = getattr(stage, name), getattr(first, name)
-            if value not in accepted or value != other:
+            value, first_value = getattr(stage, name), getattr(first, name)
+            if value not in accepted or value != first_value:
                 raise PlanError(
-                    f"{name} of stage {stage.id} is {value!r} and of {first.id} {other!r}; "
+                    f"{name} of stage {stage.id} is {value!r} and of {first.id} {first_value!r}; "
                     f"accepted: {', '.join(map(str, accepted))}; all stages of {stage.module} must "
                     "have the same"
                 )
@@ -187,9 +187,9 @@ class Plan:
                 raise PlanError(f"stages of {node.name!r} must be numbered 0.. in order")
             if lo != expected or hi <= lo:
                 gap = "overlap" if lo < expected else "leave a gap"
-                what = "be empty" if lo == expected else gap
+                fault = "be empty" if lo == expected else gap
                 raise PlanError(
-                    f"stage {stage.id}: layers [{lo}, {hi}) would {what}; "
+                    f"stage {stage.id}: layers [{lo}, {hi}) would {fault}; "
                     f"it must start at {expected} and hold at least one layer"
                 )
             expected = hi
@@ -227,8 +227,8 @@ class Plan:
         for stage in self.stages:
             replicas.setdefault(stage.module, {}).setdefault(stage.replica, []).append(stage)
         return {
-            module: tuple(tuple(of_module[number]) for number in sorted(of_module))
-            for module, of_module in replicas.items()
+            module: tuple(tuple(by_number[number]) for number in sorted(by_number))
+            for module, by_number in replicas.items()
         }
 
     def runs(self, stage: Stage, microbatch: int) -> bool:
@@ -322,7 +322,7 @@ class Plan:
         ends: dict[StageId, list[StageId]] = {stage.id: [] for stage in self.stages}
         for first, second in edges:
             ends[first].append(second)
-        return {stage: tuple(others) for stage, others in ends.items()}
+        return {stage: tuple(neighbours) for stage, neighbours in ends.items()}
 
     @cached_property
     def depth(self) -> Mapping[StageId, int]:
@@ -330,23 +330,23 @@ class Plan:
         itself."""
         depth: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
-            after = map(depth.__getitem__, self.stage_consumers[stage.id])
-            depth[stage.id] = 1 + max(after, default=0)
+            depths = map(depth.__getitem__, self.stage_consumers[stage.id])
+            depth[stage.id] = 1 + max(depths, default=0)
         return depth
 
     @cached_property
     def warm_up(self) -> Mapping[StageId, int]:
         """Microbatches that each stage may have in flight in 1F1B: its depth, or more if a consumer
         has more replicas, so that all of them are busy."""
-        under_way: dict[StageId, int] = {}
+        in_flight: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
-            own = len(self.replicas(stage.module))
-            after = [
-                under_way[dst] * max(1, len(self.replicas(self.by_id[dst].module)) // own)
+            count = len(self.replicas(stage.module))
+            downstream = [
+                in_flight[dst] * max(1, len(self.replicas(self.by_id[dst].module)) // count)
                 for dst in self.stage_consumers[stage.id]
             ]
-            under_way[stage.id] = 1 + max(after, default=0)
-        return under_way
+            in_flight[stage.id] = 1 + max(downstream, default=0)
+        return in_flight
 
     def trainable(self, stage: Stage) -> bool:
         lo, hi = stage.layers

@@ -63,7 +63,7 @@ def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
     # Older files have numbers for all replicas; only those of the first replica are used.
     counts = [len(module) for module in policy.ahead]
     if len(counts) != len(stages) or any(
-        not count or count % own for count, own in zip(counts, stages.values(), strict=True)
+        not count or count % depth for count, depth in zip(counts, stages.values(), strict=True)
     ):
         stages_text = ", ".join(f"{count} of {module}" for module, count in stages.items())
         raise PlanError(f"policy.ahead is {policy.ahead}; it must have numbers for {stages_text}")

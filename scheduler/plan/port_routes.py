@@ -44,8 +44,8 @@ class EdgePorts:
         """Return the ports of one message that serves both edges."""
         alone = self.alone and other.alone
         names = tuple(dict.fromkeys(self.names + other.names))
-        kept = [set(ports.withheld) for ports in (self, other) if not ports.alone]
-        withheld = set.intersection(*kept) - set(names) if kept else ()
+        withheld_sets = [set(ports.withheld) for ports in (self, other) if not ports.alone]
+        withheld = set.intersection(*withheld_sets) - set(names) if withheld_sets else ()
         return EdgePorts(
             names, tuple(sorted(withheld)), alone,
             tuple(dict.fromkeys(self.producers + other.producers)) if alone else (),
@@ -70,9 +70,9 @@ def edge_ports(
                 for edge in _ways(port, replicas, replica, seconds, edges):
                     ways.setdefault(edge, []).append(port)
         for edge in [e for e in edges if e[1].module == consumer]:
-            own = {_name(port, edge) for port in ways.get(edge, ())}
-            others = {_name(p, edge) for p in ports if _would_carry(p, edge)} - own
-            edges[edge] = EdgePorts(tuple(sorted(own)), tuple(sorted(others)))
+            carried_names = {_name(port, edge) for port in ways.get(edge, ())}
+            skipped = {_name(p, edge) for p in ports if _would_carry(p, edge)} - carried_names
+            edges[edge] = EdgePorts(tuple(sorted(carried_names)), tuple(sorted(skipped)))
         for edge, carried in ways.items():
             if edge not in edges:
                 names = sorted({_name(port, edge) for port in carried})
@@ -88,8 +88,8 @@ def sent_ports(
     output of a stage once for all of its stages."""
     together: dict[tuple[StageId, int], EdgePorts] = {}
     for (src, dst), ports in edges.items():
-        place = src, rank_of(dst)
-        together[place] = together[place] | ports if place in together else ports
+        key = src, rank_of(dst)
+        together[key] = together[key] | ports if key in together else ports
     sent = {
         (src, dst): together[src, rank_of(dst)] if rank_of(src) != rank_of(dst) else ports
         for (src, dst), ports in edges.items()
@@ -127,10 +127,10 @@ def _port_bytes(port: Port, profile: CostProfile) -> int:
 
 
 def _by_consumer(ports: Iterable[Port]) -> list[tuple[str, list[Port]]]:
-    of: dict[str, list[Port]] = {}
+    by_consumer: dict[str, list[Port]] = {}
     for port in ports:
-        of.setdefault(port.consumer, []).append(port)
-    return list(of.items())
+        by_consumer.setdefault(port.consumer, []).append(port)
+    return list(by_consumer.items())
 
 
 def _seconds(profile: CostProfile | None, processes: Callable[[int], Iterable[int]]) -> Seconds:
@@ -171,8 +171,8 @@ def _ways(
     if port.output is None:
         sources.append([stages[0]])
     else:
-        lasts = [other[-1] for other in replicas[port.producers[0]]]
-        firsts = [other[0] for other in replicas[port.consumer]]
+        lasts = [chain[-1] for chain in replicas[port.producers[0]]]
+        firsts = [chain[0] for chain in replicas[port.consumer]]
         sources.append([a for a, b in joined(lasts, firsts) if b.replica == replica])
     ways: list[Edge] = []
     for reader in readers:

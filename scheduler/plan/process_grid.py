@@ -48,8 +48,8 @@ def connected_pairs(p2p_groups: Iterable[tuple[Edge, Iterable[P2PGroup]]]) -> di
     order of the edges."""
     return {
         (p2p_group.senders[sender], p2p_group.receivers[receiver]): None
-        for _, of_edge in p2p_groups
-        for p2p_group in of_edge
+        for _, edge_groups in p2p_groups
+        for p2p_group in edge_groups
         for sender, receiver in p2p_group.resharding.links()
     }
 
@@ -147,7 +147,7 @@ class Processes:
         if sender.module != receiver.module:
             return (P2PGroup(senders, receivers, direction),)
         shares = (
-            slice(place * sender.tp, (place + 1) * sender.tp)
-            for place in range(sender.fsdp * sender.cp)
+            slice(index * sender.tp, (index + 1) * sender.tp)
+            for index in range(sender.fsdp * sender.cp)
         )
-        return tuple(P2PGroup(senders[own], receivers[own], direction) for own in shares)
+        return tuple(P2PGroup(senders[share], receivers[share], direction) for share in shares)

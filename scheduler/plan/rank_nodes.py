@@ -28,14 +28,14 @@ def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNode
     processes. As degrees are mostly powers of two, a rank spans nodes only if that is unavoidable.
     """
     free: dict[str, list[int]] = {}
-    for place, node in enumerate(place_nodes):
-        free.setdefault(node, []).append(place)
+    for bundle, node in enumerate(place_nodes):
+        free.setdefault(node, []).append(bundle)
     current = next(iter(free), "")
     firsts, count = [], 0
     for degrees in ranks:
         firsts.append(count)
         count += prod(degrees)
-    places = [0] * count
+    bundles = [0] * count
 
     def put(processes: range, sizes: Sequence[int]) -> None:
         nonlocal current
@@ -43,7 +43,7 @@ def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNode
         if ready:
             current = ready[0]
             for process in processes:
-                places[process] = free[current].pop(0)
+                bundles[process] = free[current].pop(0)
             return
         # Use as few nodes as possible.
         for node in sorted(free, key=lambda node: -len(free[node])):
@@ -56,8 +56,8 @@ def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNode
         first = firsts[rank]
         put(range(first, first + prod(ranks[rank])), (ranks[rank].tp, 1))
     numbers: dict[str, int] = {}
-    nodes = [numbers.setdefault(place_nodes[place], len(numbers)) for place in places]
-    return RankNodes(tuple(places), tuple(nodes))
+    nodes = [numbers.setdefault(place_nodes[bundle], len(numbers)) for bundle in bundles]
+    return RankNodes(tuple(bundles), tuple(nodes))
 
 
 def on_nodes(plan: Plan, nodes: Sequence[int]) -> Plan:
@@ -73,21 +73,26 @@ def straddling(plan: Plan, nodes: Sequence[int]) -> str | None:
     of each process."""
     texts = []
     for rank in range(plan.num_ranks):
-        own = [nodes[process] for process in plan.rank_processes(rank)]
+        process_nodes = [nodes[process] for process in plan.rank_processes(rank)]
         degrees = plan.degrees(rank)
-        if len(set(own)) == 1:
+        if len(set(process_nodes)) == 1:
             continue
-        groups = [own[first : first + degrees.tp] for first in range(0, len(own), degrees.tp)]
+        groups = [
+            process_nodes[first : first + degrees.tp]
+            for first in range(0, len(process_nodes), degrees.tp)
+        ]
         kinds = [kind for kind in ("cp", "fsdp") if getattr(degrees, kind) > 1]
         if any(len(set(group)) > 1 for group in groups):
             kinds = ["tp", *kinds]
         shared = ", ".join(f"{kind} {getattr(degrees, kind)}" for kind in kinds)
         stages = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
-        texts.append(f"rank {rank} ({stages}; {shared}) has processes on {len(set(own))} nodes")
+        texts.append(
+            f"rank {rank} ({stages}; {shared}) has processes on {len(set(process_nodes))} nodes"
+        )
     if not texts:
         return None
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return f"process groups span nodes and use slower links: {'; '.join(texts[:SHOWN])}{more}"
+    omitted = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return f"process groups span nodes and use slower links: {'; '.join(texts[:SHOWN])}{omitted}"
 
 
 # Number of ranks that the text names.

@@ -52,11 +52,11 @@ def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
     the rules for a rank hold for each slot of it. Raise ``PlanError`` if a quota is not a share, is
     on a rank of several processes, or is the only one on the rank; if one module has two quotas on
     a rank; or if the quotas of a rank sum to more than 1."""
-    of_rank: dict[tuple[int, int | None], dict[str, Stage]] = {}
+    by_rank: dict[tuple[int, int | None], dict[str, Stage]] = {}
     for stage in stages:
         check_quota(f"quota of stage {stage.id}", stage.quota)
-        place = stage.rank, stage.slot if schedule == SLOTS else None
-        first = of_rank.setdefault(place, {}).setdefault(stage.module, stage)
+        key = stage.rank, stage.slot if schedule == SLOTS else None
+        first = by_rank.setdefault(key, {}).setdefault(stage.module, stage)
         if stage.quota != first.quota:
             raise PlanError(
                 f"quota of stage {stage.id} is {stage.quota} and of {first.id} {first.quota}; "
@@ -69,7 +69,7 @@ def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
                 "on ranks of one process, because processes that share a module's work must "
                 "run collectives in the same order"
             )
-    for (rank, slot), firsts in of_rank.items():
+    for (rank, slot), firsts in by_rank.items():
         _check_rank(rank, slot, rank_quotas(list(firsts.values()), rank), firsts)
 
 
@@ -119,12 +119,12 @@ def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -
                 f"slot of stage {consumer} is {slots[consumer]} and of {producer}, which it reads, "
                 f"{slots[producer]}; accepted: a later one"
             )
-    for (rank, slot), own in together.items():
-        modules = {stage.module for stage in own}
-        if len(own) > 1 and (
-            len(modules) < len(own) or any(stage.quota is None for stage in own)
+    for (rank, slot), concurrent in together.items():
+        modules = {stage.module for stage in concurrent}
+        if len(concurrent) > 1 and (
+            len(modules) < len(concurrent) or any(stage.quota is None for stage in concurrent)
         ):
-            names = ", ".join(str(stage.id) for stage in own)
+            names = ", ".join(str(stage.id) for stage in concurrent)
             raise PlanError(
                 f"rank {rank} has stages {names} in slot {slot}; accepted: one stage, or stages of "
                 "different modules, each with a quota"

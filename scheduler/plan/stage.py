@@ -29,8 +29,8 @@ class StageId(NamedTuple):
     replica: int = 0
 
     def __str__(self) -> str:
-        place = "" if self.index == WHOLE else f".{self.index}"
-        return self.module + place + (f"@{self.replica}" if self.replica else "")
+        suffix = "" if self.index == WHOLE else f".{self.index}"
+        return self.module + suffix + (f"@{self.replica}" if self.replica else "")
 
     @property
     def first_replica(self) -> StageId:

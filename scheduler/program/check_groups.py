@@ -18,7 +18,7 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
     if all(i.group < 0 and i.quota == 1.0 for i in instructions):
         return
     quotas: dict[int, dict[str, float]] = {}
-    kept: dict[tuple[StageId, int], Instruction] = {}
+    forwards: dict[tuple[StageId, int], Instruction] = {}
     last = -1
     for instruction in instructions:
         if instruction.group >= 0:
@@ -37,10 +37,10 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
                     f"rank {rank}: {instruction} raises the quotas of its group above 1"
                 )
         last = instruction.group
-        place = instruction.stage, instruction.microbatch
+        key = instruction.stage, instruction.microbatch
         if instruction.op in (Op.FORWARD, Op.RECOMPUTE):
-            kept[place] = instruction
-        elif instruction.op in BACKWARDS and place in kept:
-            before = kept[place]
-            if (before.group >= 0, before.quota) != (instruction.group >= 0, instruction.quota):
-                raise InternalError(f"rank {rank}: {instruction} has another quota than {before}")
+            forwards[key] = instruction
+        elif instruction.op in BACKWARDS and key in forwards:
+            forward = forwards[key]
+            if (forward.group >= 0, forward.quota) != (instruction.group >= 0, instruction.quota):
+                raise InternalError(f"rank {rank}: {instruction} has another quota than {forward}")

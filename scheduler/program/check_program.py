@@ -287,17 +287,17 @@ class _Play:
             if shared.left:
                 continue
             for member in shared.ranks:
-                before, issues = self._position[member], self.issues[member]
+                position, issues = self._position[member], self.issues[member]
                 last = shared.last.get(member, -1)
-                if before == last + 1 and (not issues or issues[-1].before <= last):
-                    before = last  # nothing else began, so it may begin while that runs
-                issues.append(Issue(before, stages=shared.stages))
+                if position == last + 1 and (not issues or issues[-1].before <= last):
+                    position = last  # nothing else began, so it may begin while that runs
+                issues.append(Issue(position, stages=shared.stages))
 
     def _check_collectives(self) -> None:
-        first, *others = (
+        first, *later = (
             tuple(i.op for i in rank if i.op in OPTIMIZER_OPS) for rank in self._program
         )
-        for rank, ops in enumerate(others, start=1):
+        for rank, ops in enumerate(later, start=1):
             if ops != first:
                 raise InternalError(f"rank {rank} runs collectives {ops}, rank 0 {first}")
 
@@ -305,8 +305,8 @@ class _Play:
         """Step over a collective once every rank has reached it."""
         ranks, position = self._program.ranks, self._position
         next_ops = {
-            rank[at].op if at < len(rank) else None
-            for rank, at in zip(ranks, position, strict=True)
+            rank[index].op if index < len(rank) else None
+            for rank, index in zip(ranks, position, strict=True)
         }
         if len(next_ops) == 1 and next_ops <= set(OPTIMIZER_OPS):
             now = max(self._times, default=0.0)
@@ -322,7 +322,9 @@ class _Play:
     def check_ended(self) -> None:
         """Raise ``InternalError`` if a rank waits forever, or a message or a forward has no
         counterpart."""
-        if any(at < len(rank) for at, rank in zip(self._position, self._program, strict=True)):
+        if any(
+            index < len(rank) for index, rank in zip(self._position, self._program, strict=True)
+        ):
             self._check_collectives()
         for rank, instructions in enumerate(self._program.ranks):
             if self._position[rank] < len(instructions):
@@ -330,8 +332,8 @@ class _Play:
                 raise InternalError(f"deadlock: rank {rank} waits forever in {stuck}")
         for edge, messages in self._edges.items():
             if messages.sent:
-                left = [sent.microbatch for sent in messages.sent]
-                raise InternalError(f"edge {edge[0]} -> {edge[1]}: no rank receives {left}")
+                unreceived = [sent.microbatch for sent in messages.sent]
+                raise InternalError(f"edge {edge[0]} -> {edge[1]}: no rank receives {unreceived}")
         for stage, state in self.stages.items():
             if state.live:
                 raise InternalError(

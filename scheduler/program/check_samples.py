@@ -23,8 +23,8 @@ def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> N
     rank and instruction if a rule is violated:
 
     - every sample of a microbatch passes once through every module of the microbatch;
-    - a stage gets every sample that it reads once, from its producer, and receives nothing of
-      microbatches that it does not run;
+    - a stage gets every sample that it reads once, from its producer, and receives no sample
+      of microbatches that it does not run;
     - both ends of a message have the same samples; a backward has the samples of its forward;
     - for every sample whose gradient a stage sends back, every rank that read the sample has
       contributed its gradient once, after the last of its stages that read it.
@@ -57,8 +57,8 @@ class _Check:
 
     def forward(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        place = stage.module, stage.index, microbatch
-        self._of_module.setdefault(place, []).extend(self.samples(instruction))
+        key = stage.module, stage.index, microbatch
+        self._of_module.setdefault(key, []).extend(self.samples(instruction))
 
     def readers(self, stage: StageId, microbatch: int) -> dict[int, tuple[Range, ...]]:
         """Return the samples of a stage's output that each rank reads."""
@@ -118,8 +118,8 @@ class _Rank:
     def _receive(self, instruction: Instruction) -> None:
         if (instruction.stage, instruction.microbatch) not in self._check.ran:
             raise self._error(instruction, "is for a stage that does not run the microbatch")
-        place = instruction.peer.module, instruction.peer.index, instruction.microbatch
-        self._arrived.setdefault(place, []).extend(self._check.samples(instruction))
+        key = instruction.peer.module, instruction.peer.index, instruction.microbatch
+        self._arrived.setdefault(key, []).extend(self._check.samples(instruction))
 
     def _forward(self, instruction: Instruction) -> None:
         check, microbatch = self._check, instruction.microbatch
@@ -132,8 +132,8 @@ class _Rank:
                 continue  # the microbatch has no data for it
             needed = needed_samples(check.plan, module, stage, check.of[microbatch])
             ranges = [
-                both for r in self._arrived.get((module, index, microbatch), ())
-                for n in needed if (both := r.meet(n))
+                common for r in self._arrived.get((module, index, microbatch), ())
+                for n in needed if (common := r.meet(n))
             ]
             if not _tiles(ranges, needed):
                 raise self._error(
@@ -141,8 +141,8 @@ class _Rank:
                     f"each of {_listed(needed)} once"
                 )
         check.forward(instruction)
-        place = stage.module, stage.index, microbatch
-        self._arrived.setdefault(place, []).extend(check.samples(instruction))
+        key = stage.module, stage.index, microbatch
+        self._arrived.setdefault(key, []).extend(check.samples(instruction))
         self._forwards[stage.id, microbatch] = check.samples(instruction)
 
     def _receive_gradient(self, instruction: Instruction) -> None:
@@ -168,11 +168,11 @@ class _Rank:
 
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        own = self._check.samples(instruction)
-        if own != self._forwards.get((stage, microbatch)):
+        samples = self._check.samples(instruction)
+        if samples != self._forwards.get((stage, microbatch)):
             raise self._error(instruction, "has other samples than its forward")
         due = {
-            rank: overlap(ranges, own)
+            rank: overlap(ranges, samples)
             for rank, ranges in self._check.readers(stage, microbatch).items()
         }
         due = {rank: ranges for rank, ranges in due.items() if ranges}

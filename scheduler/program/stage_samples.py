@@ -32,19 +32,19 @@ def filled_samples(plan: Plan, size: int, offsets: Mapping[str, Sequence[int]]) 
     sample."""
     counts = {len(plan.replicas(s.module)) for s in plan.stages if s.split == SAMPLES}
     ends = sorted({index * size // count for count in counts for index in range(count + 1)})
-    parts = [Range(lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
+    ranges = [Range(lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
     return Samples(size, tuple(
-        (module, union(part for part in parts if rows_of(part, of_module)))
-        for module, of_module in offsets.items()
+        (module, union(piece for piece in ranges if rows_of(piece, module_offsets)))
+        for module, module_offsets in offsets.items()
     ))
 
 
 def stage_samples(plan: Plan, stage: Stage, samples: Samples) -> tuple[Range, ...]:
     """Return the samples that a stage runs on, if the microbatch goes through it."""
-    own = Range(0, samples.size)
+    assigned = Range(0, samples.size)
     if stage.split == SAMPLES:
-        own = share(samples.size, stage.replica, len(plan.replicas(stage.module)))
-    return overlap((own,), samples.of(stage.module))
+        assigned = share(samples.size, stage.replica, len(plan.replicas(stage.module)))
+    return overlap((assigned,), samples.of(stage.module))
 
 
 def needed_samples(
@@ -62,10 +62,10 @@ def carried_samples(
 ) -> tuple[Range, ...]:
     """Return the samples of a producer's output that a rank with these consumers receives: each
     sample that any of them reads, once, as ascending ranges that do not touch."""
-    own = stage_samples(plan, plan.by_id[producer], samples)
+    output = stage_samples(plan, plan.by_id[producer], samples)
     return union(
-        part for consumer in consumers
-        for part in overlap(
-            needed_samples(plan, producer.module, plan.by_id[consumer], samples), own
+        common for consumer in consumers
+        for common in overlap(
+            needed_samples(plan, producer.module, plan.by_id[consumer], samples), output
         )
     )

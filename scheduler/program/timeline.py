@@ -122,12 +122,12 @@ def chrome_trace(
         for span in timeline.spans:
             tid = span.rank
             if span.quota < 1:
-                place = span.rank, span.stage.module
-                if place not in threads:
-                    threads[place] = timeline.num_ranks + len(threads)
-                    name = f"{_rank_name(span.rank, rank_names)}, {place[1]} on {span.quota:g}"
-                    events.append(_thread(pid, threads[place], name))
-                tid = threads[place]
+                key = span.rank, span.stage.module
+                if key not in threads:
+                    threads[key] = timeline.num_ranks + len(threads)
+                    name = f"{_rank_name(span.rank, rank_names)}, {key[1]} on {span.quota:g}"
+                    events.append(_thread(pid, threads[key], name))
+                tid = threads[key]
             events.append(
                 {
                     "ph": "X",

@@ -113,7 +113,7 @@ class SearchControl:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.getsignal(signal.SIGINT)
+        previous = signal.getsignal(signal.SIGINT)
 
         def interrupt(number: int, frame: object) -> None:
             if self._best is None or self._interrupted:
@@ -124,4 +124,4 @@ class SearchControl:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)

@@ -86,9 +86,10 @@ class _Bound:
         for name, seconds in trip.items():
             stage, held = self.plan.by_id[name], self.plan.warm_up[name]
             count = self.plan.num_microbatches // len(self.plan.replicas(stage.module))
-            before, rest = divmod(count - 1, held)  # the chain's first trip follows `rest` forwards
+            # The chain's first trip follows `extra` forwards.
+            trips, extra = divmod(count - 1, held)
             tail = self.tail[name] if name in self.owes else 0.0
-            row = rest * self.costs[name].forward + (before + 1) * seconds if count else 0.0
+            row = extra * self.costs[name].forward + (trips + 1) * seconds if count else 0.0
             longest = max(longest, self.head[name] + row + tail)
         return longest
 
@@ -103,14 +104,14 @@ class _Bound:
             for consumer in self.plan.stage_consumers[stage.id]:
                 if consumer not in trip:  # a replica without microbatches
                     continue
-                there = self._delay(stage.id, consumer) + trip[consumer]
-                there += self._delay(consumer, stage.id)
+                downstream = self._delay(stage.id, consumer) + trip[consumer]
+                downstream += self._delay(consumer, stage.id)
                 module = self.plan.by_id[consumer].module
-                beyond[module] = min(beyond.get(module, there), there)
+                beyond[module] = min(beyond.get(module, downstream), downstream)
             cost = self.costs[stage.id]
             again = cost.forward if stage.recompute else 0.0
-            own = cost.forward + again + cost.backward_input + cost.backward_weight
-            trip[stage.id] = own + max(beyond.values(), default=0.0)
+            stage_seconds = cost.forward + again + cost.backward_input + cost.backward_weight
+            trip[stage.id] = stage_seconds + max(beyond.values(), default=0.0)
         return trip
 
     def _delay(self, src: StageId, dst: StageId) -> float:
@@ -126,12 +127,12 @@ class _Bound:
             for producer in self.plan.stage_producers[stage.id]:
                 if producer not in run:
                     continue
-                there = (
+                arrival = (
                     head[producer] + self.costs[producer].forward
                     + self._delay(producer, stage.id)
                 )
                 module = self.plan.by_id[producer].module
-                by_module[module] = min(by_module.get(module, there), there)
+                by_module[module] = min(by_module.get(module, arrival), arrival)
             head[stage.id] = max(by_module.values(), default=0.0)
         return head
 
@@ -144,12 +145,12 @@ class _Bound:
                 if producer not in run or producer not in self.needs:
                     continue
                 cost = self.costs[producer]
-                after = (
+                remaining = (
                     self._delay(stage.id, producer) + cost.backward_input
                     + max(cost.backward_weight, tail[producer])
                 )
                 module = self.plan.by_id[producer].module
-                owed[module] = min(owed.get(module, after), after)
+                owed[module] = min(owed.get(module, remaining), remaining)
             tail[stage.id] = max(owed.values(), default=0.0)
         return tail
 
@@ -200,10 +201,10 @@ class _Bound:
     def _room(self, stage: Stage) -> int:
         """Return the number of microbatches that a rank with only this stage can hold."""
         count, cost = self._count(stage), self.costs[stage.id]
-        kept = cost.input_bytes if stage.recompute else cost.activation_bytes
-        if stage.rank not in self.limits or not kept:
+        held = cost.input_bytes if stage.recompute else cost.activation_bytes
+        if stage.rank not in self.limits or not held:
             return count
-        return int(min(count, max(1, self.limits[stage.rank] * (1 + 1e-9) / kept)))
+        return int(min(count, max(1, self.limits[stage.rank] * (1 + 1e-9) / held)))
 
     def _idle(self, stage: Stage, room: int) -> float:
         """Return the least idle time of a rank with one stage before its first gradient arrives."""
@@ -222,38 +223,38 @@ class _Bound:
         room."""
         if not (count := self._count(stage)):
             return 0.0
-        cost, before = self.costs[stage.id], 0.0
+        cost, waiting = self.costs[stage.id], 0.0
         if stage.id in self.way_back and len(self.plan.rank_stages(stage.rank)) == 1:
             room = self._room(stage)
             again = cost.forward if stage.recompute else 0.0
-            before = (count - room) * (again + cost.backward_input + cost.backward_weight)
-            before += self._idle(stage, room) if count > room else 0.0
-        return self.head[stage.id] + before + count * cost.forward + self.rest[stage.id]
+            waiting = (count - room) * (again + cost.backward_input + cost.backward_weight)
+            waiting += self._idle(stage, room) if count > room else 0.0
+        return self.head[stage.id] + waiting + count * cost.forward + self.rest[stage.id]
 
     def _rests(self) -> dict[StageId, float]:
         """Return the seconds from the end of each stage's forward until its microbatch is
         finished."""
-        rest: dict[StageId, float] = {}
+        remaining: dict[StageId, float] = {}
         for stage in reversed(self.plan.topological_stages):
             if not self._count(stage):
                 continue
             ways: dict[str, float] = {}
             for consumer in self.plan.stage_consumers[stage.id]:
-                if consumer not in rest:  # a replica without microbatches
+                if consumer not in remaining:  # a replica without microbatches
                     continue
                 module = self.plan.by_id[consumer].module
                 way = self._delay(stage.id, consumer)
-                way += self.costs[consumer].forward + rest[consumer]
+                way += self.costs[consumer].forward + remaining[consumer]
                 ways[module] = min(ways.get(module, way), way)
-            rest[stage.id] = max(ways.values(), default=0.0)
+            remaining[stage.id] = max(ways.values(), default=0.0)
             if stage.id in self.needs:
                 cost = self.costs[stage.id]
                 again = cost.forward if stage.recompute else 0.0
                 tail = self.tail[stage.id] if stage.id in self.owes else 0.0
                 back = max(again, self.way_back[stage.id]) + cost.backward_input
                 back += max(cost.backward_weight, tail)
-                rest[stage.id] = max(rest[stage.id], back)
-        return rest
+                remaining[stage.id] = max(remaining[stage.id], back)
+        return remaining
 
     def _row_of_trips(self, stage: Stage, room: int) -> float:
         """Return the earliest end of a rank with one stage that holds ``room`` microbatches: each
@@ -261,9 +262,9 @@ class _Bound:
         cost = self.costs[stage.id]
         back = max(self.way_back[stage.id], cost.forward if stage.recompute else 0.0)
         trip = cost.forward + back + cost.backward_input
-        before, rest = divmod(self._count(stage) - 1, room)
+        trips, extra = divmod(self._count(stage) - 1, room)
         tail = self.tail[stage.id] if stage.id in self.owes else 0.0
-        row = rest * cost.forward + before * (trip + cost.backward_weight) + trip
+        row = extra * cost.forward + trips * (trip + cost.backward_weight) + trip
         return self.head[stage.id] + row + max(cost.backward_weight, tail)
 
     def _count(self, stage: Stage) -> int:
@@ -289,9 +290,9 @@ class _Bound:
                 back = cost.backward_input + self._delay(consumer, stage.id)
                 way = self._delay(stage.id, consumer) + cost.forward
                 way += max(again, beyond[consumer]) + back
-                there = max(self.head[consumer] + cost.forward + again, first[consumer]) + back
+                arrival = max(self.head[consumer] + cost.forward + again, first[consumer]) + back
                 ways[module] = min(ways.get(module, way), way)
-                firsts[module] = min(firsts.get(module, there), there)
+                firsts[module] = min(firsts.get(module, arrival), arrival)
             beyond[stage.id] = max(ways.values(), default=0.0)
             first[stage.id] = max(firsts.values(), default=0.0)
         return beyond, first

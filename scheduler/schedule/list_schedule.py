@@ -72,23 +72,23 @@ class ListScheduler:
         deadlocks."""
         policy, limits = rules.policy, rules.byte_limits
         results: dict[object, PartSchedule] = {}
-        parts = []
+        schedules = []
         for part, key in zip(self.parts, self._keys, strict=True):
-            own = [] if limits is None else [limits[rank] for rank in part.ranks]
+            rank_limits = [] if limits is None else [limits[rank] for rank in part.ranks]
             ahead = self._ahead(part, policy)
-            if (key, *own, ahead.tobytes()) not in results:
-                log, makespan, left = run_schedule(part.arrays, RuleArrays(
+            if (key, *rank_limits, ahead.tobytes()) not in results:
+                log, makespan, unfinished = run_schedule(part.arrays, RuleArrays(
                     np.array(policy.priority, dtype=np.int64), float(policy.patience), policy.hops,
                     policy.beyond_depth, rules.flush, rules.split, rules.early_recompute,
-                    np.array(own, dtype=float), ahead,
+                    np.array(rank_limits, dtype=float), ahead,
                 ))
-                self._check_finished(part, left, rules)
-                results[key, *own, ahead.tobytes()] = PartSchedule.of(
+                self._check_finished(part, unfinished, rules)
+                results[key, *rank_limits, ahead.tobytes()] = PartSchedule.of(
                     part.arrays.stages[:-1, RANK], log, float(makespan)
                 )
-            parts.append(results[key, *own, ahead.tobytes()])
-        makespan = max((part.makespan for part in parts), default=0.0)
-        return Schedule(tuple(self.parts), tuple(parts), makespan, rules.early_recompute)
+            schedules.append(results[key, *rank_limits, ahead.tobytes()])
+        makespan = max((part.makespan for part in schedules), default=0.0)
+        return Schedule(tuple(self.parts), tuple(schedules), makespan, rules.early_recompute)
 
     @cached_property
     def num_tasks(self) -> int:
@@ -102,7 +102,7 @@ class ListScheduler:
         if not policy.ahead:
             return np.zeros(len(part.stages), dtype=np.int64)
         by_module = {
-            node.name: own for node, own in zip(self.plan.graph.nodes, policy.ahead, strict=True)
+            node.name: held for node, held in zip(self.plan.graph.nodes, policy.ahead, strict=True)
         }
         return np.array([by_module[s.module][s.index] for s in part.stages], dtype=np.int64)
 
@@ -148,14 +148,14 @@ class ListScheduler:
         wait."""
         results: dict[object, tuple[float, bool]] = {}
         last, delayed = 0.0, False
-        for part, own in zip(schedule.parts, schedule.results, strict=True):
+        for part, result in zip(schedule.parts, schedule.results, strict=True):
             seconds = part.arrays.amounts if costs is None else part.op_array(costs)
             messages = part.transfer_arrays(transfers)
-            key = (id(own), seconds.tobytes(), *(array.tobytes() for array in messages))
+            key = (id(result), seconds.tobytes(), *(array.tobytes() for array in messages))
             if key not in results:
                 results[key] = replay(
-                    part.arrays, own.log, own.starts, schedule.early, seconds, messages, bound,
-                    posted,
+                    part.arrays, result.log, result.starts, schedule.early, seconds, messages,
+                    bound, posted,
                 )
             end, waited = results[key]
             if end < 0:
@@ -167,12 +167,12 @@ class ListScheduler:
     def activation_peaks(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the peak bytes of activations of each rank under a schedule of this scheduler."""
         peaks = [0] * self.plan.num_ranks
-        for part, own in zip(schedule.parts, schedule.results, strict=True):
+        for part, result in zip(schedule.parts, schedule.results, strict=True):
             costs = [self.sizes.get(stage.id, UNKNOWN_SIZES) for stage in part.stages]
             sizes = np.array([
                 [c.input_bytes, c.activation_bytes, c.remade_bytes] for c in costs
             ], dtype=np.int64)
-            most = activation_peaks(part.arrays, own.log, own.starts, *sizes.T.copy())
+            most = activation_peaks(part.arrays, result.log, result.starts, *sizes.T.copy())
             for rank, peak in zip(part.ranks, most.tolist(), strict=True):
                 peaks[rank] = peak
         return tuple(peaks)

@@ -255,17 +255,17 @@ def _tuned(
         held = [list(module) for module in ahead]
         module = draws.choice(held)
         first = draws.randrange(len(module))
-        after = draws.randint(first, len(module) - 1) if draws.random() < 0.5 else first
-        more = draws.choice((-2, -1, 1, 2))
-        for index in range(first, after + 1):
-            module[index] = min(most, max(1, module[index] + more))
+        last = draws.randint(first, len(module) - 1) if draws.random() < 0.5 else first
+        change = draws.choice((-2, -1, 1, 2))
+        for index in range(first, last + 1):
+            module[index] = min(most, max(1, module[index] + change))
         policy = replace(chosen, ahead=tuple(map(tuple, held)))
         try:
-            other = _with_policy(scheduler, policy, limits)
+            tried = _with_policy(scheduler, policy, limits)
         except NoPlanError:
             continue
-        if other.schedule.makespan <= best.schedule.makespan:
-            best, ahead = other, held
+        if tried.schedule.makespan <= best.schedule.makespan:
+            best, ahead = tried, held
     return best
 
 
@@ -301,10 +301,10 @@ def _limits(
         [sizes[s.id] for s in plan.rank_stages(rank) if s.id in sizes]
         for rank in range(plan.num_ranks)
     ]
-    others = [beside_activations(own) for own in costs]
-    device = max(p + b for p, b in zip(peaks, others, strict=True))
+    overheads = [beside_activations(cost) for cost in costs]
+    device = max(p + b for p, b in zip(peaks, overheads, strict=True))
     # Temporary memory of a backward cannot be reduced by holding fewer microbatches.
     return tuple(
-        max(peak, min(max(peaks), device - own)) - max((c.remade_bytes for c in rank), default=0)
-        for peak, own, rank in zip(peaks, others, costs, strict=True)
+        max(peak, min(max(peaks), device - cost)) - max((c.remade_bytes for c in rank), default=0)
+        for peak, cost, rank in zip(peaks, overheads, costs, strict=True)
     )

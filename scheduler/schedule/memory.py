@@ -38,9 +38,9 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
         if op is Op.FORWARD or op is Op.RECOMPUTE:
-            more = size.activation_bytes
+            added = size.activation_bytes
         elif op is Op.FORWARD_CHECKPOINTED:
-            more = size.input_bytes
+            added = size.input_bytes
         else:
             if key in held:  # else the forward kept nothing
                 remade += size.remade_bytes
@@ -48,8 +48,8 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
             if op is not Op.BACKWARD_INPUT:  # the last task of the microbatch
                 freed += held.pop(key, 0)
             continue
-        held[key] = held.get(key, 0) + more
-        total += more
+        held[key] = held.get(key, 0) + added
+        total += added
         peak = max(peak, total)
     return peak
 
@@ -106,15 +106,15 @@ def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
     device = "" if plan.profile is None else plan.profile.device
     needs = []
     for rank, peak in enumerate(peaks):
-        own = [sizes[stage.id] for stage in plan.rank_stages(rank)]
-        activations = peak + max((cost.forward_bytes for cost in own), default=0)
-        messages = sum(cost.message_bytes for cost in own)
+        costs = [sizes[stage.id] for stage in plan.rank_stages(rank)]
+        activations = peak + max((cost.forward_bytes for cost in costs), default=0)
+        messages = sum(cost.message_bytes for cost in costs)
         # Stages are updated one after another.
-        update = max((cost.update_bytes for cost in own), default=0)
+        update = max((cost.update_bytes for cost in costs), default=0)
         system = system_bytes(device, *_communicators(plan, rank))
         system += idle_share(device) * max(activations + messages, update)
         needs.append(RankMemory(
-            sum(cost.state_bytes for cost in own), activations, messages, update, int(system)
+            sum(cost.state_bytes for cost in costs), activations, messages, update, int(system)
         ))
     return tuple(needs)
 
@@ -122,12 +122,12 @@ def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
 def _communicators(plan: Plan, rank: int) -> tuple[int, int]:
     """Return the number of links (one each way per rank with messages) and of larger groups."""
     stages = plan.rank_stages(rank)
-    others = {
-        plan.by_id[other].rank for stage in stages
-        for other in (*plan.stage_producers[stage.id], *plan.stage_consumers[stage.id])
+    peers = {
+        plan.by_id[neighbour].rank for stage in stages
+        for neighbour in (*plan.stage_producers[stage.id], *plan.stage_consumers[stage.id])
     } - {rank}
     sharers = max(plan.sharers(stage) for stage in stages)
-    return 2 * len(others), communicator_groups(plan.degrees(rank), sharers)
+    return 2 * len(peers), communicator_groups(plan.degrees(rank), sharers)
 
 
 def check_memory(plan: Plan, program: Program) -> None:
@@ -151,13 +151,13 @@ def check_needs(plan: Plan, needs: Sequence[RankMemory]) -> None:
 
 def _text(need: RankMemory) -> str:
     """Return a text with the parts of the peak."""
-    parts = {"weights and optimizer state": need.state}
+    sizes = {"weights and optimizer state": need.state}
     if need.activations + need.messages >= need.update:
-        parts |= {"activations": need.activations, "messages and data": need.messages}
+        sizes |= {"activations": need.activations, "messages and data": need.messages}
     else:
-        parts["buffers at the end of a step"] = need.update
-    parts["communicators, workspaces and fragmentation"] = need.system
-    return ", ".join(f"{_size(size)} of {what}" for what, size in parts.items() if size)
+        sizes["buffers at the end of a step"] = need.update
+    sizes["communicators, workspaces and fragmentation"] = need.system
+    return ", ".join(f"{_size(size)} of {purpose}" for purpose, size in sizes.items() if size)
 
 
 def _size(count: float) -> str:

@@ -152,14 +152,14 @@ def _quotas_beside(program: Program) -> dict[tuple[int, StageId, int, Op], dict[
     """Return the quotas of the modules of its group, for each instruction in a concurrent group."""
     result = {}
     for rank, instructions in enumerate(program.ranks):
-        at = 0
-        while at < len(instructions):
-            end = group_end(instructions, at)
-            if instructions[at].group >= 0:
-                group = instructions[at:end]
+        start = 0
+        while start < len(instructions):
+            end = group_end(instructions, start)
+            if instructions[start].group >= 0:
+                group = instructions[start:end]
                 quotas = {task.stage.module: task.quota for task in group}
                 result |= {(rank, t.stage, t.microbatch, t.op): quotas for t in group}
-            at = end
+            start = end
     return result
 
 

@@ -99,7 +99,7 @@ def _process_layer(
     keys = 0.0 if projector else (cost.key_value_bytes or 2 * in_dtype) * cp / (heads * shares)
     gradients = keys * (1 + _FP32_BYTES / profile.element_bytes)
     # A projector keeps its input, and its output only if the loss needs it.
-    whole = min((1 if projector else WHOLE_COPIES) * stream, cost.activation_bytes)
+    unsplit = min((1 if projector else WHOLE_COPIES) * stream, cost.activation_bytes)
     few = cost.few_bytes
     shared = cost.parameter_bytes - cost.replicated_bytes - few
     parameters = cost.replicated_bytes + -(-few // heads) + -(-shared // tp)
@@ -112,7 +112,7 @@ def _process_layer(
     tied = cost.tied_bytes if whole_tied else -(-cost.tied_bytes // tp)
 
     def held(size: int, half: int | None) -> int:
-        first = min(whole, size) if half is None else max(0, 2 * half - size)
+        first = min(unsplit, size) if half is None else max(0, 2 * half - size)
         return round((first + (size - first) / tp) / shares)
 
     halved = cost.halved

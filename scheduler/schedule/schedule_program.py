@@ -42,10 +42,10 @@ def _with_messages(
     instructions: list[Instruction] = []
     index = 0
     while index < len(tasks):
-        after = group_end(tasks, index)
+        end = group_end(tasks, index)
         computes: list[Instruction] = []
         sends: list[Instruction] = []
-        for task in tasks[index:after]:
+        for task in tasks[index:end]:
             stage, microbatch, op, group, quota = task
             if op in _HANDS_BACK:
                 if early or not plan.by_id[stage].recompute:
@@ -63,7 +63,7 @@ def _with_messages(
             )
         instructions += computes
         instructions += sends
-        index = after
+        index = end
     return tuple(instructions)
 
 
@@ -111,11 +111,11 @@ class _Surroundings:
                 if stage in readers:
                     producers.append((producer, self._reader(producer, readers, samples)))
         ranks = dict.fromkeys(plan.by_id[c].rank for c in plan.stage_consumers[stage])
-        others = (self._readers(stage, other, uses, samples) for other in ranks if other != rank)
-        own = stage_samples(plan, plan.by_id[stage], samples) if self._splits else ()
+        rank_readers = (self._readers(stage, peer, uses, samples) for peer in ranks if peer != rank)
+        local_samples = stage_samples(plan, plan.by_id[stage], samples) if self._splits else ()
         return _Around(
-            own, tuple(producers),
-            tuple(self._reader(stage, readers, samples) for readers in others if readers),
+            local_samples, tuple(producers),
+            tuple(self._reader(stage, readers, samples) for readers in rank_readers if readers),
         )
 
     def _readers(

@@ -95,11 +95,11 @@ def _simulate(
             elif instruction.op is Op.SEND:
                 clock[rank] = messages.send(instruction.edge, start)
             elif instruction.group >= 0:
-                after = group_end(instructions, position[rank])
-                group = _group_spans(rank, instructions[position[rank] : after], start, seconds)
+                end = group_end(instructions, position[rank])
+                group = _group_spans(rank, instructions[position[rank] : end], start, seconds)
                 spans += group
                 clock[rank] = max(span.end for span in group)
-                position[rank] = after
+                position[rank] = end
                 continue
             elif instruction.op in COMPUTE:
                 clock[rank] += seconds.of(instruction)
@@ -166,9 +166,9 @@ class _Messages:
             freed = self._freed[edge]
             if not freed:
                 return inf
-            there = freed.popleft()
-            self.delayed |= there > now
-            now = max(now, there)
+            freed_at = freed.popleft()
+            self.delayed |= freed_at > now
+            now = max(now, freed_at)
         self._sent[edge] += 1
         transfer = self._transfers.get(edge, self._default)
         sent = max(now, self._link_free[edge]) + transfer.seconds

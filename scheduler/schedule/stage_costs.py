@@ -142,8 +142,8 @@ def _share_of(plan: Plan, stage: Stage) -> tuple[float, float]:
 
 def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
     profile.check(plan.graph)
-    before = trainable_before(plan.graph)
-    costs, of_kind = {}, {}
+    trained_earlier = trainable_before(plan.graph)
+    costs, by_kind = {}, {}
     for stage in plan.stages:
         links = _process_links(plan, stage, profile)
         # Replicas cost the same if their links are the same.
@@ -151,9 +151,9 @@ def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
             stage.module, stage.index, stage.layers, stage.recompute, stage.layer_options, links,
             _remote(plan, stage),
         )
-        if kind not in of_kind:
-            of_kind[kind] = _stage_cost(plan, stage, profile, before[stage.module], links)
-        costs[stage.id] = of_kind[kind]
+        if kind not in by_kind:
+            by_kind[kind] = _stage_cost(plan, stage, profile, trained_earlier[stage.module], links)
+        costs[stage.id] = by_kind[kind]
     return costs
 
 
@@ -179,10 +179,10 @@ def _stage_cost(
             for producer in plan.graph.producers(stage.module)
         ) + ports_in
     forward = sum(c.forward for c in layers)
-    kept = _kept(stage, layers, [t or b for t, b in zip(trainable, earlier, strict=True)])
+    kept_options = _kept(stage, layers, [t or b for t, b in zip(trainable, earlier, strict=True)])
     backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
     # Recomputation comes before the first gradient of its layer.
-    backward_input += sum(option.seconds for _, option in kept)
+    backward_input += sum(option.seconds for _, option in kept_options)
     trained = [c for c, t in zip(layers, trainable, strict=True) if t]
     backward_weight = sum(c.backward_weight for c in trained)
     sharers = plan.sharers(stage)
@@ -205,8 +205,8 @@ def _stage_cost(
         forward = max(forward, gather) + _exchanges(stage, layers, link)
         if trained or any(earlier):
             backward_weight = max(backward_weight, gather + reduction - backward_input)
-            remade = [c for c, option in kept if option.name in REMADE]
-            backward_weight += _exchanges(stage, [*remade, *(c for c, _ in kept)], link)
+            remade = [c for c, option in kept_options if option.name in REMADE]
+            backward_weight += _exchanges(stage, [*remade, *(c for c, _ in kept_options)], link)
     elif trained:
         reduction = all_reduce_seconds(sum(trained_sizes), sharers, link)
         if replicas > 1 and _sharing(profile, stage.module) is not None:
@@ -216,24 +216,24 @@ def _stage_cost(
     remote_producers, remote_consumers = _remote(plan, stage)
     outputs = layers[-1].output_bytes * replicas + ports_out
     handed = outputs // shares if _hands_on(plan, stage) else 0
-    saved = handed if kept else 0
+    saved = handed if kept_options else 0
     steps = _replica_microbatches(plan, stage)
     return StageCost(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
         input_bytes=received,
-        activation_bytes=sum(option.nbytes for _, option in kept) + saved,
+        activation_bytes=sum(option.nbytes for _, option in kept_options) + saved,
         output_bytes=layers[-1].output_bytes,
         state_bytes=state,
-        remade_bytes=working_excess([(o.nbytes, working_bytes(c, o)) for c, o in kept]),
-        forward_bytes=0 if kept else received + max(c.forward_bytes for c in layers),
+        remade_bytes=working_excess([(o.nbytes, working_bytes(c, o)) for c, o in kept_options]),
+        forward_bytes=0 if kept_options else received + max(c.forward_bytes for c in layers),
         message_bytes=steps * sum(c.data_bytes for c in layers) + int(message_bytes(
             profile.device, steps,
             received * remote_producers,
-            handed * remote_consumers if stage.recompute or not kept else 0,
+            handed * remote_consumers if stage.recompute or not kept_options else 0,
             received * remote_producers if earlier[0] else 0,
-            handed * remote_consumers if kept else 0,
+            handed * remote_consumers if kept_options else 0,
         )),
         update_bytes=_update_bytes(plan, stage, trained_sizes),
     )
@@ -280,8 +280,8 @@ def _layers_of_share(
             share, forward=cost.forward * slower, backward_input=cost.backward_input * slower,
             backward_weight=cost.backward_weight * slower,
             options=tuple(
-                option._replace(seconds=whole.seconds * slower)
-                for option, whole in zip(share.options, cost.options, strict=True)
+                option._replace(seconds=full.seconds * slower)
+                for option, full in zip(share.options, cost.options, strict=True)
             ),
         )
         for cost in layers for share in (layer_of_samples(cost, 1 / replicas),)
@@ -371,12 +371,14 @@ def group_seconds(
     profile has none. ``costs`` are seconds on a whole device, by default :func:`op_seconds`."""
     if plan.profile is None or plan.profile.sharing is None:
         return None
-    sharing, whole = plan.profile.sharing, op_seconds(plan) if costs is None else costs
+    sharing, unshared = plan.profile.sharing, op_seconds(plan) if costs is None else costs
 
     def seconds(instruction: Instruction, quotas: Mapping[str, float]) -> float:
         stage = plan.by_id[instruction.stage]
-        own, degree = stage.module, _sample_shares(plan, stage)
-        slower = sharing.seconds(own, degree, quotas) / sharing.seconds(own, degree, {own: 1.0})
-        return whole.get((stage.id, instruction.op), 0.0) * slower
+        module, degree = stage.module, _sample_shares(plan, stage)
+        slower = sharing.seconds(module, degree, quotas) / sharing.seconds(
+            module, degree, {module: 1.0}
+        )
+        return unshared.get((stage.id, instruction.op), 0.0) * slower
 
     return seconds

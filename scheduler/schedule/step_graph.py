@@ -65,11 +65,16 @@ def active_stages(
     counts = [len(plan.replicas(node.name)) for node in plan.graph.nodes]
     result = []
     for microbatch, modules in enumerate(present):
-        own = samples[microbatch]
-        own_features = frozenset(featured[microbatch]) if featured else frozenset()
-        key = (frozenset(modules), own_features, own, tuple(microbatch % count for count in counts))
+        microbatch_samples = samples[microbatch]
+        features = frozenset(featured[microbatch]) if featured else frozenset()
+        key = (
+            frozenset(modules), features, microbatch_samples,
+            tuple(microbatch % count for count in counts),
+        )
         if key not in cache:
-            cache[key] = _active(plan, key[0], microbatch, own, forward_only, own_features)
+            cache[key] = _active(
+                plan, key[0], microbatch, microbatch_samples, forward_only, features
+            )
         result.append(cache[key])
     return result
 

@@ -57,11 +57,11 @@ class Part:
     def transfer_arrays(self, transfers: Mapping[Edge, Transfer]) -> TransferArrays:
         """Return the times of messages; missing ones are 0."""
         none = Transfer()
-        there = [transfers.get(edge, none) for edge in self.edges]
-        back = [transfers.get((dst, src), none) for src, dst in self.edges]
+        forward = [transfers.get(edge, none) for edge in self.edges]
+        backward = [transfers.get((dst, src), none) for src, dst in self.edges]
         return TransferArrays(
-            np.array([[t.seconds for t in way] for way in (there, back)], dtype=float),
-            np.array([[t.latency for t in way] for way in (there, back)], dtype=float),
+            np.array([[t.seconds for t in way] for way in (forward, backward)], dtype=float),
+            np.array([[t.latency for t in way] for way in (forward, backward)], dtype=float),
         )
 
 
@@ -84,13 +84,13 @@ def parts_of(
             used.setdefault(stage, []).append(number)
     result = []
     for stages in _connected(plan):
-        own = sorted({number for stage in stages for number in used.get(stage.id, ())})
-        microbatches = np.flatnonzero(np.isin(kind_of, own))
-        among = {number: index for index, number in enumerate(own)}
+        present = sorted({number for stage in stages for number in used.get(stage.id, ())})
+        microbatches = np.flatnonzero(np.isin(kind_of, present))
+        among = {number: index for index, number in enumerate(present)}
         columns = [among[number] for number in kind_of[microbatches]]
         result.append(_part(
-            plan, stages, [kinds[number] for number in own], columns, microbatches, costs, sizes,
-            delays,
+            plan, stages, [kinds[number] for number in present], columns, microbatches, costs,
+            sizes, delays,
         ))
     return result
 
@@ -108,10 +108,10 @@ def _connected(plan: Plan) -> Iterator[list[Stage]]:
         parent[root(stage.id)] = root(stage.rank)
     for src, dst in plan.stage_edges:
         parent[root(src)] = root(dst)
-    parts: dict[object, list[Stage]] = {}
+    groups: dict[object, list[Stage]] = {}
     for stage in plan.stages:
-        parts.setdefault(root(stage.id), []).append(stage)
-    yield from parts.values()
+        groups.setdefault(root(stage.id), []).append(stage)
+    yield from groups.values()
 
 
 def _part(
@@ -129,7 +129,7 @@ def _part(
 
     def members(attribute: str) -> np.ndarray:
         names = [getattr(kind, attribute) for kind in kinds]
-        table = np.array([[name in of_kind for of_kind in names] for name in ids], dtype=bool)
+        table = np.array([[name in active for active in names] for name in ids], dtype=bool)
         return table.reshape(len(ids), len(names))[:, columns]
 
     uses = (
@@ -139,9 +139,9 @@ def _part(
     forwards, backwards = (uses & RUN) > 0, (uses & NEEDS) > 0
     producers = [[number[p] for p in plan.stage_producers[name]] for name in ids]
     consumers = [_by_rank(plan, name, number) for name in ids]
-    edges = [(p, c) for c, before in enumerate(producers) for p in before]
+    edges = [(p, c) for c, incoming in enumerate(producers) for p in incoming]
     edge_number = {edge: index for index, edge in enumerate(edges)}
-    by_producer = [(p, c) for p, after in enumerate(consumers) for c in after]
+    by_producer = [(p, c) for p, outgoing in enumerate(consumers) for c in outgoing]
     names = [(ids[p], ids[c]) for p, c in edges]
     consumer_modules = np.zeros((len(ids), len(modules)), dtype=bool)
     for p, c in edges:
@@ -225,10 +225,10 @@ def _seconds(stage: StageId, costs: Mapping[tuple[StageId, Op], float]) -> list[
     forward = seconds(f, c, n, default=UNKNOWN_FORWARD)
     no_grad = seconds(n, c, f, default=UNKNOWN_FORWARD)
     recompute = seconds(Op.RECOMPUTE, f, c, n, default=UNKNOWN_FORWARD)
-    parts = [(stage, op) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-    measured = all(part in costs for part in parts)
-    whole = sum(costs[part] for part in parts) if measured else UNKNOWN_BACKWARD
-    backward = seconds(Op.BACKWARD, default=whole)
-    of_input = seconds(Op.BACKWARD_INPUT, default=backward / 2)
-    weight = seconds(Op.BACKWARD_WEIGHT, default=backward - of_input)
-    return [forward, no_grad, forward, recompute, backward, of_input, weight]
+    keys = [(stage, op) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    measured = all(key in costs for key in keys)
+    total = sum(costs[key] for key in keys) if measured else UNKNOWN_BACKWARD
+    backward = seconds(Op.BACKWARD, default=total)
+    backward_input = seconds(Op.BACKWARD_INPUT, default=backward / 2)
+    weight = seconds(Op.BACKWARD_WEIGHT, default=backward - backward_input)
+    return [forward, no_grad, forward, recompute, backward, backward_input, weight]

@@ -102,8 +102,8 @@ def next_task(step, rules, progress, stage, kind):
     microbatch, ready = -1, np.inf
     if kind == FORWARD:
         if progress.counts[stage, NEXT_FORWARD] < forwards:
-            at = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
-            microbatch = step.microbatches[at]
+            index = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
+            microbatch = step.microbatches[index]
             ready = _forward_ready(step, progress, stage, microbatch)
             if not _may_run_ahead(step, rules, progress, stage, microbatch):
                 microbatch = -1
@@ -147,10 +147,10 @@ def _backward_ready(step, progress, stage, microbatch, early):
         ready = progress.ends[RECOMPUTED_END, stage, microbatch]
     else:
         ready = progress.ends[FORWARD_END, stage, microbatch]
-    for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
-        consumer = step.edges[at, CONSUMER]
+    for row in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
+        consumer = step.edges[row, CONSUMER]
         if step.uses[consumer, microbatch] & NEEDS:
-            delay = step.delays[step.edges[at, CONSUMER_EDGE], 1]
+            delay = step.delays[step.edges[row, CONSUMER_EDGE], 1]
             ready = max(ready, progress.ends[BACKWARD_END, consumer, microbatch] + delay)
     return ready
 
@@ -162,9 +162,9 @@ def _gradient_is_near(step, progress, stage, microbatch, hops):
         start, stop = step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]
         if start == stop:
             return True
-        for at in range(start, stop):
-            if step.uses[step.edges[at, CONSUMER], microbatch] & NEEDS:
-                stage = step.edges[at, CONSUMER]
+        for row in range(start, stop):
+            if step.uses[step.edges[row, CONSUMER], microbatch] & NEEDS:
+                stage = step.edges[row, CONSUMER]
                 break
         if progress.ends[BACKWARD_END, stage, microbatch] < np.inf:
             return True
@@ -206,33 +206,33 @@ def has_room(step, rules, progress, stage, kind, microbatch):
     rank = step.stages[stage, RANK]
     # The tolerance absorbs rounding in sums of many sizes, so that a limit can be met exactly.
     limit = rules.limits[rank] * (1 + 1e-12)
-    more = step.amounts[stage, KEPT] if kind == FORWARD else step.amounts[stage, ACTIVATION]
-    if progress.rank_held[rank] + more > limit:
+    added = step.amounts[stage, KEPT] if kind == FORWARD else step.amounts[stage, ACTIVATION]
+    if progress.rank_held[rank] + added > limit:
         return False
     task = (microbatch, step.stages[stage, DEPTH], stage)
     first_at, last_at = step.rank_starts[rank], step.rank_starts[rank + 1]
-    for at in range(first_at, last_at):
-        other = step.rank_stages[at]
+    for row in range(first_at, last_at):
+        earlier = step.rank_stages[row]
         # the next task of the stage that needs memory
-        again = step.stages[other, RECOMPUTES] > 0
-        index = progress.counts[other, NEXT_RECOMPUTE if again else STARTED]
-        index += step.stages[other, BACKWARDS]
-        if index == step.stages[other + 1, BACKWARDS]:
+        again = step.stages[earlier, RECOMPUTES] > 0
+        index = progress.counts[earlier, NEXT_RECOMPUTE if again else STARTED]
+        index += step.stages[earlier, BACKWARDS]
+        if index == step.stages[earlier + 1, BACKWARDS]:
             continue
         first = step.microbatches[index]
-        place = (first, step.stages[other, DEPTH], other)
-        if place > task or (place == task and kind == RECOMPUTE):
+        candidate = (first, step.stages[earlier, DEPTH], earlier)
+        if candidate > task or (candidate == task and kind == RECOMPUTE):
             continue
-        after = 0.0
+        held = 0.0
         for late_at in range(first_at, last_at):
             late = step.rank_stages[late_at]
-            after += _held_from(step, progress, late, first, place)
+            held += _held_from(step, progress, late, first, candidate)
             key = (first, step.stages[late, DEPTH], late)
             # a forward that must still come before it
-            if key >= place and key != task and step.uses[late, first] & NEEDS:
+            if key >= candidate and key != task and step.uses[late, first] & NEEDS:
                 if progress.ends[FORWARD_END, late, first] == np.inf:
-                    after += step.amounts[late, KEPT]
-        if after + more + step.amounts[other, ACTIVATION] > limit:
+                    held += step.amounts[late, KEPT]
+        if held + added + step.amounts[earlier, ACTIVATION] > limit:
             return False
     return True
 
@@ -250,8 +250,8 @@ def _held_from(step, progress, stage, first, place):
         else:
             high = middle
     total = 0.0
-    for at in range(low, stop):
-        microbatch = step.microbatches[at]
+    for index in range(low, stop):
+        microbatch = step.microbatches[index]
         if microbatch > first or (microbatch, step.stages[stage, DEPTH], stage) >= place:
             total += progress.held[stage, microbatch]
     return total

@@ -95,26 +95,26 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
         rank = runnable[runnable[ranks]]
         queued[rank] = False
         while position[rank] < starts[rank + 1]:
-            at = position[rank]
-            after = at + 1
-            while log[at, 3] >= 0 and after < starts[rank + 1] and log[after, 3] == log[at, 3]:
-                after += 1
+            begin = position[rank]
+            end = begin + 1
+            while log[begin, 3] >= 0 and end < starts[rank + 1] and log[end, 3] == log[begin, 3]:
+                end += 1
             if not computed[rank]:
-                there = True
-                for task in range(at, after):
-                    if there:
-                        there = _receive(
+                received = True
+                for task in range(begin, end):
+                    if received:
+                        received = _receive(
                             step, messages, log[task], early, clock, posted, runnable, queued
                         )
-                if not there:
+                if not received:
                     break
-                if log[at, 3] < 0:
-                    clock[rank] += seconds[log[at, 0], log[at, 2]]
+                if log[begin, 3] < 0:
+                    clock[rank] += seconds[log[begin, 0], log[begin, 2]]
                 else:
-                    clock[rank] = _group_end(step, log[at:after], seconds, clock[rank], ends)
+                    clock[rank] = _group_end(step, log[begin:end], seconds, clock[rank], ends)
                 computed[rank] = True
             gone = True
-            for task in range(at, after):
+            for task in range(begin, end):
                 if gone:
                     gone = _send(
                         step, messages, log[task], clock, transfers, bound, posted, runnable,
@@ -122,7 +122,7 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
                     )
             if not gone:
                 break
-            computed[rank], position[rank] = False, after
+            computed[rank], position[rank] = False, end
     for rank in range(ranks):
         if position[rank] < starts[rank + 1]:
             return -1.0, True
@@ -149,14 +149,14 @@ def _receive(step, messages, task, early, clock, posted, runnable, queued):
     # Without early recomputation, the gradient is received before the recomputation.
     first = R if step.stages[stage, RECOMPUTES] > 0 and not early else B
     if operation == first or operation == B_INPUT and first == B:
-        for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
-            edge = step.edges[at, CONSUMER_EDGE]
+        for row in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
+            edge = step.edges[row, CONSUMER_EDGE]
             if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
                 if messages.received[GRADIENT, edge, microbatch]:
                     continue
                 if not _received(messages, GRADIENT, edge, microbatch, rank, clock, posted):
                     return False
-                _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
+                _wake(step.stages[step.edges[row, CONSUMER], RANK], runnable, queued)
     return True
 
 
@@ -180,10 +180,10 @@ def _message(step, edge, microbatch):
     """Return the edge that identifies the message: that of the first consumer on the receiving
     rank."""
     producer, rank = step.edges[edge, PRODUCER], step.stages[step.consumers[edge], RANK]
-    for at in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
-        other = step.edges[at, CONSUMER_EDGE]
-        if step.stages[step.edges[at, CONSUMER], RANK] == rank and step.carried[other, microbatch]:
-            return other
+    for row in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
+        first = step.edges[row, CONSUMER_EDGE]
+        if step.stages[step.edges[row, CONSUMER], RANK] == rank and step.carried[first, microbatch]:
+            return first
     return edge
 
 
@@ -191,12 +191,12 @@ def _message(step, edge, microbatch):
 def _group_end(step, tasks, seconds, start, ends):
     """Return the end of a group: tasks of one module run in sequence, modules concurrently."""
     end = start
-    for at in range(len(tasks)):
-        ends[step.stages[tasks[at, 0], MODULE]] = start
-    for at in range(len(tasks)):
-        stage = tasks[at, 0]
+    for index in range(len(tasks)):
+        ends[step.stages[tasks[index, 0], MODULE]] = start
+    for index in range(len(tasks)):
+        stage = tasks[index, 0]
         module, quota = step.stages[stage, MODULE], step.amounts[stage, QUOTA_SHARE]
-        ends[module] += seconds[stage, tasks[at, 2]] / quota
+        ends[module] += seconds[stage, tasks[index, 2]] / quota
         end = max(end, ends[module])
     return end
 
@@ -207,8 +207,8 @@ def _send(step, messages, task, clock, transfers, bound, posted, runnable, queue
     stage, microbatch, operation = task[0], task[1], task[2]
     rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
-        for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
-            edge = step.edges[at, CONSUMER_EDGE]
+        for row in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
+            edge = step.edges[row, CONSUMER_EDGE]
             if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
                 if messages.arrivals[OUTPUT, edge, microbatch] < np.inf:
                     continue
@@ -216,7 +216,7 @@ def _send(step, messages, task, clock, transfers, bound, posted, runnable, queue
                     messages, OUTPUT, edge, microbatch, rank, clock, transfers, bound, posted
                 ):
                     return False
-                _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
+                _wake(step.stages[step.edges[row, CONSUMER], RANK], runnable, queued)
     elif operation == B or operation == B_INPUT:
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
             producer = step.edges[edge, PRODUCER]
@@ -238,9 +238,9 @@ def _send(step, messages, task, clock, transfers, bound, posted, runnable, queue
 
 @part
 def _all_handed(step, messages, producer, rank, microbatch):
-    for at in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
-        edge = step.edges[at, CONSUMER_EDGE]
-        if step.stages[step.edges[at, CONSUMER], RANK] == rank and step.carried[edge, microbatch]:
+    for row in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
+        edge = step.edges[row, CONSUMER_EDGE]
+        if step.stages[step.edges[row, CONSUMER], RANK] == rank and step.carried[edge, microbatch]:
             if not messages.handed[edge, microbatch]:
                 return False
     return True
@@ -254,10 +254,10 @@ def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound, 
     if freeing >= (1 if posted > 1 else 0):
         if messages.counts[direction, 1, edge] <= freeing:
             return False
-        there = messages.times[direction, edge, freeing]
-        if there > clock[rank]:
+        freed = messages.times[direction, edge, freeing]
+        if freed > clock[rank]:
             messages.delayed[0] = True
-            clock[rank] = there
+            clock[rank] = freed
     messages.counts[direction, 0, edge] += 1
     sent = max(clock[rank], messages.links[direction, edge]) + transfers.seconds[direction, edge]
     messages.links[direction, edge] = sent
@@ -283,14 +283,14 @@ def activation_peaks(step, log, starts, inputs, activations, remade):
     held = np.full(step.uses.shape, -1, np.int64)
     for rank in range(ranks):
         total, again, freed, last = 0, 0, 0, -1
-        for at in range(starts[rank], starts[rank + 1]):
-            stage, microbatch, operation, group = log[at, 0], log[at, 1], log[at, 2], log[at, 3]
+        for row in range(starts[rank], starts[rank + 1]):
+            stage, microbatch, operation, group = log[row, 0], log[row, 1], log[row, 2], log[row, 3]
             if group < 0 or group != last:  # the previous group has ended
                 total, again, freed, last = total - freed, 0, 0, group
             if operation == F or operation == R or operation == F_CHECKPOINTED:
-                more = inputs[stage] if operation == F_CHECKPOINTED else activations[stage]
-                held[stage, microbatch] = max(held[stage, microbatch], 0) + more
-                total += more
+                added = inputs[stage] if operation == F_CHECKPOINTED else activations[stage]
+                held[stage, microbatch] = max(held[stage, microbatch], 0) + added
+                total += added
                 peaks[rank] = max(peaks[rank], total)
             elif held[stage, microbatch] >= 0:
                 again += remade[stage]

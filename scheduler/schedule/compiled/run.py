@@ -80,13 +80,13 @@ def run_schedule(step, rules):
         free_at[rank] = end
         makespan = max(makespan, end)
         heapq.heappush(events, (end, rank))
-    left = np.empty(len(step.uses), np.int64)
-    for s in range(len(left)):
-        left[s] = step.stages[s + 1, FORWARDS] - step.stages[s, FORWARDS]
-        left[s] -= progress.counts[s, NEXT_FORWARD]
-        left[s] += step.stages[s + 1, BACKWARDS] - step.stages[s, BACKWARDS]
-        left[s] -= progress.counts[s, NEXT_BACKWARD]
-    return progress.log[: progress.length[0]], makespan, left
+    unfinished = np.empty(len(step.uses), np.int64)
+    for s in range(len(unfinished)):
+        unfinished[s] = step.stages[s + 1, FORWARDS] - step.stages[s, FORWARDS]
+        unfinished[s] -= progress.counts[s, NEXT_FORWARD]
+        unfinished[s] += step.stages[s + 1, BACKWARDS] - step.stages[s, BACKWARDS]
+        unfinished[s] -= progress.counts[s, NEXT_BACKWARD]
+    return progress.log[: progress.length[0]], makespan, unfinished
 
 
 @part
@@ -95,8 +95,8 @@ def _choose(step, rules, progress, rank, now, concurrent):
     the first ``concurrent`` tasks that have begun."""
     options = 0
     lacks_room = rules.priority.max()  # best priority of tasks that lack only memory
-    for at in range(step.rank_starts[rank], step.rank_starts[rank + 1]):
-        stage = step.rank_stages[at]
+    for index in range(step.rank_starts[rank], step.rank_starts[rank + 1]):
+        stage = step.rank_stages[index]
         for kind in range(4):
             microbatch, ready = next_task(step, rules, progress, stage, kind)
             if microbatch < 0:
@@ -158,8 +158,8 @@ def _on_its_quota(step, rules, progress, stage, kind, microbatch):
 def _fits_group(step, rules, progress, stage, kind, microbatch, concurrent):
     if kind != progress.begun[0, 1]:
         return False
-    for at in range(concurrent):
-        if step.stages[progress.begun[at, 0], MODULE] == step.stages[stage, MODULE]:
+    for index in range(concurrent):
+        if step.stages[progress.begun[index, 0], MODULE] == step.stages[stage, MODULE]:
             return False
     return _on_its_quota(step, rules, progress, stage, kind, microbatch) != WHOLE
 
@@ -177,26 +177,26 @@ def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
     where = _on_its_quota(step, rules, progress, stage, kind, progress.begun[0, 2])
     if where != WHOLE:
         while True:
-            other, other_kind = _choose(step, rules, progress, rank, now, count)
-            if other < 0:
+            companion, companion_kind = _choose(step, rules, progress, rank, now, count)
+            if companion < 0:
                 break
-            _begin_task(step, rules, progress, count, other, other_kind, now, events)
+            _begin_task(step, rules, progress, count, companion, companion_kind, now, events)
             count += 1
     on_quota = where == QUOTA or (where == ANY and count > 1)
     end = now + progress.begun_seconds[0]
     if on_quota:
         end = 0.0
-        for at in range(count):
-            quota = step.amounts[progress.begun[at, 0], QUOTA_SHARE]
-            end = max(end, now + progress.begun_seconds[at] / (quota if quota > 0 else 1.0))
+        for index in range(count):
+            quota = step.amounts[progress.begun[index, 0], QUOTA_SHARE]
+            end = max(end, now + progress.begun_seconds[index] / (quota if quota > 0 else 1.0))
         for entry in range(first, progress.length[0]):
             progress.log[entry, 3] = groups
         groups += 1
-    for at in range(count):
-        began = progress.begun[at]
+    for index in range(count):
+        began = progress.begun[index]
         if began[1] == FORWARD or began[1] == RECOMPUTE:
             progress.on_quota[began[0], began[2]] = on_quota
-        _end(step, progress, at, end, events)
+        _end(step, progress, index, end, events)
     return end, groups
 
 
@@ -204,8 +204,8 @@ def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
 def _begin_task(step, rules, progress, place, stage, kind, now, events):
     first = step.stages[stage, BACKWARDS]
     if kind == FORWARD:
-        at = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
-        microbatch = step.microbatches[at]
+        index = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
+        microbatch = step.microbatches[index]
         progress.counts[stage, NEXT_FORWARD] += 1
         operation = F_NO_GRAD
         if step.uses[stage, microbatch] & NEEDS:
@@ -269,9 +269,9 @@ def _end(step, progress, place, end, events):
     stage, kind, microbatch = began[0], began[1], began[2]
     if kind == FORWARD:
         progress.ends[FORWARD_END, stage, microbatch] = end
-        for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
-            delay = step.delays[step.edges[at, CONSUMER_EDGE], 0]
-            heapq.heappush(events, (end + delay, step.stages[step.edges[at, CONSUMER], RANK]))
+        for row in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
+            delay = step.delays[step.edges[row, CONSUMER_EDGE], 0]
+            heapq.heappush(events, (end + delay, step.stages[step.edges[row, CONSUMER], RANK]))
     elif kind == RECOMPUTE:
         progress.ends[RECOMPUTED_END, stage, microbatch] = end
     elif kind == BACKWARD:
