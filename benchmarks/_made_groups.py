@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from benchmarks._tcp_meeting import LOCAL, TIMEOUT, TcpMeeting
-from raymm.actors.rank.connection_plan import ConnectionPlan, Meeting
-from raymm.actors.rank.meeting import MeetingPlace, Timeouts
+from benchmarks._tcp_rendezvous import LOCAL, TIMEOUT, TcpRendezvousStore
+from raymm.actors.rank.connection_plan import ConnectionPlan, RendezvousRound
+from raymm.actors.rank.rendezvous import Rendezvous, Timeouts
 
 
-class CountedMeeting(TcpMeeting):
+class CountedRendezvousStore(TcpRendezvousStore):
     """Counts what is asked of it."""
 
     operations = 0
@@ -35,15 +35,15 @@ class CountedMeeting(TcpMeeting):
 
 def _make(me: int, plans: Sequence[ConnectionPlan], port: int, own: bool, results: Any) -> None:
     torch.set_num_threads(1)
-    store = CountedMeeting(me, len(plans), port)
-    place = MeetingPlace(
+    store = CountedRendezvousStore(me, len(plans), port)
+    place = Rendezvous(
         torch.device("cpu"), store, me, len(plans), Timeouts.of(TIMEOUT.total_seconds(), None)
     )
-    every = sorted({m for plan in plans for m in plan.meetings}, key=lambda m: m.number)
+    every = sorted({m for plan in plans for m in plan.rounds}, key=lambda m: m.number)
     dist.barrier()
     store.operations, begin = 0, time.perf_counter()
     calls = 0
-    for meeting in plans[me].meetings if own else every:
+    for meeting in plans[me].rounds if own else every:
         calls += 1
         if own:
             _own(place, meeting)
@@ -55,7 +55,7 @@ def _make(me: int, plans: Sequence[ConnectionPlan], port: int, own: bool, result
     dist.barrier()  # the first one's store is everybody's
 
 
-def _own(place: MeetingPlace, meeting: Meeting) -> None:
+def _own(place: Rendezvous, meeting: RendezvousRound) -> None:
     if meeting.is_link:
         place.new_link(meeting.number, *meeting.members, ctas=1)
     else:

@@ -52,9 +52,9 @@ from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.meeting_order import longest_chain
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes, connected_pairs
+from raymm.scheduler.plan.rendezvous_order import longest_chain
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.schedule.lower import full_program
 
@@ -124,16 +124,16 @@ def count(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> dict[str, int |
     ]
     others = [*processes.groups, *(reduction.processes for reduction in reductions)]
     everyone = tuple(range(len(processes.all)))
-    made = sorted({meeting for each in plans for meeting in each.meetings}, key=lambda m: m.number)
+    made = sorted({one for each in plans for one in each.rounds}, key=lambda one: one.number)
     return {
         "per_process": most([*pairs, *others, everyone]),
         "edge_per_process": most([*edges, *others, everyone]),
-        "calls": max(len(each.meetings) for each in plans),
-        "chain": longest_chain([meeting.members for meeting in made]),
+        "calls": max(len(each.rounds) for each in plans),
+        "chain": longest_chain([one.members for one in made]),
         "edge_chain": longest_chain([*processes.groups, *pairs, *others[len(processes.groups):]]),
         # gloo: sets its own address, reads each member's.
         "store_operations": max(
-            sum(1 + len(meeting.members) for meeting in each.meetings) for each in plans
+            sum(1 + len(one.members) for one in each.rounds) for each in plans
         ),
         "links": most(pairs),
         "edge_links": most(edges),

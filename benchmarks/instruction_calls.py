@@ -26,7 +26,7 @@ from raymm.actors.executor.message_layout import Layout
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.executor.step_meta import StepMeta
-from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -75,7 +75,7 @@ class _Described(RecvChannel):
         return Layout(((SHAPE, torch.float32),))
 
 
-class CallCounter(Whereabouts):
+class CallCounter(TaskTracker):
     """Counts calls per operation, from when it is entered."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def middle_rank() -> tuple[Executor, Any, CallCounter]:
     }
     stage: Any = Scale()
     executor = Executor(
-        {name: stage}, plan.stage_edges, senders, receivers, {}, whereabouts=counter
+        {name: stage}, plan.stage_edges, senders, receivers, {}, task_tracker=counter
     )
     prepared = executor.compile(program.ranks[1], proof.issues[1], proof.bound)
     return executor, prepared, counter

@@ -14,11 +14,11 @@ from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.compiled_program import CompiledProgram, Task, compile_program
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
-from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings
+from raymm.actors.executor.stage_actions import Action, StageActions, StageContext
 from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.executor.step_state import StepState
-from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.modules.message import Message, StageModule
 from raymm.actors.modules.message_samples import summed_gradients
 from raymm.actors.modules.module_state import evaluating
@@ -73,7 +73,7 @@ class Executor:
             Applied to gradients for stages of other modules on the same rank.
         agree: all-reduces bytes in host memory to their maximum over the same processes.
         colocation: runs the tasks of one group concurrently; None if no module has a quota.
-        whereabouts: records the current instruction, for failure diagnosis.
+        task_tracker: records the current instruction, for failure diagnosis.
         observer: checks outputs, gradients and losses for non-finite values.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.
@@ -94,7 +94,7 @@ class Executor:
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
-        whereabouts: Whereabouts | None = None,
+        task_tracker: TaskTracker | None = None,
         observer: FiniteObserver | None = None,
         every: Collection[tuple[str, str]] = (),
         ports: Mapping[Edge, EdgePorts] | None = None,
@@ -112,9 +112,9 @@ class Executor:
         self._timeout = timeout
         self._reduction = reduction
         self._colocation = colocation
-        self._whereabouts = whereabouts or Whereabouts()
+        self._whereabouts = task_tracker or TaskTracker()
         self._observer = observer or FiniteObserver(self._device)
-        around = Surroundings(
+        around = StageContext(
             frozenset(stages), self._observer,
             None if autocast is None else partial(torch.autocast, self._device.type, autocast),
             sum_gradient, agree,

@@ -51,7 +51,7 @@ _ALL = (None, 0)  # result of :func:`_rows` for all samples
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StageContext:
     """Objects and functions that all stages of a rank share.
 
     Attributes:
@@ -73,7 +73,7 @@ class StageActions:
         draws: True if the stage draws random numbers; None until its first forward has shown it.
     """
 
-    def __init__(self, name: StageId, stage: StageModule, around: Surroundings) -> None:
+    def __init__(self, name: StageId, stage: StageModule, around: StageContext) -> None:
         self._name, self._stage, self._around = name, stage, around
         self._buffers = ForwardBuffers(stage)
         # By activation slot, from a checkpointed forward until its recomputation.

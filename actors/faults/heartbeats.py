@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Look
-from raymm.actors.faults.whereabouts import OWN_TASKS, Report
+from raymm.actors.faults.task_tracker import OWN_TASKS, Report
 
 # Shortest limit in seconds: a machine may pause, a page may be swapped in, a disk may be slow.
 LEAST_S = 10.0

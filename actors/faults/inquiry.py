@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymm.actors.faults.stacks import Address, Look, end_process, look_at
-from raymm.actors.faults.whereabouts import Report
+from raymm.actors.faults.task_tracker import Report
 
 # Seconds for a process to report. Its main thread need not be free for that. A process that is
 # stopped or holds the interpreter's lock does not answer.

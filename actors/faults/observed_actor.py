@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from raymm.actors.faults.failure_kind import judging_errors
 from raymm.actors.faults.stacks import Address, StackFile, error_log
-from raymm.actors.faults.whereabouts import Report, Whereabouts
+from raymm.actors.faults.task_tracker import Report, TaskTracker
 from raymm.actors.storage.seen import problem_seeing
 
 # Each concurrency group has its own thread.
@@ -61,7 +61,7 @@ class ObservedActor:
             cls.__init__ = constructor
 
     def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
-        self.whereabouts = Whereabouts(describe)
+        self.task_tracker = TaskTracker(describe)
         self._stack_file = StackFile()
         self._device_name = device
 
@@ -83,4 +83,4 @@ class ObservedActor:
 
     def where(self) -> Report:
         """Return the current operation; callable while the actor works."""
-        return self.whereabouts.report()
+        return self.task_tracker.report()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.scheduler.plan.meeting_order import meeting_order
 from raymm.scheduler.plan.process_grid import P2PGroup, connected_pairs
+from raymm.scheduler.plan.rendezvous_order import rendezvous_order
 from raymm.scheduler.plan.stage import Edge
 
 MESSAGE_CTAS = 32
@@ -17,7 +17,7 @@ LINK_CTAS = 8
 """Largest number of multiprocessors that one message may occupy."""
 
 
-class Meeting(NamedTuple):
+class RendezvousRound(NamedTuple):
     """Processes that create a process group together.
 
     Attributes:
@@ -42,7 +42,7 @@ class ConnectionPlan:
         link_ctas: multiprocessors of a GPU that one message may occupy.
     """
 
-    meetings: tuple[Meeting, ...] = ()
+    rounds: tuple[RendezvousRound, ...] = ()
     p2p_groups: tuple[tuple[Edge, int, P2PGroup], ...] = ()
     link_ctas: int = LINK_CTAS
 
@@ -61,16 +61,16 @@ def connection_plans(
     """
     pairs = connected_pairs(p2p_groups)
     unnumbered = [
-        *(Meeting(0, members) for members in groups),
-        *(Meeting(0, pair, is_link=True) for pair in pairs),
-        *(Meeting(0, reduction.processes, sums=reduction) for reduction in reductions),
+        *(RendezvousRound(0, members) for members in groups),
+        *(RendezvousRound(0, pair, is_link=True) for pair in pairs),
+        *(RendezvousRound(0, reduction.processes, sums=reduction) for reduction in reductions),
     ]
-    meetings: list[list[Meeting]] = [[] for _ in range(processes)]
-    order = meeting_order([meeting.members for meeting in unnumbered])
+    rounds: list[list[RendezvousRound]] = [[] for _ in range(processes)]
+    order = rendezvous_order([meeting.members for meeting in unnumbered])
     for number, place in enumerate(order, start=1):
         meeting = unnumbered[place]._replace(number=number)
         for process in meeting.members:
-            meetings[process].append(meeting)
+            rounds[process].append(meeting)
     channels: list[list[tuple[Edge, int, P2PGroup]]] = [[] for _ in range(processes)]
     for number, (edge, of_edge) in enumerate(p2p_groups):
         for p2p_group in of_edge:
@@ -79,7 +79,7 @@ def connection_plans(
     ctas = link_ctas(pairs)
     return tuple(
         ConnectionPlan(tuple(own), tuple(of_process), ctas)
-        for own, of_process in zip(meetings, channels, strict=True)
+        for own, of_process in zip(rounds, channels, strict=True)
     )
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from raymm.actors.executor.link import Link
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
-from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.actors.rank.meeting import MeetingPlace
 from raymm.actors.rank.rank_spec import RankSpec
+from raymm.actors.rank.rendezvous import Rendezvous
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.collectives.waiting import PointToPoint
@@ -39,10 +39,10 @@ class Connections:
     """Process groups and channels of a process.
 
     Groups are created in the order of their numbers, each fully connected before the next;
-    :mod:`raymm.scheduler.plan.meeting_order` explains why this cannot deadlock.
+    :mod:`raymm.scheduler.plan.rendezvous_order` explains why this cannot deadlock.
 
     Args:
-        whereabouts: records the group that is being connected, for failure diagnosis.
+        task_tracker: records the group that is being connected, for failure diagnosis.
 
     Attributes:
         data, samples, tokens, tensors: groups of processes of this rank that work on the same
@@ -53,15 +53,15 @@ class Connections:
         ChannelError: the members of a group did not connect within the timeout; names them.
     """
 
-    def __init__(self, spec: RankSpec, place: MeetingPlace, whereabouts: Whereabouts) -> None:
+    def __init__(self, spec: RankSpec, place: Rendezvous, task_tracker: TaskTracker) -> None:
         self._spec = spec
         self.data: Exchange | None = None
         self.samples: Exchange | None = None
         self.tokens: Exchange | None = None
         self.tensors: TensorGroup | None = None
-        self.renew(place, whereabouts)
+        self.renew(place, task_tracker)
 
-    def renew(self, place: MeetingPlace, whereabouts: Whereabouts) -> None:
+    def renew(self, place: Rendezvous, task_tracker: TaskTracker) -> None:
         """Create all groups and channels again; no operation may be in flight. Channels are new
         objects. The groups that stages hold are kept as objects and switched to the new process
         groups."""
@@ -70,9 +70,9 @@ class Connections:
         self._links: dict[tuple[int, ...], tuple[PointToPoint, PointToPoint]] = {}
         self.reductions: dict[ReductionGroup, dist.ProcessGroup] = {}
         plan, groups = spec.connections, spec.process_groups
-        for meeting in plan.meetings:
+        for meeting in plan.rounds:
             number, members = meeting.number, meeting.members
-            whereabouts.enter(Connecting(members))
+            task_tracker.enter(Connecting(members))
             if meeting.is_link:
                 self._links[members] = place.new_link(number, *members, ctas=plan.link_ctas)
             elif meeting.sums is not None:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from raymm.actors.faults.whereabouts import task
+from raymm.actors.faults.task_tracker import task
 from raymm.actors.host.description import NodeDescription, describe_node
 from raymm.actors.host.gpus import check_gpu_node
 from raymm.actors.rank.connection_plan import LINK_CTAS
-from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
-from raymm.actors.rank.meeting_store import EVERYONE, peers
 from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.rendezvous import Rendezvous, RendezvousActor, Timeouts, prepare_nccl
+from raymm.actors.rank.rendezvous_store import EVERYONE, peers
 from raymm.kernels.collectives.waiting import receive_from, send_to, wait
 
 
@@ -71,7 +71,7 @@ class Transfers(NamedTuple):
     reduced: float
 
 
-class DoctorActor(MeetingActor):
+class DoctorActor(RendezvousActor):
     def __init__(self, spec: DoctorSpec) -> None:
         super().__init__(spec.rank, spec.device, Timeouts.of(spec.timeout_s, None))
         self._spec, self._device = spec, torch.device(spec.device)
@@ -84,7 +84,7 @@ class DoctorActor(MeetingActor):
             check_gpu_node()
         spec, rank = self._spec, self._spec.rank
         with self._meeting(spec.members, actors):
-            meeting = MeetingPlace(self._device, self._store, rank, spec.world_size, self._timeouts)
+            meeting = Rendezvous(self._device, self._store, rank, spec.world_size, self._timeouts)
             self._device = meeting.device
             self._links = {
                 link: meeting.new_link(number, *link, ctas=LINK_CTAS)[0]

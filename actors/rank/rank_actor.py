@@ -17,7 +17,7 @@ from raymm.actors.executor.executor import Executor, Prepared
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cut import OwnConnections
 from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
-from raymm.actors.faults.whereabouts import task
+from raymm.actors.faults.task_tracker import task
 from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.host.gpus import check_gpu_node
 from raymm.actors.host.numa import bind_to_gpu_node
@@ -28,9 +28,9 @@ from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.optimizer.snapshot import copy_of, restore
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.meeting import MeetingPlace, prepare_nccl
 from raymm.actors.rank.rank_spec import RankSpec
-from raymm.actors.rank.step_calls import pack_result, remember, unpack_call
+from raymm.actors.rank.rendezvous import Rendezvous, prepare_nccl
+from raymm.actors.rank.step_calls import keep_recent, pack_result, unpack_call
 from raymm.actors.rank.stored_rank import StoredRank
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
@@ -60,7 +60,7 @@ class RankActor(StoredRank):
         the device."""
         torch.zeros(1, device=self._device)
 
-    def become(self, spec: RankSpec) -> None:
+    def take_place(self, spec: RankSpec) -> None:
         """Turn a spare process into a rank."""
         RankActor.__init__(self, spec)
 
@@ -90,14 +90,14 @@ class RankActor(StoredRank):
         with self._changing:
             self._own_connections, self._generation = OwnConnections(), generation
         with self._meeting(spec.members, actors, generation):
-            place = MeetingPlace(
+            place = Rendezvous(
                 self._device, self._store, spec.rank, spec.world_size, self._timeouts
             )
             self._device = place.device
             if before is None:
-                self._connections = Connections(spec, place, self.whereabouts)
+                self._connections = Connections(spec, place, self.task_tracker)
             else:
-                before.renew(place, self.whereabouts)
+                before.renew(place, self.task_tracker)
 
     def cut(self, generation: int) -> None:
         """Shut down all connections of a generation from another thread, so that a step in flight
@@ -211,7 +211,7 @@ class RankActor(StoredRank):
             agree=None if self._connections.data is None else self._connections.largest_on_host,
             reduction=self._optimizer.reduction,
             colocation=self._colocation,
-            whereabouts=self.whereabouts,
+            task_tracker=self.task_tracker,
             observer=self._optimizer.observer,
             every=self._spec.every,
             ports=self._spec.ports,
@@ -279,7 +279,7 @@ class RankActor(StoredRank):
             issues: receives and gradient sums, with the instruction before which each starts.
             bound: largest number of messages per edge in flight; None for no limit.
         """
-        remember(self._programs, key, self._executor.compile(instructions, issues, bound))
+        keep_recent(self._programs, key, self._executor.compile(instructions, issues, bound))
 
     @task("a step")
     def run_step(
@@ -320,7 +320,7 @@ class RankActor(StoredRank):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
             row[microbatch] = {**(row[microbatch] or {}), **part}
         program = self._programs[key]
-        remember(self._programs, key, program)
+        keep_recent(self._programs, key, program)
         rows = step_inputs(per_stage, self._device)
         result = self._finished(self._executor.run(program, rows, meta))
         result.peak_bytes = self._memory.bytes()
@@ -337,7 +337,7 @@ class RankActor(StoredRank):
             Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
         }
         for op in ops:
-            self.whereabouts.enter(Op(op).value)
+            self.task_tracker.enter(Op(op).value)
             actions[Op(op)](result)
         return self._finished(result)
 

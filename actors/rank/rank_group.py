@@ -18,7 +18,13 @@ from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOpt
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.actors.rank.rank_spec import ProcessSpec, RankPlace
-from raymm.actors.rank.step_calls import CallOrder, StepHandle, pack_calls, remember, unpack_result
+from raymm.actors.rank.step_calls import (
+    CallOrder,
+    StepHandle,
+    keep_recent,
+    pack_calls,
+    unpack_result,
+)
 from raymm.actors.recovery.leaving import end, leave
 from raymm.actors.recovery.observed_ranks import ObservedRanks
 from raymm.actors.recovery.snapshots import keepers
@@ -120,8 +126,8 @@ class RankGroup(ObservedRanks):
             self._actors[rank] = self._create(self._specs[rank], self._rank_places[rank])
         taken = list(gone[:len(spares)])
         # Before other processes send the keys that are meant for that rank.
-        self.wait([self._actors[rank].become.remote(self._specs[rank]) for rank in taken], taken,
-                  START_TIMEOUT_S)
+        refs = [self._actors[rank].take_place.remote(self._specs[rank]) for rank in taken]
+        self.wait(refs, taken, START_TIMEOUT_S)
 
     def _beat(self) -> None:
         super()._beat()
@@ -214,11 +220,11 @@ class RankGroup(ObservedRanks):
                 for actor, *parts in zip(self._actors, program.ranks, issues, strict=True):
                     lists = (list(map(tuple, part)) for part in parts)
                     actor.load_program.remote(key, *lists, bound)
-            remember(self._programs, key, None)
+            keep_recent(self._programs, key, None)
         return key
 
     def touch_program(self, key: str) -> None:
-        remember(self._programs, key, None)
+        keep_recent(self._programs, key, None)
 
     def submit(
         self, key: str, meta: StepMeta, inputs: Sequence[Sequence[tuple[StageId, int, Any]]]

@@ -11,7 +11,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.quota import Backend
 from raymm.actors.rank.connection_plan import ConnectionPlan
-from raymm.actors.rank.meeting_store import EVERYONE, peers
+from raymm.actors.rank.rendezvous_store import EVERYONE, peers
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import Edge, StageId
@@ -92,7 +92,7 @@ class RankSpec:
     def members(self) -> dict[int, Sequence[int]]:
         """Return the members of the process's groups, and of the group of all processes, by group
         number."""
-        own = {meeting.number: meeting.members for meeting in self.connections.meetings}
+        own = {meeting.number: meeting.members for meeting in self.connections.rounds}
         return {EVERYONE: range(self.world_size), **own}
 
     @property

@@ -24,7 +24,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+def keep_recent(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
     """Mark ``key`` as most recently used and evict the least recently used entry beyond
     :data:`MAX_PROGRAMS`. ``programs`` is changed in place; ``value`` is None to keep only the
     key."""

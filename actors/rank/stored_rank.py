@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from raymm.actors.faults.whereabouts import task
+from raymm.actors.faults.task_tracker import task
 from raymm.actors.host.memory import HostMemory, available_memory
 from raymm.actors.modules.cut import own_buffers
 from raymm.actors.optimizer.averages import AVERAGE_NAME
@@ -25,8 +25,8 @@ from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.snapshot import SnapshotActor
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.meeting import MeetingActor, Timeouts
 from raymm.actors.rank.rank_spec import RankSpec
+from raymm.actors.rank.rendezvous import RendezvousActor, Timeouts
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ParameterPart, ShardSpec
 from raymm.scheduler.plan.stage import StageId
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from raymm.actors.stages.language import LanguageStage
 
 
-class StoredRank(SnapshotActor, SavingActor, MeetingActor):
+class StoredRank(SnapshotActor, SavingActor, RendezvousActor):
     """Base class of the rank actor that saves and restores its state."""
 
     _connections: Connections
@@ -101,7 +101,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     copy_state = task("copying what is saved")(SavingActor.copy_state)
 
     def write_copy(self, folder: str) -> WrittenCopy:
-        with self.whereabouts.in_thread("writing a checkpoint"):
+        with self.task_tracker.in_thread("writing a checkpoint"):
             return super().write_copy(folder)
 
     def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:

@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
         """Store each rank's part on a process of another node, if there is one; see
-        :meth:`RankGroup.keep`."""
+        ``RankGroup.keep``."""
         ...
 
 

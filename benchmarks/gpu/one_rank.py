@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._tcp_meeting import use_loopback
+from benchmarks._tcp_rendezvous import use_loopback
 from benchmarks.gpu.device import Device
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.memory.to_device import to_device

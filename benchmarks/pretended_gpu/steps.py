@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._tcp_meeting import TcpMeeting
+from benchmarks._tcp_rendezvous import TcpRendezvousStore
 from benchmarks.gpu.one_rank import OPTIMIZER, TINY, VISION, microbatches
 from benchmarks.pretended_gpu.device import pretended_gpu
 from benchmarks.pretended_gpu.kernels import cpu_kernels
@@ -98,7 +98,7 @@ class RankProcess:
             model, plan, optimizer=OPTIMIZER, autocast=case.autocast, device=kind, threads=1
         ).specs
         self.actor = RankActor(specs[rank])
-        self.actor._stores = {0: TcpMeeting(rank, len(specs), port)}
+        self.actor._stores = {0: TcpRendezvousStore(rank, len(specs), port)}
         self.actor.connect({})
         self.actor.build()
         self._plan, self._rank = plan, rank
@@ -109,14 +109,14 @@ class RankProcess:
         )
         self._number = 0
         self._waits, self.counted = waits, {}
-        enter = self.actor.whereabouts.enter
+        enter = self.actor.task_tracker.enter
 
         def noting(task: Any) -> None:
             enter(task)
             if task == "the end of a step":
                 self.counted = dict(self._waits)
 
-        self.actor.whereabouts.enter = noting
+        self.actor.task_tracker.enter = noting
 
     def load(self) -> None:
         """Load the step's program, which the actor forgets when it reconnects."""

@@ -14,5 +14,5 @@ class ModuleKind(StrEnum):
 
 
 def module_kind(name: str) -> ModuleKind:
-    """Return the kind of a module of a :class:`MultimodalModule`, by its name."""
+    """Return the kind of a module of a :class:`raymm.MultimodalModule`, by its name."""
     return ModuleKind.LANGUAGE_MODEL if name == LANGUAGE_MODEL else ModuleKind.ENCODER

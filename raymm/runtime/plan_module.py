@@ -21,7 +21,7 @@ from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.optimizer.progress import same_progress
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_group import RankGroup
-from raymm.actors.rank.step_calls import remember
+from raymm.actors.rank.step_calls import keep_recent
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
@@ -308,7 +308,7 @@ class PlannedModule(ParallelModule):
             )
         else:
             self.group.touch_program(key)
-        remember(self._programs, pattern, key)
+        keep_recent(self._programs, pattern, key)
         return key
 
     def gradients(self) -> dict[str, torch.Tensor | None]:

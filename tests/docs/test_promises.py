@@ -197,7 +197,7 @@ PROMISES = {
             "tests/training/test_corrupt_checkpoints.py::"
             "test_edits_that_are_signed_again_are_refused_or_read_but_never_break",
         "raymm does not use torch's own store (TCPStore)":
-            "tests/actors/rank/test_meeting_store.py::"
+            "tests/actors/rank/test_rendezvous_store.py::"
             "test_a_stranger_who_scans_ports_finds_no_store",
         "every overlay of `deploy/` has a `NetworkPolicy`":
             "tests/deploy/test_check.py::test_what_is_shipped_is_in_order",

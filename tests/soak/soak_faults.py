@@ -30,7 +30,7 @@ from soak_files import (
 )
 
 from raymm.actors.executor.executor import Executor
-from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.modules import token_layout
 from raymm.actors.optimizer import checkpoint_shards, snapshot
 from raymm.actors.optimizer.checkpoint_writer import HostCopy
@@ -113,7 +113,7 @@ MOMENT = _Moment()
 
 
 def _observed_enter(enter: Any) -> Any:
-    def entered(self: Whereabouts, instruction: Any) -> None:
+    def entered(self: TaskTracker, instruction: Any) -> None:
         enter(self, instruction)
         if isinstance(instruction, str):
             phase = TASKS.get(instruction)
@@ -183,12 +183,12 @@ def _not_finite(part: dict[str, Any] | None) -> dict[str, Any] | None:
 def install() -> None:
     """Watch what this process does, if it is a rank of a soak. Ray copies an actor's methods when
     it reads its class, so those are of no use here."""
-    observed: Any = Whereabouts
+    observed: Any = TaskTracker
     if FOLDER not in os.environ or hasattr(observed, "soaked"):
         return
     observed.soaked = True
     for owner, name, watch in (
-        (Whereabouts, "enter", _observed_enter), (Connections, "__init__", _observed_connections),
+        (TaskTracker, "enter", _observed_enter), (Connections, "__init__", _observed_connections),
         (Executor, "run", _observed_run), (HostCopy, "write", _observed_write),
     ):
         setattr(owner, name, watch(getattr(owner, name)))

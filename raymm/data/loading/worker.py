@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from raymm.actors.faults.failure_kind import failure_kind
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
-from raymm.actors.faults.whereabouts import task
+from raymm.actors.faults.task_tracker import task
 from raymm.actors.modules.message import SOURCES
 from raymm.data.loading.builder import Skipped
 from raymm.data.loading.feature_lookup import FeatureLookup

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, ObjectStoreFullError, RayError, RayTa
 from raymm.actors.faults.diagnosis import death
 from raymm.actors.faults.failure_kind import carry_kind, constructor_kind, failure_kind
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
-from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.data.loading.loader import _load_failure
 from raymm.errors import FailureKind, InputError, SampleError
 
@@ -160,7 +160,7 @@ def refused_by_raymm():
 
 def of_raymm():
     """An AttributeError in a method of raymm's."""
-    Whereabouts.report(None)  # type: ignore[arg-type]
+    TaskTracker.report(None)  # type: ignore[arg-type]
 
 
 TABLE = {
@@ -201,7 +201,7 @@ def test_kinds_by_type_and_number(error, kind):
 @pytest.mark.parametrize("fault", [no_thread, no_memory_for_a_tensor, wrapped, no_file, of_a_user])
 def test_a_kind_survives_pickling_without_the_cause(fault, dumps):
     """Ray pickles the error only, not what it was raised from, nor the stack."""
-    with pytest.raises(Exception) as caught, Whereabouts().during("a step"):  # noqa: B017, PT011, PT012
+    with pytest.raises(Exception) as caught, TaskTracker().during("a step"):  # noqa: B017, PT011, PT012
         fault()
     arrived = pickle.loads(dumps(caught.value))
     assert arrived.__cause__ is None and failure_kind(arrived) is TABLE[fault]

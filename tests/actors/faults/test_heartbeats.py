@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raymm.actors.faults.heartbeats import LEAST_S, STOPPED, TIMES, Heartbeats
 from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Look
-from raymm.actors.faults.whereabouts import Report, Whereabouts
+from raymm.actors.faults.task_tracker import Report, TaskTracker
 from raymm.kernels.collectives.waiting import waits_for_others
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op
@@ -94,7 +94,7 @@ def test_what_threads_do_beside_steps_is_looked_at_too():
 
 def test_first_forward_of_a_stage_may_take_long():
     """It may compile, although another stage of the process has had a forward."""
-    where = Whereabouts()
+    where = TaskTracker()
     with where.during("a step"):
         where.enter(Instruction(Op.FORWARD, StageId("vision", 0), 0))
         where.enter(Instruction(Op.FORWARD, StageId("llm", 0), 0))
@@ -107,7 +107,7 @@ def test_first_forward_of_a_stage_may_take_long():
 
 
 def test_whereabouts_know_the_longest_of_each_kind_and_what_waits():
-    where = Whereabouts()
+    where = TaskTracker()
     with where.during("a step"), where.in_thread("writing"):
         where.enter("forward")
         time.sleep(0.02)

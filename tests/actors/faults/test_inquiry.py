@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from raymm.actors.faults import inquiry
 from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Address, Look, look_at
-from raymm.actors.faults.whereabouts import Report
+from raymm.actors.faults.task_tracker import Report
 
 HERE, THERE, GONE = ("here", "a" * 56, "b" * 56)  # as Ray writes ids of nodes
 LOOKED = Look("sleeping", "its stacks")

@@ -25,14 +25,14 @@ import sys
 from datetime import timedelta
 import psutil
 import torch
-from raymm.actors.rank import meeting
-from raymm.actors.rank.meeting_store import MeetingStore
+from raymm.actors.rank import rendezvous
+from raymm.actors.rank.rendezvous_store import RendezvousStore
 
 meeting.use_interface(sys.argv[1])
 timeouts = meeting.Timeouts.of(20.0, None)
-store = MeetingStore(0, timeouts.wait)
+store = RendezvousStore(0, timeouts.wait)
 with store.opened({0: (0,)}, {}):
-    meeting.MeetingPlace(torch.device("cpu"), store, 0, 1, timeouts)._gloo_devices
+    meeting.Rendezvous(torch.device("cpu"), store, 0, 1, timeouts)._gloo_devices
 connections = psutil.Process().net_connections("tcp")
 print(*sorted({each.laddr.ip for each in connections if each.status == "LISTEN"}))
 """

@@ -16,16 +16,16 @@ from nccl_oracle import Operation, stuck
 from torch.distributed import distributed_c10d
 
 from benchmarks import communicators
-from benchmarks._tcp_meeting import LOCAL, TcpMeeting
+from benchmarks._tcp_rendezvous import LOCAL, TcpRendezvousStore
 from raymm.actors.faults.flight_recorder import records
-from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.actors.rank import meeting
+from raymm.actors.rank import rendezvous
 from raymm.actors.rank.connection_plan import MESSAGE_CTAS, connection_plans, link_ctas
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.meeting import MeetingPlace, Timeouts
-from raymm.actors.rank.meeting_store import MeetingStore
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
+from raymm.actors.rank.rendezvous import Rendezvous, Timeouts
+from raymm.actors.rank.rendezvous_store import RendezvousStore
 from raymm.errors import ChannelError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -95,8 +95,8 @@ class Recorder:
         for name in ("new_group", "all_reduce", "get_rank", "get_world_size"):
             monkeypatch.setattr(dist, name, getattr(self, name))
         for name in ("send_to", "receive_from"):
-            monkeypatch.setattr(meeting, name, getattr(self, name))
-        monkeypatch.setattr(MeetingPlace, "_new_host_link", lambda _, *link: self.new_link(*link))
+            monkeypatch.setattr(rendezvous, name, getattr(self, name))
+        monkeypatch.setattr(Rendezvous, "_new_host_link", lambda _, *link: self.new_link(*link))
 
     def new_group(self, ranks, **options):
         number = distributed_c10d._world.group_count
@@ -139,12 +139,12 @@ class Ended:
         """It is."""
 
 
-def place(device: str, monkeypatch) -> MeetingPlace:
+def place(device: str, monkeypatch) -> Rendezvous:
     """One whose process has joined the others."""
-    monkeypatch.setattr(MeetingPlace, "__init__", lambda self: None)
-    made = MeetingPlace()
+    monkeypatch.setattr(Rendezvous, "__init__", lambda self: None)
+    made = Rendezvous()
     made.device, made.timeouts = torch.device(device), TIMEOUT
-    made._store = MeetingStore(0, TIMEOUT.wait)
+    made._store = RendezvousStore(0, TIMEOUT.wait)
     return made
 
 
@@ -155,7 +155,7 @@ def test_processes_make_their_own_groups_in_one_order_and_use_each_at_once(monke
     connections = []
     for spec in listed:
         recorder.me = spec.rank
-        connections.append(Connections(spec, here, Whereabouts()))
+        connections.append(Connections(spec, here, TaskTracker()))
     assert len(recorder.made) == len(listed)
     makers = defaultdict(list)
     for process, made in recorder.made.items():
@@ -180,7 +180,7 @@ def test_processes_make_their_own_groups_in_one_order_and_use_each_at_once(monke
 
 def _links_between_two(rank: int, port: int) -> None:
     torch.set_num_threads(1)
-    here = MeetingPlace(torch.device("cpu"), TcpMeeting(rank, 2, port), rank, 2, TIMEOUT)
+    here = Rendezvous(torch.device("cpu"), TcpRendezvousStore(rank, 2, port), rank, 2, TIMEOUT)
     threads = []
     for number in range(1, 7):
         here.new_link(number, *((0, 1) if number % 2 else (1, 0)), ctas=1)
@@ -200,7 +200,7 @@ def test_all_links_of_a_process_share_the_thread_that_moves_bytes() -> None:
 
 def test_a_process_is_told_of_its_own_connections_only() -> None:
     for spec in specs(degrees_plan()):
-        assert all(spec.rank in meeting.members for meeting in spec.connections.meetings)
+        assert all(spec.rank in meeting.members for meeting in spec.connections.rounds)
         assert all(
             spec.rank in (*ends.senders, *ends.receivers)
             for _, _, ends in spec.connections.p2p_groups
@@ -259,10 +259,10 @@ def test_what_nccl_and_cuda_read_is_set_where_nobody_has(monkeypatch) -> None:
         if name.startswith(("TORCH_FR_", "TORCH_NCCL_", "PYTORCH_", "CUDA_DEVICE_MAX")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    meeting.prepare_nccl(torch.device("cpu"))
+    rendezvous.prepare_nccl(torch.device("cpu"))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
     os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "7"
-    meeting.prepare_nccl(torch.device("cuda"))
+    rendezvous.prepare_nccl(torch.device("cuda"))
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
@@ -275,7 +275,7 @@ def test_what_nccl_and_cuda_read_is_set_where_nobody_has(monkeypatch) -> None:
     os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
     del os.environ["PYTORCH_CUDA_ALLOC_CONF"], os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
     os.environ["NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    meeting.prepare_nccl(torch.device("cuda"))
+    rendezvous.prepare_nccl(torch.device("cuda"))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks._tcp_meeting import TcpMeeting
+from benchmarks._tcp_rendezvous import TcpRendezvousStore
 from benchmarks.pretended_gpu.steps import CASES, RankProcess
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.rank import rank_actor
@@ -37,7 +37,7 @@ def rank(monkeypatch) -> Iterator[RankProcess]:
 
 
 def reconnect(rank: RankProcess, generation: int) -> None:
-    store = TcpMeeting(0, 1, free_port())
+    store = TcpRendezvousStore(0, 1, free_port())
     store.generation = generation
     rank.actor._stores[generation] = store
     rank.actor.renew({}, generation)

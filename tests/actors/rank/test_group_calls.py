@@ -16,7 +16,7 @@ from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.faults import diagnosis
 from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Address, Look
-from raymm.actors.faults.whereabouts import Report
+from raymm.actors.faults.task_tracker import Report
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.step_calls import CallOrder
 from raymm.actors.recovery import observed_ranks

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.plan.meeting_order import longest_chain, meeting_order
+from raymm.scheduler.plan.rendezvous_order import longest_chain, rendezvous_order
 
 PROCESSES = 8
 members = st.sets(st.integers(0, PROCESSES - 1), min_size=2).map(tuple)
@@ -31,7 +31,7 @@ def test_any_order_ends_after_its_longest_chain(groups) -> None:
 
 @given(all_groups)
 def test_no_round_is_left_empty(groups) -> None:
-    order = meeting_order(groups)
+    order = rendezvous_order(groups)
     assert sorted(order) == list(range(len(groups)))
     chain = longest_chain([groups[place] for place in order])
     assert chain >= max((sum(p in g for g in groups) for p in range(PROCESSES)), default=0)
@@ -43,10 +43,10 @@ def test_no_round_is_left_empty(groups) -> None:
 @given(st.lists(st.sets(st.integers(0, PROCESSES - 1), min_size=2, max_size=2).map(tuple)))
 def test_pairs_take_fewer_than_twice_as_many_rounds_as_a_process_has(pairs) -> None:
     most = max((sum(p in pair for pair in pairs) for p in range(PROCESSES)), default=0)
-    assert longest_chain([pairs[n] for n in meeting_order(pairs)]) <= max(0, 2 * most - 1)
+    assert longest_chain([pairs[n] for n in rendezvous_order(pairs)]) <= max(0, 2 * most - 1)
 
 
 def test_a_pipeline_connects_two_ranks_at_a_time_everywhere() -> None:
     chain = [(n, n + 1) for n in range(1000)]
     assert longest_chain(chain) == 1000  # in the order of its edges, each waits for the one before
-    assert longest_chain([chain[n] for n in meeting_order(chain)]) == 2
+    assert longest_chain([chain[n] for n in rendezvous_order(chain)]) == 2

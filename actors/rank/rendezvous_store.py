@@ -45,7 +45,7 @@ def peers(me: int, groups: Iterable[Sequence[int]]) -> set[int]:
     return receivers - {me}
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     """Store of one process; ``generation`` is the number of earlier rendezvous.
 
     Each key is set once, by one process. Torch uses no other operation while it creates groups;
@@ -182,5 +182,5 @@ class MeetingStore(Store):
         """Return False: append and queue operations are not supported."""
         return False
 
-    def clone(self) -> MeetingStore:
+    def clone(self) -> RendezvousStore:
         return self

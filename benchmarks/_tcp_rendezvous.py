@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raymm.actors.rank.meeting_store import MeetingStore
+from raymm.actors.rank.rendezvous_store import RendezvousStore
 
 LOCAL = "127.0.0.1"
 TIMEOUT = timedelta(seconds=120)
@@ -24,7 +24,7 @@ def use_loopback() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
-class TcpMeeting(MeetingStore):
+class TcpRendezvousStore(RendezvousStore):
     """One process's end.
 
     Args:

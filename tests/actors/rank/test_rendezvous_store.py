@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
-from raymm.actors.rank.meeting import MeetingActor, Timeouts
-from raymm.actors.rank.meeting_store import EVERYONE, MeetingStore, News, peers
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.rank.rank_spec import RankSpec
-from raymm.scheduler.plan.meeting_order import meeting_order
+from raymm.actors.rank.rendezvous import RendezvousActor, Timeouts
+from raymm.actors.rank.rendezvous_store import EVERYONE, News, RendezvousStore, peers
+from raymm.scheduler.plan.rendezvous_order import rendezvous_order
 
 PROCESSES = 6
 PATIENCE = timedelta(seconds=20)
@@ -34,7 +34,7 @@ class Actor:
     after those before."""
 
     def __init__(self, number: int) -> None:
-        self.store = MeetingStore(number, PATIENCE, generation=3)
+        self.store = RendezvousStore(number, PATIENCE, generation=3)
         self.receive_news, self.calls = self, 0
         self._queue: queue.Queue[Sequence[News] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work)
@@ -79,7 +79,7 @@ members = st.sets(st.integers(0, PROCESSES - 1), min_size=2).map(tuple)
 def test_all_members_of_all_groups_meet(sets) -> None:
     everyone = tuple(range(PROCESSES))
     groups = {EVERYONE: everyone}
-    groups |= {n: sets[i] for n, i in enumerate(meeting_order(sets), start=1)}
+    groups |= {n: sets[i] for n, i in enumerate(rendezvous_order(sets), start=1)}
     actors = [Actor(number) for number in everyone]
     errors: list[BaseException] = []
 
@@ -112,7 +112,7 @@ def test_a_process_knows_the_first_members_of_its_groups_and_no_others() -> None
 
 
 def test_who_does_not_come_is_named_in_time() -> None:
-    store = MeetingStore(1, timedelta(seconds=60))
+    store = RendezvousStore(1, timedelta(seconds=60))
     with pytest.raises(dist.DistStoreError, match="no process has set 0/3"):
         store.wait(["0/3"], timedelta(seconds=0.01))
     store.receive_news([News(4, 3, "0/3", b"there")])  # before this process makes any group
@@ -186,7 +186,7 @@ def test_a_stranger_who_scans_ports_finds_no_store(ray_cluster) -> None:
 
 def test_torch_asks_for_no_more_than_the_store_has() -> None:
     """Processes of gloo and NCCL set, read and wait; a process that is alone asks itself."""
-    store = MeetingStore(0, timedelta(seconds=10))
+    store = RendezvousStore(0, timedelta(seconds=10))
     before = distributed_c10d._world.group_count
     with store.opened({EVERYONE: (0,)}, {}):
         group = dist.ProcessGroupGloo(
@@ -198,7 +198,7 @@ def test_torch_asks_for_no_more_than_the_store_has() -> None:
 def test_keys_of_another_meeting_are_not_mixed_with_those_of_this_one() -> None:
     """Those of one to come wait for it; late ones of one that is over are dropped."""
     timeouts = Timeouts.of(5.0, None)
-    actor = MeetingActor(1, "cpu", timeouts)
+    actor = RendezvousActor(1, "cpu", timeouts)
     actor.receive_news([News(EVERYONE, 0, "0/0", b"first")])
     actor.receive_news([News(EVERYONE, 0, "0/0", b"second")], 1)
     for generation, value in enumerate([b"first", b"second"]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def meeting_order(groups: Sequence[Sequence[int]]) -> list[int]:
+def rendezvous_order(groups: Sequence[Sequence[int]]) -> list[int]:
     """Return the indices of ``groups`` (lists of processes) in an order that lets as many as
     possible be created at a time. Each group goes into the first round in which none of its members
     has another group (first fit, as in edge colouring). The number of rounds is at best the largest

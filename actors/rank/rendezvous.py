@@ -19,7 +19,7 @@ from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.nccl_errors import only_abort
 from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.host.interfaces import use_interface
-from raymm.actors.rank.meeting_store import MeetingStore, News
+from raymm.actors.rank.rendezvous_store import News, RendezvousStore
 from raymm.errors import ChannelError
 from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to, wait
 
@@ -65,7 +65,7 @@ def prepare_nccl(device: torch.device) -> None:
     record_flight()
 
 
-class MeetingPlace:
+class Rendezvous:
     """Rendezvous of a process with others. The constructor joins the default group of all
     processes; methods create further groups, connected over NCCL on GPUs and over gloo otherwise.
 
@@ -82,7 +82,7 @@ class MeetingPlace:
     """
 
     def __init__(
-        self, device: torch.device, store: MeetingStore, rank: int, world_size: int,
+        self, device: torch.device, store: RendezvousStore, rank: int, world_size: int,
         timeouts: Timeouts,
     ) -> None:  # fmt: skip
         on_gpu = device.type == "cuda"
@@ -224,7 +224,7 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(listed) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
-class MeetingActor(ObservedActor):
+class RendezvousActor(ObservedActor):
     """Base class of actors that create process groups with each other.
 
     Args:
@@ -238,7 +238,7 @@ class MeetingActor(ObservedActor):
     ) -> None:
         super().__init__(device, describe)
         self._timeouts, self._number = timeouts, number
-        self._store = MeetingStore(number, timeouts.wait)
+        self._store = RendezvousStore(number, timeouts.wait)
         # Stores of later rendezvous: other processes may arrive before this one.
         self._stores = {self._store.generation: self._store}
         self._changing = threading.Lock()
@@ -248,14 +248,14 @@ class MeetingActor(ObservedActor):
         if (store := self._store_of(generation)) is not None:
             store.receive_news(news)
 
-    def _store_of(self, generation: int) -> MeetingStore | None:
+    def _store_of(self, generation: int) -> RendezvousStore | None:
         """Return the store of a rendezvous; None if the rendezvous is over."""
         with self._changing:
             if generation < self._store.generation:
                 return None
             store = self._stores.get(generation)
             if store is None:
-                store = MeetingStore(self._number, self._timeouts.wait, generation)
+                store = RendezvousStore(self._number, self._timeouts.wait, generation)
                 self._stores[generation] = store
             return store
 

@@ -52,7 +52,7 @@ class Report(NamedTuple):
         return f"{verb} {self.doing} for {self.seconds:.1f} s"
 
 
-class Whereabouts:
+class TaskTracker:
     """Record of what a process is doing. One thread writes it; any thread may read it."""
 
     def __init__(self, describe: Callable[[Any], str] = str) -> None:
@@ -145,12 +145,12 @@ OWN_TASKS = frozenset({
 
 
 def task(name: str) -> Callable[[Method], Method]:
-    """Decorate methods of an object with ``whereabouts``: record a task while the method runs."""
+    """Decorate methods of an object with ``task_tracker``: record a task while the method runs."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.whereabouts.during(name):
+            with self.task_tracker.during(name):
                 return method(self, *args, **kwargs)
 
         return cast(Method, run)
