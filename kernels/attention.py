@@ -55,6 +55,6 @@ def attention(
     else:
         from raymm.kernels.flash.gpu.attention import triton_attention
 
-        own = partial(triton_attention, unordered=KERNEL_CHOICE.kernels == "raymm_unordered")
-        run = chosen_attention(query, key, value, masks, scale=scale, softcap=softcap, own=own)
+        kernel = partial(triton_attention, unordered=KERNEL_CHOICE.kernels == "raymm_unordered")
+        run = chosen_attention(query, key, value, masks, scale=scale, softcap=softcap, own=kernel)
     return run(query, key, value, masks, scale=scale, softcap=softcap)

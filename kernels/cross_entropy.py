@@ -69,8 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         sums = top.new_zeros(2, tokens)  # sum of exponentials; the target's logit
         for rows in _chunks(logits):
             shifted = logits[rows] - top[rows, None]  # in fp32
-            own = shifted.gather(1, columns[rows, None])[:, 0]
-            sums[1, rows] = torch.where(local[rows], own, 0.0)
+            target_logits = shifted.gather(1, columns[rows, None])[:, 0]
+            sums[1, rows] = torch.where(local[rows], target_logits, 0.0)
             sums[0, rows] = shifted.exp_().sum(1)
         if group is not None:
             sums = group.all_reduce(sums)

@@ -61,19 +61,19 @@ class Cut:
         """Return the local entries of a full tensor along ``dim``, with zeros for padding."""
         if self.is_uncut:
             return whole
-        parts = [
+        pieces = [
             whole.narrow(dim, start, min(stop, self.whole) - start)
             for start, stop in self.ranges if start < self.whole
         ]
-        local = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+        local = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
         missing = self.size - local.shape[dim]
         return F.pad(local, (0, 0) * (local.dim() - dim - 1) + (0, missing)) if missing else local
 
     def grouped(self, count: int) -> Cut | None:
         """Return the cut of a dimension with ``count`` local entries that each stand for a group of
         these. Return None if a group would be split."""
-        width, rest = divmod(self.size, max(count, 1))
-        if rest or not width or self.whole % width:
+        width, remainder = divmod(self.size, max(count, 1))
+        if remainder or not width or self.whole % width:
             return None
         if any(start % width or stop % width for start, stop in self.ranges):
             return None
@@ -164,13 +164,13 @@ class SharedDraws(TorchDispatchMode):
         axes = self._axes(shape, func)
         if all(axis.is_uncut for dimension in axes for axis in dimension):
             return None
-        whole = [prod(axis.whole for axis in dimension) for dimension in axes]
+        full_size = [prod(axis.whole for axis in dimension) for dimension in axes]
         take = _taker(axes, shape)
         if "size" in named:
-            return take(func(**named | {"size": whole}))
+            return take(func(**named | {"size": full_size}))
         if not isinstance(like, torch.Tensor) or isinstance(named.get("p"), torch.Tensor):
             raise self._refusal(func, shape)
-        empty = _empty(like, whole)
+        empty = _empty(like, full_size)
         if func is _aten.native_dropout.default:
             mask = take(func(empty, named["p"], True)[1])
             scale = 0.0 if named["p"] == 1 else 1 / (1 - named["p"])
@@ -188,8 +188,8 @@ class SharedDraws(TorchDispatchMode):
         if rows is None or rows.is_uncut or device.type != "cuda":
             return None
         state = torch.cuda.get_rng_state(device)
-        other = int(state.view(torch.int64).sum()) + 1 + rows.ranges[0][0]
-        torch.cuda.manual_seed(other % 2**63)
+        seed = int(state.view(torch.int64).sum()) + 1 + rows.ranges[0][0]
+        torch.cuda.manual_seed(seed % 2**63)
         try:
             return func(*args, **kwargs)
         finally:

@@ -13,10 +13,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_shares(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate the shards of all processes: (n,) -> (n * processes,)."""
-    whole = share.new_empty(share.numel() * group.size())
+    full = share.new_empty(share.numel() * group.size())
     if share.numel():
-        _all_gather(whole, share, group=group)
-    return whole
+        _all_gather(full, share, group=group)
+    return full
 
 
 def scatter_sum(
@@ -33,6 +33,6 @@ def scatter_sum(
         (share,): elements from ``share * rank`` on, padded with zeros.
     """
     filled = F.pad(flat, (0, share * group.size() - flat.numel()))
-    mine = flat.new_empty(share)
-    _reduce_scatter(mine, filled, group=group)
-    return mine
+    shard = flat.new_empty(share)
+    _reduce_scatter(shard, filled, group=group)
+    return shard

@@ -43,11 +43,11 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange):
         start = sum(sizes[: exchange.rank])
         ctx.own = start, start + sizes[exchange.rank]
-        others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-        shapes = [(rank, ((sizes[rank], *local.shape[1:]), local.dtype)) for rank in others]
-        pending = exchange.start([(rank, local) for rank in others], shapes, local.device)
-        parts = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: local}
-        return torch.cat([parts[rank] for rank in range(exchange.size)])
+        peers = [rank for rank in range(exchange.size) if rank != exchange.rank]
+        shapes = [(rank, ((sizes[rank], *local.shape[1:]), local.dtype)) for rank in peers]
+        pending = exchange.start([(rank, local) for rank in peers], shapes, local.device)
+        by_rank = dict(zip(peers, pending.wait(), strict=True)) | {exchange.rank: local}
+        return torch.cat([by_rank[rank] for rank in range(exchange.size)])
 
     @staticmethod
     @once_differentiable

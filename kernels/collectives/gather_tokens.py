@@ -66,14 +66,17 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor):
         exchange, sizes = ctx.exchange, ctx.sizes
         if exchange.rank == CONTRIBUTOR:
-            parts = grad.split(sizes, dim=1)
-            sends = [(rank, part) for rank, part in enumerate(parts) if rank != exchange.rank]
+            gradients = grad.split(sizes, dim=1)
+            sends = [
+                (rank, gradient) for rank, gradient in enumerate(gradients)
+                if rank != exchange.rank
+            ]
             exchange.start(sends, [], grad.device).wait()
-            return parts[exchange.rank].contiguous(), None, None
+            return gradients[exchange.rank].contiguous(), None, None
         shape = (grad.shape[0], sizes[exchange.rank], *grad.shape[2:])
         receives = [(CONTRIBUTOR, (shape, grad.dtype))]
-        (own,) = exchange.start([], receives, grad.device).wait()
-        return own, None, None
+        (local,) = exchange.start([], receives, grad.device).wait()
+        return local, None, None
 
 
 def _gathered(
@@ -96,12 +99,14 @@ def _of_all(
         sent: one tensor per process; this process keeps its own.
         sizes: number of tokens to receive from each process.
     """
-    own = sent[exchange.rank]
-    others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-    shapes = [(rank, ((own.shape[0], sizes[rank], *own.shape[2:]), own.dtype)) for rank in others]
-    pending = exchange.start([(rank, sent[rank]) for rank in others], shapes, own.device)
-    parts = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: own}
-    return [parts[rank] for rank in range(exchange.size)]
+    local = sent[exchange.rank]
+    peers = [rank for rank in range(exchange.size) if rank != exchange.rank]
+    shapes = [
+        (rank, ((local.shape[0], sizes[rank], *local.shape[2:]), local.dtype)) for rank in peers
+    ]
+    pending = exchange.start([(rank, sent[rank]) for rank in peers], shapes, local.device)
+    by_rank = dict(zip(peers, pending.wait(), strict=True)) | {exchange.rank: local}
+    return [by_rank[rank] for rank in range(exchange.size)]
 
 
 class _GatherForEach(torch.autograd.Function):
@@ -114,11 +119,11 @@ class _GatherForEach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):
         exchange, sizes = ctx.exchange, ctx.sizes
-        parts = [part.contiguous() for part in grad.split(sizes, dim=1)]
-        first, *others = _of_all(parts, [sizes[exchange.rank]] * exchange.size, exchange)
+        shards = [shard.contiguous() for shard in grad.split(sizes, dim=1)]
+        first, *later = _of_all(shards, [sizes[exchange.rank]] * exchange.size, exchange)
         total = first.clone()
-        for part in others:
-            total += part
+        for shard in later:
+            total += shard
         return total, None, None
 
 

@@ -112,15 +112,15 @@ def carousel(
         (None if there are no other ranks, or no results).
     """
     me, n = exchange.rank, exchange.size
-    after, before = (me + 1) % n, (me - 1) % n
+    successor, predecessor = (me + 1) % n, (me - 1) % n
     device = payload[0].device
 
     def pass_on(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending:
-        sends = [(after, tensor) for tensor in tensors]
-        return exchange.start(sends, [(before, shape) for shape in shapes], device)
+        sends = [(successor, tensor) for tensor in tensors]
+        return exchange.start(sends, [(predecessor, shape) for shape in shapes], device)
 
-    on_its_way = pass_on(payload, payload_shapes(before)) if n > 1 else None
-    own = visit(me, payload)
+    on_its_way = pass_on(payload, payload_shapes(predecessor)) if n > 1 else None
+    local_results = visit(me, payload)
     results: Pending | None = None
     for hop in range(1, n):
         owner, following = (me - hop) % n, (me - hop - 1) % n
@@ -133,4 +133,4 @@ def carousel(
             gathered = merge(results.wait(), gathered)
         if len(gathered):
             results = pass_on(gathered, result_shapes(following))
-    return own, None if results is None else results.wait()
+    return local_results, None if results is None else results.wait()

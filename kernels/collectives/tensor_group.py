@@ -64,15 +64,17 @@ class TensorGroup:
         _check_sizes(self, tensor, sizes, dim)
         longest = max(sizes)
         # Pad to equal lengths: not every backend gathers different ones.
-        part = tensor.movedim(dim, 0)
-        if part.shape[0] < longest:
-            part = torch.cat([part, part.new_zeros(longest - part.shape[0], *part.shape[1:])])
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in sizes]
-        if part.numel():
-            self._all_gather(parts, part)
-        whole = torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)])
-        return whole.movedim(0, dim).contiguous()
+        padded = tensor.movedim(dim, 0)
+        if padded.shape[0] < longest:
+            padded = torch.cat([
+                padded, padded.new_zeros(longest - padded.shape[0], *padded.shape[1:])
+            ])
+        padded = padded.contiguous()
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        if padded.numel():
+            self._all_gather(gathered, padded)
+        joined = torch.cat([each[:size] for each, size in zip(gathered, sizes, strict=True)])
+        return joined.movedim(0, dim).contiguous()
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
         dist.all_gather(parts, part, group=self.group)
@@ -129,12 +131,12 @@ class ThreadGroup(TensorGroup):
         self, name: str, tensor: torch.Tensor, add: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         def combine(parts: list[torch.Tensor]) -> torch.Tensor:
-            if any(part.shape != tensor.shape for part in parts):
-                shapes = [tuple(part.shape) for part in parts]
+            if any(operand.shape != tensor.shape for operand in parts):
+                shapes = [tuple(operand.shape) for operand in parts]
                 raise ValueError(f"members reduce tensors of different shapes: {shapes}")
             result = parts[0].clone()
-            for part in parts[1:]:
-                result = add(result, part)
+            for operand in parts[1:]:
+                result = add(result, operand)
             return result
 
         with torch.no_grad():
@@ -153,7 +155,7 @@ class ThreadGroup(TensorGroup):
         meeting = self._meeting
         meeting.arrived[self.rank] = (name, tensor)
         meeting.barrier.wait()
-        arrived = [part for part in meeting.arrived if part is not None]
+        arrived = [entry for entry in meeting.arrived if entry is not None]
         names = [name for name, _ in arrived]
         if len(set(names)) > 1:
             raise ValueError(f"members call different operations: {', '.join(names)}")

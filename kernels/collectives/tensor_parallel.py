@@ -77,8 +77,8 @@ def split_to_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -> t
 
 
 def _own(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -> torch.Tensor:
-    own = tensor.narrow(-1, sum(sizes[: group.rank]), sizes[group.rank])
-    return own.clone(memory_format=torch.contiguous_format)
+    shard = tensor.narrow(-1, sum(sizes[: group.rank]), sizes[group.rank])
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
 class _CopyToShards(torch.autograd.Function):

@@ -40,12 +40,12 @@ class _Needs:
             rank: to_device(keys.local(me, needs(rank, me)), device) for rank in self.others
         }
         self.own = to_device(keys.local(me, needs(me, me)), device)
-        taken = {rank: needs(me, rank) for rank in ranks}
-        positions = [indices(taken[rank]) for rank in (me, *self.others)]
-        self.counts = [len(part) for part in positions]
+        needed = {rank: needs(me, rank) for rank in ranks}
+        positions = [indices(needed[rank]) for rank in (me, *self.others)]
+        self.counts = [len(rank_keys) for rank_keys in positions]
         # Keys arrive rank by rank; the mask needs them in order of position.
         self.order = to_device(torch.cat(positions).argsort(), device)
-        ranges = tuple(sorted(r for part_ranges in taken.values() for r in part_ranges))
+        ranges = tuple(sorted(r for needed_ranges in needed.values() for r in needed_ranges))
         self.masks = local_masks(call.masks, group.queries.ranges[me], ranges)
 
     def fetch(self, both: torch.Tensor, exchange: Exchange) -> Pending:
@@ -59,8 +59,8 @@ class _Needs:
 
     def assemble(self, both: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, ...]:
         """Return gathered keys and values, in order of position."""
-        parts = [both[:, :, :, self.own], *pending.wait()]
-        return torch.cat(parts, dim=3)[:, :, :, self.order].unbind(0)
+        blocks = [both[:, :, :, self.own], *pending.wait()]
+        return torch.cat(blocks, dim=3)[:, :, :, self.order].unbind(0)
 
     def give_back(
         self, gradients: torch.Tensor, exchange: Exchange
@@ -69,14 +69,14 @@ class _Needs:
         Return this rank's part and the pending parts from the others."""
         by_rank = torch.empty_like(gradients)
         by_rank[:, :, :, self.order] = gradients
-        own, *theirs = by_rank.split(self.counts, dim=3)
+        local, *theirs = by_rank.split(self.counts, dim=3)
         sends = list(zip(self.others, theirs, strict=True))
         receives = [
             (rank, ((*gradients.shape[:3], len(self.give[rank]), gradients.shape[4]),
                     gradients.dtype))
             for rank in self.others
         ]  # fmt: skip
-        return own, exchange.start(sends, receives, gradients.device)
+        return local, exchange.start(sends, receives, gradients.device)
 
 
 def _gather_forward(call: ContextCall, query, key, value, only_needed: bool = False):
@@ -95,21 +95,21 @@ def _gather_backward(call: ContextCall, grad_out, saved, only_needed: bool = Fal
     """Gather keys and values again, and send their gradients to their ranks."""
     query, key, value, out, lse = saved
     exchange, needs = call.group.exchange, _Needs(call, only_needed, query.device)
-    both = torch.stack([key, value])
-    grads = torch.zeros(both.shape, dtype=ACCUMULATOR, device=both.device)
+    key_value = torch.stack([key, value])
+    grads = torch.zeros(key_value.shape, dtype=ACCUMULATOR, device=key_value.device)
     grad_query, returning, head = [], [], 0
     rows = [grad_out, query, lse, row_delta(grad_out, out)]
-    for do, q, row_lse, delta, k, v in _by_heads(rows, both, needs, exchange):
+    for do, q, row_lse, delta, k, v in _by_heads(rows, key_value, needs, exchange):
         dq, dk, dv = call.backward(do, q, k, v, row_lse, delta, needs.masks)
         grad_query.append(dq)
-        own, pending = needs.give_back(torch.stack([dk, dv]), exchange)
+        local, pending = needs.give_back(torch.stack([dk, dv]), exchange)
         heads = slice(head, head + k.shape[1])
-        grads[:, :, heads].index_add_(3, needs.own, own)
+        grads[:, :, heads].index_add_(3, needs.own, local)
         returning.append((heads, pending))
         head = heads.stop
     for heads, pending in returning:
-        for rank, part in zip(needs.others, pending.wait(), strict=True):
-            grads[:, :, heads].index_add_(3, needs.give[rank], part)
+        for rank, received in zip(needs.others, pending.wait(), strict=True):
+            grads[:, :, heads].index_add_(3, needs.give[rank], received)
     return torch.cat(grad_query, dim=1), *grads.unbind(0)
 
 

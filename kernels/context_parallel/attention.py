@@ -229,5 +229,5 @@ class _RecomputedAttention(torch.autograd.Function):
                  if t.requires_grad]  # fmt: skip
         outputs, grads = zip(*pairs, strict=True)
         partials = iter(torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
-        of_inputs = [next(partials) if needed else None for needed in needs]
-        return *of_inputs, None, *partials
+        input_grads = [next(partials) if needed else None for needed in needs]
+        return *input_grads, None, *partials

@@ -38,8 +38,8 @@ class ContextLayout:
         edge = 0
         for start, stop in everything:
             if start != edge:
-                what = "have no rank" if start > edge else "are on two ranks"
-                raise ModelError(f"tokens {min(start, edge)} to {max(start, edge)} {what}")
+                fault = "have no rank" if start > edge else "are on two ranks"
+                raise ModelError(f"tokens {min(start, edge)} to {max(start, edge)} {fault}")
             edge = stop
 
     @classmethod
@@ -95,8 +95,8 @@ class ContextLayout:
 
 def indices(ranges: Ranges) -> torch.Tensor:
     """Return the concatenated positions of ranges."""
-    parts = [torch.arange(start, stop) for start, stop in ranges]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    positions = [torch.arange(start, stop) for start, stop in ranges]
+    return torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64)
 
 
 def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:

@@ -31,8 +31,8 @@ def merge_partials(
     # Rows that see no key in either part give -inf - (-inf); set their weights to 0.
     nothing = merged == -torch.inf
     weight = (lse - merged).masked_fill_(nothing, -torch.inf).exp_()
-    other = (other_lse - merged).masked_fill_(nothing, -torch.inf).exp_()
-    return out.float() * weight[..., None] + other_out.float() * other[..., None], merged
+    other_weight = (other_lse - merged).masked_fill_(nothing, -torch.inf).exp_()
+    return out.float() * weight[..., None] + other_out.float() * other_weight[..., None], merged
 
 
 def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,10 @@ def _ring_backward(call: ContextCall, grad_out, saved):
         shape = with_tokens(key.shape, group.keys.sizes[rank])
         return [((2, *shape), ACCUMULATOR)]
 
-    own, others = carousel(
+    local, returned = carousel(
         group.exchange, [torch.stack([key, value])], _ring_keys(key, call), visit, gradients, _add
     )
-    return grad_query, *_total(own, others)[0].unbind(0)
+    return grad_query, *_total(local, returned)[0].unbind(0)
 
 
 def _ring_keys(key: torch.Tensor, call: ContextCall):
@@ -69,7 +69,7 @@ def _ring_keys(key: torch.Tensor, call: ContextCall):
 
 
 def _add(earlier: Sequence[torch.Tensor], later: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part + other for part, other in zip(earlier, later, strict=True)]
+    return [first + second for first, second in zip(earlier, later, strict=True)]
 
 
 def _total(own: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -> Sequence:
@@ -91,11 +91,11 @@ def _rotate_forward(call: ContextCall, query, key, value):
         shape = with_tokens(query.shape, group.queries.sizes[rank])
         return [(shape, ACCUMULATOR), (shape[:3], torch.float32)]
 
-    own, others = carousel(
+    local, returned = carousel(
         group.exchange, [query], rows, visit, outputs,
         lambda earlier, later: merge_partials(*earlier, *later),
     )  # fmt: skip
-    out, lse = own if others is None else merge_partials(*own, *others)
+    out, lse = local if returned is None else merge_partials(*local, *returned)
     out = out.to(query.dtype)
     return out, (query, key, value, out, lse)
 
@@ -122,8 +122,8 @@ def _rotate_backward(call: ContextCall, grad_out, saved):
         return [(with_tokens(query.shape, group.queries.sizes[rank]), ACCUMULATOR)]
 
     payload = [torch.stack([query, grad_out]), torch.stack([lse, row_delta(grad_out, out)])]
-    own, others = carousel(group.exchange, payload, rows, visit, gradients, _add)
-    return _total(own, others)[0], *sums
+    local, returned = carousel(group.exchange, payload, rows, visit, gradients, _add)
+    return _total(local, returned)[0], *sums
 
 
 RING = Way(_ring_forward, _ring_backward)

@@ -38,32 +38,32 @@ def _ulysses_backward(call: ContextCall, grad_out, saved):
 
 def _to_heads(local: torch.Tensor, layout: ContextLayout, exchange: Exchange) -> torch.Tensor:
     """Convert (B, H, tokens of this rank, D) to (B, H / n, T, D), in order of position."""
-    me, parts = exchange.rank, local.chunk(exchange.size, dim=1)
-    others = [rank for rank in range(exchange.size) if rank != me]
+    me, chunks = exchange.rank, local.chunk(exchange.size, dim=1)
+    peers = [rank for rank in range(exchange.size) if rank != me]
     shapes = [
-        (rank, (with_tokens(parts[me].shape, layout.sizes[rank]), local.dtype))
-        for rank in others
+        (rank, (with_tokens(chunks[me].shape, layout.sizes[rank]), local.dtype))
+        for rank in peers
     ]
-    pending = exchange.start([(rank, parts[rank]) for rank in others], shapes, local.device)
-    whole = local.new_empty(with_tokens(parts[me].shape, layout.length))
-    for rank, part in zip([me, *others], (parts[me], *pending.wait()), strict=True):
-        whole[:, :, to_device(layout.positions(rank), local.device)] = part
-    return whole
+    pending = exchange.start([(rank, chunks[rank]) for rank in peers], shapes, local.device)
+    full = local.new_empty(with_tokens(chunks[me].shape, layout.length))
+    for rank, chunk in zip([me, *peers], (chunks[me], *pending.wait()), strict=True):
+        full[:, :, to_device(layout.positions(rank), local.device)] = chunk
+    return full
 
 
 def _to_tokens(whole: torch.Tensor, layout: ContextLayout, exchange: Exchange) -> torch.Tensor:
     """Invert :func:`_to_heads`."""
     me = exchange.rank
-    others = [rank for rank in range(exchange.size) if rank != me]
-    parts = {
+    peers = [rank for rank in range(exchange.size) if rank != me]
+    by_rank = {
         rank: whole[:, :, to_device(layout.positions(rank), whole.device)]
         for rank in range(exchange.size)
     }
-    shape = (tuple(parts[me].shape), whole.dtype)
+    shape = (tuple(by_rank[me].shape), whole.dtype)
     pending = exchange.start(
-        [(rank, parts[rank]) for rank in others], [(rank, shape) for rank in others], whole.device
+        [(rank, by_rank[rank]) for rank in peers], [(rank, shape) for rank in peers], whole.device
     )
-    heads = dict(zip(others, pending.wait(), strict=True)) | {me: parts[me]}
+    heads = dict(zip(peers, pending.wait(), strict=True)) | {me: by_rank[me]}
     return torch.cat([heads[rank] for rank in range(exchange.size)], dim=1)
 
 

@@ -66,7 +66,10 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
     register()
     layers = {
         name: module for name, module in model.named_modules() if _visual_argument(type(module))
-        and all(isinstance(getattr(module, part, None), nn.Module) for part in _PROJECTIONS)
+        and all(
+            isinstance(getattr(module, projection, None), nn.Module)
+            for projection in _PROJECTIONS
+        )
     }  # fmt: skip
     suspects = [
         name for name, module in model.named_modules() if _looks_like_cross_attention(module)
@@ -85,14 +88,14 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
             f"{type(model).__name__} has no cross attention: no layer with "
             f"{', '.join(_PROJECTIONS)} takes one of {', '.join(VISUAL_ARGUMENTS)}"
         )
-    before = {m: (type(m), _config(m)._attn_implementation) for m in layers.values()}
+    previous = {m: (type(m), _config(m)._attn_implementation) for m in layers.values()}
     try:
         for name, module in layers.items():
             _attend_by(module, NAME)
             module.__class__ = _shared_class(type(module))
             _try(name, module)
     except ModelError:
-        for module, (kind, implementation) in before.items():
+        for module, (kind, implementation) in previous.items():
             _attend_by(module, implementation)
             module.__class__ = kind
         raise
@@ -156,9 +159,9 @@ class _SharedCrossAttention(nn.Module):
             # Autograd records the layer up to its attention as a single function of hidden states
             # and visual tokens.
             hidden = arguments[_HIDDEN]
-            taken = (_HIDDEN, name, "attention_mask")
-            kept = {k: v for k, v in arguments.items() if k not in taken}
-            project = _Projections(self, partial(super().forward, **kept), name, tokens)
+            replaced = (_HIDDEN, name, "attention_mask")
+            remaining = {k: v for k, v in arguments.items() if k not in replaced}
+            project = _Projections(self, partial(super().forward, **remaining), name, tokens)
             with torch.no_grad(), current_autocast(hidden.device.type)():
                 out = super().forward(**arguments, **{ATTEND_ARGUMENT: attend})
         if not attended:
@@ -210,10 +213,10 @@ def _parameters(kind: type) -> frozenset[str]:
 
 
 def _visual_argument(kind: type) -> str | None:
-    taken = _parameters(kind)
-    if _HIDDEN not in taken:
+    parameters = _parameters(kind)
+    if _HIDDEN not in parameters:
         return None
-    return next((name for name in VISUAL_ARGUMENTS if name in taken), None)
+    return next((name for name in VISUAL_ARGUMENTS if name in parameters), None)
 
 
 def _by_name(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +286,7 @@ def _try(name: str, layer: nn.Module) -> None:
         ) from error
     finally:
         layer.train(was_training)
-    if not all(_alike(result, other) for result, other in zip(*results, strict=True)):
+    if not all(_alike(result, second) for result, second in zip(*results, strict=True)):
         raise ModelError(
             f"cannot split the tokens of {name} ({type(layer).__name__}) over processes: it uses "
             "hidden states or visual tokens for more than queries, keys and values"

@@ -37,10 +37,10 @@ class DocumentRows:
         flat = torch.tensor([n for row in lengths for n in row], dtype=torch.int64, device="cpu")
         self.shape = (len(lengths), sum(lengths[0]))
         starts = flat.cumsum(0) - flat
-        places = torch.arange(int(flat.max()), device="cpu")
-        inside = places < flat[:, None]
+        positions = torch.arange(int(flat.max()), device="cpu")
+        inside = positions < flat[:, None]
         # Padding repeats a document's last token, so it is as finite as that one.
-        self._taken = starts[:, None] + places.minimum(flat[:, None] - 1)
+        self._taken = starts[:, None] + positions.minimum(flat[:, None] - 1)
         self._back = inside.flatten().nonzero()[:, 0]
 
     def split(self, value: Any) -> Any:
@@ -49,9 +49,9 @@ class DocumentRows:
             return type(value)(self.split(entry) for entry in value)
         if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != self.shape:
             return value
-        taken = to_device(self._taken, value.device)
-        rows = value.flatten(0, 1).index_select(0, taken.flatten())
-        return rows.unflatten(0, tuple(taken.shape))
+        indices = to_device(self._taken, value.device)
+        rows = value.flatten(0, 1).index_select(0, indices.flatten())
+        return rows.unflatten(0, tuple(indices.shape))
 
     def join(self, value: Any) -> Any:
         """Convert (D, L, ...) back to (B, T, ...), like :meth:`split`."""
@@ -92,8 +92,10 @@ class SharedRows:
             return type(value)(self.split(entry) for entry in value)
         if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != self.shape:
             return value
-        whole = self._gather(value.contiguous())
-        return self._rows.split(whole.index_select(1, to_device(self._in_sequence, value.device)))
+        gathered = self._gather(value.contiguous())
+        return self._rows.split(
+            gathered.index_select(1, to_device(self._in_sequence, value.device))
+        )
 
     def of_call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -107,18 +109,18 @@ class SharedRows:
         names = [name for name, _ in zip(parameters, args, strict=False)]
         arguments = {**dict(zip(names, args, strict=True)), **kwargs}
         arguments.pop(_MASK, None)
-        whole = {name: self.split(value) for name, value in arguments.items()}
-        device = next(v for v in whole.values() if isinstance(v, torch.Tensor)).device
-        return (), {**whole, _MASK: self._rows.split(to_device(self._real, device))}
+        converted = {name: self.split(value) for name, value in arguments.items()}
+        device = next(v for v in converted.values() if isinstance(v, torch.Tensor)).device
+        return (), {**converted, _MASK: self._rows.split(to_device(self._real, device))}
 
     def join(self, value: Any) -> Any:
         """Convert (D, L, ...) back to (B, t, ...), like :meth:`split`."""
         if isinstance(value, list | tuple):
             return type(value)(self.join(entry) for entry in value)
-        whole = self._rows.join(value)
-        if whole is value:
+        joined = self._rows.join(value)
+        if joined is value:
             return value
-        return whole.index_select(1, to_device(self._own, whole.device))
+        return joined.index_select(1, to_device(self._own, joined.device))
 
 
 def mix_by_documents(
@@ -133,10 +135,10 @@ def mix_by_documents(
     Returns:
         A function that restores the layers.
     """
-    before: list[tuple[nn.Module, Any]] = []
+    previous: list[tuple[nn.Module, Any]] = []
 
     def call_by(module: nn.Module, function: Callable[..., Any], current: list) -> None:
-        before.append((module, vars(module).get("forward")))
+        previous.append((module, vars(module).get("forward")))
         module.forward = partial(function, module.forward, current)
 
     for block in blocks:
@@ -147,7 +149,7 @@ def mix_by_documents(
         call_by(block, _with_documents, current)
 
     def undo() -> None:
-        for module, forward in reversed(before):
+        for module, forward in reversed(previous):
             vars(module).pop("forward", None)
             if forward is not None:
                 module.forward = forward

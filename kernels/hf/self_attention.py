@@ -285,9 +285,9 @@ def raymm_attention_forward(
 
 def _check_supported(layer: str, dropout: float, arguments: Mapping[str, Any]) -> None:
     """Reject arguments that change the scores and cannot be expressed as a mask."""
-    for name, what in _UNSUPPORTED:
+    for name, feature in _UNSUPPORTED:
         if arguments.get(name) is not None:
-            raise ModelError(f"{layer} has {what}, which {NAME} attention does not support")
+            raise ModelError(f"{layer} has {feature}, which {NAME} attention does not support")
     if dropout:
         raise ModelError(
             f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
@@ -367,8 +367,10 @@ def _sliding_window(mask_function: Callable) -> int | None:
     object. Other functions return None and are evaluated densely."""
     if getattr(mask_function, "__code__", None) is not _SLIDING.__code__:
         return None
-    parts, expected = _closed_over(mask_function), _closed_over(_SLIDING)
-    if [getattr(part, "__code__", None) for part in parts] != [like.__code__ for like in expected]:
+    functions, expected = _closed_over(mask_function), _closed_over(_SLIDING)
+    if [getattr(function, "__code__", None) for function in functions] != [
+        like.__code__ for like in expected
+    ]:
         return None
-    cells = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
+    cells = [cell.cell_contents for function in functions for cell in function.__closure__ or ()]
     return cells[0] if len(cells) == 1 and isinstance(cells[0], int) else None

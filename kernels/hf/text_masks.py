@@ -70,10 +70,10 @@ def put_together(masks: tuple[AttentionMask, ...], tokens: torch.Tensor, length:
     rows, columns = tokens // length, tokens % length
     dense = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for row in rows.unique().tolist():
-        own = rows == row
+        in_row = rows == row
         mask = masks[row if len(masks) > 1 else 0].dense()
-        among = columns[own]
-        start = int(own.nonzero()[0])
+        among = columns[in_row]
+        start = int(in_row.nonzero()[0])
         stop = start + len(among)
         dense[start:stop, start:stop] = mask[among][:, among]
     return from_dense(dense)

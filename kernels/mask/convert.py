@@ -69,13 +69,13 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
     arrays = mask.rows()
     attend, identity = arrays.attend.numpy(), arrays.identity.numpy()
     rows = np.arange(length)
-    whole, past = hi1 == length, hi1 == rows + 1
+    sees_all, past = hi1 == length, hi1 == rows + 1
     # The last row's past is all keys, so the identity of its key decides.
-    causal = past & ~(whole & (identity != _TEXT))
+    causal = past & ~(sees_all & (identity != _TEXT))
     key_bits = np.bitwise_or.reduce(identity) if length else 0
     attend = attend & key_bits  # ignore bits that no key has
     implied = np.where(causal, _TEXT, attend)
-    wrong = (lo1 != 0) | (hi2 > lo2) | ~(whole | past) | (implied != identity)
+    wrong = (lo1 != 0) | (hi2 > lo2) | ~(sees_all | past) | (implied != identity)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise ModelError(
@@ -131,17 +131,17 @@ def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         return kinds
     position = np.arange(n_keys)
     within = (bounds[:, :1] <= position) & (position < bounds[:, 1:2])
-    said = np.where(within, np.where(scattered, 1, -1), 0)  # (rows, Tk); 0: either value fits
+    constraint = np.where(within, np.where(scattered, 1, -1), 0)  # (rows, Tk); 0: either value fits
     profiles: list[np.ndarray] = []
     for key in range(n_keys):
         for kind, profile in enumerate(profiles):
-            if not (said[:, key] * profile == -1).any():
-                profiles[kind] = np.where(profile == 0, said[:, key], profile)
+            if not (constraint[:, key] * profile == -1).any():
+                profiles[kind] = np.where(profile == 0, constraint[:, key], profile)
                 kinds[key] = kind
                 break
         else:
             kinds[key] = len(profiles)
-            profiles.append(said[:, key])
+            profiles.append(constraint[:, key])
     if len(profiles) > 63:
         raise ModelError(
             f"the dense mask needs {len(profiles)} kinds of keys in addition to two intervals per "
@@ -171,10 +171,10 @@ def _join_affine(bounds: np.ndarray, attend: np.ndarray) -> np.ndarray:
         starts.append(start)
         slopes.append(slope)
         start = stop
-    at = np.array(starts, dtype=np.int64)
+    first_rows = np.array(starts, dtype=np.int64)
     slope = np.array(slopes, dtype=np.int64).reshape(-1, 4)
-    base = bounds[at] - slope * at[:, None]
-    return np.concatenate([at[:, None], attend[at][:, None], base, slope], axis=1)
+    base = bounds[first_rows] - slope * first_rows[:, None]
+    return np.concatenate([first_rows[:, None], attend[first_rows][:, None], base, slope], axis=1)
 
 
 def to_block_mask(
@@ -210,8 +210,8 @@ def to_block_mask(
     n_blocks = -(-first.n_keys // block)
     tables = [_flex_tables(key_runs(mask, block, block), n_blocks) for mask in masks]
     partial, partial_index, full, full_index = (
-        torch.from_numpy(np.stack(part))[:, None].to(device)
-        for part in zip(*tables, strict=True)
+        torch.from_numpy(np.stack(table))[:, None].to(device)
+        for table in zip(*tables, strict=True)
     )
     return BlockMask.from_kv_blocks(
         partial, partial_index, full, full_index, BLOCK_SIZE=block, mask_mod=visible,

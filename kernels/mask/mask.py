@@ -174,15 +174,15 @@ class AttentionMask:
     def select_queries(self, ranges: Sequence[tuple[int, int]]) -> AttentionMask:
         """Return the mask of the rows of ``ranges`` [start, stop), concatenated; keys stay global.
         """
-        parts, offset = [], 0
+        tables, offset = [], 0
         for start, stop in _check_ranges("query", ranges, self.n_queries):
-            part = _cut(self.query_table, self.query_stops, start, stop)
+            segments = _cut(self.query_table, self.query_stops, start, stop)
             shift = start - offset  # old row = new row + shift
-            part[:, START] -= shift
-            part[:, BASES] += part[:, SLOPES] * shift
-            parts.append(part)
+            segments[:, START] -= shift
+            segments[:, BASES] += segments[:, SLOPES] * shift
+            tables.append(segments)
             offset += stop - start
-        table = np.concatenate(parts) if parts else np.zeros((0, QUERY_COLUMNS), dtype=np.int64)
+        table = np.concatenate(tables) if tables else np.zeros((0, QUERY_COLUMNS), dtype=np.int64)
         return AttentionMask(table, self.key_table, offset, self.n_keys)
 
     def select_keys(self, ranges: Sequence[tuple[int, int]]) -> AttentionMask:
@@ -199,8 +199,8 @@ class AttentionMask:
             for bound in [*bounds.tolist(), 0, self.n_keys]
         ]
         table, starts = _split(table, self.query_stops, crossings)
-        at = np.clip(table[:, BASES] + table[:, SLOPES] * starts[:, None], 0, self.n_keys)
-        after = np.clip(
+        at_start = np.clip(table[:, BASES] + table[:, SLOPES] * starts[:, None], 0, self.n_keys)
+        at_next = np.clip(
             table[:, BASES] + table[:, SLOPES] * (starts + 1)[:, None], 0, self.n_keys
         )
         lengths = edges[:, 1] - edges[:, 0]
@@ -209,13 +209,13 @@ class AttentionMask:
             """Return the number of selected keys before a global key."""
             return np.clip(value[..., None] - edges[:, 0], 0, lengths).sum(axis=-1)
 
-        table[:, SLOPES] = rank(after) - rank(at)
-        table[:, BASES] = rank(at) - table[:, SLOPES] * starts[:, None]
+        table[:, SLOPES] = rank(at_next) - rank(at_start)
+        table[:, BASES] = rank(at_start) - table[:, SLOPES] * starts[:, None]
         keys, offset = [], 0
         for start, stop in ranges:
-            part = _cut(self.key_table, self.key_stops, start, stop)
-            part[:, KEY_START] += offset - start
-            keys.append(part)
+            segments = _cut(self.key_table, self.key_stops, start, stop)
+            segments[:, KEY_START] += offset - start
+            keys.append(segments)
             offset += stop - start
         key_table = np.concatenate(keys) if keys else np.zeros((0, KEY_COLUMNS), dtype=np.int64)
         return AttentionMask(table, key_table, self.n_queries, offset)
@@ -258,8 +258,8 @@ class AttentionMask:
             def count(lo: np.ndarray, hi: np.ndarray, before: np.ndarray = before) -> np.ndarray:
                 return before[np.maximum(hi, lo)] - before[lo]
 
-            both = count(np.maximum(lo1, lo2), np.minimum(hi1, hi2))
-            seen = count(lo1, hi1) + count(lo2, hi2) - both
+            overlap = count(np.maximum(lo1, lo2), np.minimum(hi1, hi2))
+            seen = count(lo1, hi1) + count(lo2, hi2) - overlap
             total += int(seen[(attend & identity) != 0].sum())
         return total
 
@@ -282,10 +282,10 @@ def as_masks(
         masks *= batch
     if len(masks) != batch:
         raise ModelError(f"got {len(masks)} masks for a batch of {batch}; give one, or {batch}")
-    for index, own in enumerate(masks):
-        if own.shape != (n_queries, n_keys):
+    for index, entry in enumerate(masks):
+        if entry.shape != (n_queries, n_keys):
             raise ModelError(
-                f"mask {index} of the batch is for {own.n_queries} queries and {own.n_keys} "
+                f"mask {index} of the batch is for {entry.n_queries} queries and {entry.n_keys} "
                 f"keys, the tensors have {n_queries} and {n_keys}"
             )
     return masks
@@ -350,9 +350,9 @@ def _join_equal(table: np.ndarray, size: int) -> np.ndarray:
 
 def _cut(table: np.ndarray, stops: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Return a copy of the segments that overlap [start, stop), clipped at ``start``."""
-    part = table[(stops > start) & (table[:, 0] < stop)].copy()
-    part[:, 0] = np.maximum(part[:, 0], start)
-    return part
+    segments = table[(stops > start) & (table[:, 0] < stop)].copy()
+    segments[:, 0] = np.maximum(segments[:, 0], start)
+    return segments
 
 
 def _split(

@@ -155,7 +155,7 @@ def prefix_causal(
     """
     lengths = [length] if document_lengths is None else list(document_lengths)
     if len(prefix_lengths) != len(lengths) or any(
-        not 0 <= prefix <= whole for prefix, whole in zip(prefix_lengths, lengths, strict=False)
+        not 0 <= prefix <= total for prefix, total in zip(prefix_lengths, lengths, strict=False)
     ):
         raise ModelError(
             f"prefix_lengths must be one per document, each at most its document's length: "

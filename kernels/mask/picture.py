@@ -78,11 +78,11 @@ def visible_share(mask: Mask, width: int) -> tuple[np.ndarray, np.ndarray]:
             def count_keys(
                 lo: np.ndarray, hi: np.ndarray, before: np.ndarray = before[kind]
             ) -> np.ndarray:
-                at = before[np.clip(columns, lo, np.maximum(lo, hi))]
-                return at[:, 1:] - at[:, :-1]
+                cumulative = before[np.clip(columns, lo, np.maximum(lo, hi))]
+                return cumulative[:, 1:] - cumulative[:, :-1]
 
-            both = count_keys(np.maximum(lo1, lo2), np.minimum(hi1, hi2))
-            seen = count_keys(lo1, hi1) + count_keys(lo2, hi2) - both
+            overlap = count_keys(np.maximum(lo1, lo2), np.minimum(hi1, hi2))
+            seen = count_keys(lo1, hi1) + count_keys(lo2, hi2) - overlap
             shares[kind, y] = (seen * sees[:, None]).mean(axis=0) / np.diff(columns)
     return shares, identities
 

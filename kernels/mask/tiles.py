@@ -39,8 +39,8 @@ class Tiles:
     def work(self) -> np.ndarray:
         """Active tiles per block, (n,) int64."""
         lengths = (self.runs[:, 1] - self.runs[:, 0]).astype(np.int64)
-        before = np.concatenate([[0], np.cumsum(lengths)])
-        return before[self.offsets[1:]] - before[self.offsets[:-1]]
+        cumulative = np.concatenate([[0], np.cumsum(lengths)])
+        return cumulative[self.offsets[1:]] - cumulative[self.offsets[:-1]]
 
 
 def key_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
@@ -216,45 +216,45 @@ def _runs(rows, keys, transposed):
     counts = np.zeros(n + 1, dtype=np.int64)
     runs = np.empty((0, 3), dtype=np.int32)
     seen = np.zeros(n_k, dtype=np.bool_)
-    whole = np.zeros(n_k, dtype=np.int64)  # number of segments whose rows see the whole block
-    before = np.zeros(n_k, dtype=np.uint8)  # state in the previous query block (transposed)
+    full_segments = np.zeros(n_k, dtype=np.int64)  # segments whose rows see the whole block
+    previous_state = np.zeros(n_k, dtype=np.uint8)  # state in the previous query block (transposed)
     for writing in (False, True):
         if writing:
             for i in range(n):
                 counts[i + 1] += counts[i]
             runs = np.empty((counts[n], 3), dtype=np.int32)
-        at = counts.copy()  # index of the next run of each block
-        before[:] = _NONE
+        next_run = counts.copy()  # index of the next run of each block
+        previous_state[:] = _NONE
         first = 0
         for i in range(n_q):
             q0, q1 = i * rows.block, min((i + 1) * rows.block, rows.count)
             seen[:] = False
-            whole[:] = 0
+            full_segments[:] = 0
             while rows.stops[first] <= q0:
                 first += 1
             segment = first
             while segment < len(rows.starts) and rows.starts[segment] < q1:
                 lo, hi = max(q0, rows.starts[segment]), min(q1, rows.stops[segment])
                 _mark_seen(rows, keys, segment, lo, hi, seen)
-                _count_whole(rows, keys, segment, lo, hi, whole)
+                _count_whole(rows, keys, segment, lo, hi, full_segments)
                 segment += 1
             last = _NONE
             for b in range(n_k):
                 state = _NONE
                 if seen[b]:
-                    state = _FULL if whole[b] == segment - first else _PARTIAL
-                last_state = before[b] if transposed else last
+                    state = _FULL if full_segments[b] == segment - first else _PARTIAL
+                last_state = previous_state[b] if transposed else last
                 owner, position = (b, i) if transposed else (i, b)
                 if state != _NONE:
                     if state != last_state:
                         if writing:
-                            runs[at[owner], 0] = position
-                            runs[at[owner], 2] = 1 if state == _FULL else 0
-                            at[owner] += 1
+                            runs[next_run[owner], 0] = position
+                            runs[next_run[owner], 2] = 1 if state == _FULL else 0
+                            next_run[owner] += 1
                         else:
                             counts[owner + 1] += 1
                     if writing:
-                        runs[at[owner] - 1, 1] = position + 1
+                        runs[next_run[owner] - 1, 1] = position + 1
                 last = state
-                before[b] = state
+                previous_state[b] = state
     return counts, runs

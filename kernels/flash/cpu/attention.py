@@ -230,12 +230,12 @@ def _block_backward(
         row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
         row_sum = None
         for part, (bias, _) in zip(block.parts, biases, strict=True):
-            parts = _part_backward(
+            shares = _part_backward(
                 row_grad, rows, _take(key, part.runs), _take(value, part.runs), row_out, row_lse,
                 part.kind, bias, scale, softcap,
             )  # fmt: skip
-            row_sum = parts[0] if row_sum is None else _wide(row_sum).add_(parts[0])
-            for grad, share in zip(grads[1:], parts[1:], strict=True):
+            row_sum = shares[0] if row_sum is None else _wide(row_sum).add_(shares[0])
+            for grad, share in zip(grads[1:], shares[1:], strict=True):
                 if grad is not None:
                     _add(grad, part.runs, share)
         if grads[0] is not None and row_sum is not None:
@@ -310,22 +310,22 @@ def _bias(
 
 def _take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return the rows or keys (third dimension) of ``runs``; a view for a single run."""
-    parts = [tensor[:, :, start:stop] for start, stop in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    slices = [tensor[:, :, start:stop] for start, stop in runs]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=2)
 
 
 def _put(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:
-    at = 0
+    offset = 0
     for start, stop in runs:
-        tensor[:, :, start:stop] = source[:, :, at : at + stop - start]
-        at += stop - start
+        tensor[:, :, start:stop] = source[:, :, offset : offset + stop - start]
+        offset += stop - start
 
 
 def _add(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:
-    at = 0
+    offset = 0
     for start, stop in runs:
-        tensor[:, :, start:stop] += source[:, :, at : at + stop - start]
-        at += stop - start
+        tensor[:, :, start:stop] += source[:, :, offset : offset + stop - start]
+        offset += stop - start
 
 
 def _plans(

@@ -148,12 +148,12 @@ def _shared(
             if same or (region.rows < SMALL_ROWS and rows <= SHARED_ROWS):
                 both_every = intersect(every, region.every())
                 both_some = union([*some, *region.some()])
-                both = _cost(rows, len(group) + 1, both_every, both_some, region, keys, overhead)
+                joint = _cost(rows, len(group) + 1, both_every, both_some, region, keys, overhead)
                 alone = _cost(region.rows, 1, region.every(), region.some(), region, keys, overhead)
-                joins = both < cost + alone
+                joins = joint < cost + alone
         if joins:
             group.append(region)
-            cost, every, some = both, both_every, both_some
+            cost, every, some = joint, both_every, both_some
             continue
         if group:
             yield group
@@ -195,8 +195,8 @@ def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iter
     region = group[0]
     crossed = region.crossed()
     for start, stop in _cut(range(region.start, region.stop), _rows(region, crossed, keys, limits)):
-        part = region.cut(start, stop)
-        parts = _mixed([part], keys) if crossed else _exact(part, keys, limits.triangles)
+        piece = region.cut(start, stop)
+        parts = _mixed([piece], keys) if crossed else _exact(piece, keys, limits.triangles)
         yield from _block([(start, stop)], parts, limits)
 
 
@@ -279,14 +279,14 @@ def _block(rows: Ranges, keys: dict[Kind, Ranges], limits: Limits) -> Iterator[B
 
 def _pages(ranges: Ranges, most: int) -> Iterator[Ranges]:
     """Yield ranges in portions of at most ``most`` positions; 0 for a single portion."""
-    page, left = [], most
+    page, room = [], most
     for start, stop in ranges:
-        while most and stop - start >= left:
-            yield [*page, (start, start + left)]
-            start, page, left = start + left, [], most
+        while most and stop - start >= room:
+            yield [*page, (start, start + room)]
+            start, page, room = start + room, [], most
         if start < stop:
             page.append((start, stop))
-            left -= stop - start
+            room -= stop - start
     if page:
         yield page
 

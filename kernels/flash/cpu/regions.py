@@ -79,16 +79,16 @@ def mask_regions(mask: AttentionMask) -> list[MaskRegion]:
         changes.append(np.where(order > 0, ceases, np.where(order < 0, begins, -1)))
     segment, start, stop = _split(start, stop, np.stack(changes, axis=1))
     regions: list[MaskRegion] = []
-    for first, after, bits, base, slope in zip(
+    for first, row_stop, bits, base, slope in zip(
         start.tolist(), stop.tolist(), attend[segment].tolist(), bases[segment].tolist(),
         slopes[segment].tolist(), strict=True,
     ):  # fmt: skip
         intervals = _disjoint(first, base, slope) if bits else ()
         last = regions[-1] if regions else None
         if last and (last.stop, last.attend, last.intervals) == (first, bits, intervals):
-            regions[-1] = last.cut(last.start, after)
+            regions[-1] = last.cut(last.start, row_stop)
         elif intervals:
-            regions.append(MaskRegion(first, after, bits, intervals))
+            regions.append(MaskRegion(first, row_stop, bits, intervals))
     return regions
 
 
@@ -140,13 +140,13 @@ class MatchingKeys:
         """Return the number of keys in ``ranges`` that match, and about how many runs they form."""
         if self._all or not ranges:
             return size(ranges), len(ranges)
-        starts, stops, before = self._match(attend)
+        starts, stops, cumulative = self._match(attend)
         keys = runs = 0
         for start, stop in ranges:
             first = bisect_right(stops, start)
             last = bisect_left(starts, stop)
             if first < last:
-                keys += before[last] - before[first]
+                keys += cumulative[last] - cumulative[first]
                 keys -= max(start - starts[first], 0) + max(stops[last - 1] - stop, 0)
                 runs += last - first
         return keys, runs
@@ -167,8 +167,8 @@ class MatchingKeys:
         if attend not in self._matches:
             edges = np.flatnonzero(np.diff((self._identity & attend) != 0, prepend=0, append=0))
             starts, stops = self._edges[edges[::2]], self._edges[edges[1::2]]
-            before = np.concatenate([[0], np.cumsum(stops - starts)])
-            self._matches[attend] = starts.tolist(), stops.tolist(), before.tolist()
+            cumulative = np.concatenate([[0], np.cumsum(stops - starts)])
+            self._matches[attend] = starts.tolist(), stops.tolist(), cumulative.tolist()
         return self._matches[attend]
 
 
@@ -195,16 +195,16 @@ def intersect(first: Ranges, second: Ranges) -> Ranges:
 
 def subtract(ranges: Ranges, taken: Sequence[tuple[int, int]]) -> Ranges:
     """Return the positions of ``ranges`` outside ``taken``; both are disjoint and ascending."""
-    rest, i = [], 0
+    remaining, i = [], 0
     for start, stop in ranges:
         while i < len(taken) and taken[i][1] <= start:
             i += 1
         j = i
         while j < len(taken) and taken[j][0] < stop:
             if start < taken[j][0]:
-                rest.append((start, taken[j][0]))
+                remaining.append((start, taken[j][0]))
             start = max(start, taken[j][1])
             j += 1
         if start < stop:
-            rest.append((start, stop))
-    return rest
+            remaining.append((start, stop))
+    return remaining

@@ -95,11 +95,11 @@ def triton_attention(
     """
     check_operands(query, key, value, masks)
     factors = scales(query.shape[-1], scale, softcap)
-    own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
+    value_dim, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (widened(t, columns) for t in (query, key, value))
     plan = _plan(query, key, value, masks, softcap, processors, config, unordered)
     out, lse = _Attention.apply(query, key, value, plan, factors, softcap is not None)
-    return narrowed(out, own), lse
+    return narrowed(out, value_dim), lse
 
 
 def triton_forward(
@@ -113,12 +113,12 @@ def triton_forward(
     """Compute :func:`triton_attention` without autograd."""
     check_operands(query, key, value, masks)
     factors = scales(query.shape[-1], scale, softcap)
-    own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
+    value_dim, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (aligned(widened(t, columns)) for t in (query, key, value))
     plan = _plan(query, key, value, masks, softcap)
     with _on(query.device):
         out, lse = _forward(query, key, value, plan, factors, softcap is not None)
-    return narrowed(out, own), lse
+    return narrowed(out, value_dim), lse
 
 
 def triton_backward(
@@ -144,8 +144,8 @@ def triton_backward(
         masks: one per sequence of the batch.
     """
     factors = scales(query.shape[-1], scale, softcap)
-    own, value_dim = query.shape[-1], value.shape[-1]
-    columns = kernel_head_dim(own, value_dim)
+    query_dim, value_dim = query.shape[-1], value.shape[-1]
+    columns = kernel_head_dim(query_dim, value_dim)
     query, key, value, out, grad_out = (
         aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
     )
@@ -157,7 +157,7 @@ def triton_backward(
         )  # fmt: skip
     dq, dk, dv = (
         None if gradient is None else narrowed(gradient, dim)
-        for gradient, dim in zip(gradients, (own, own, value_dim), strict=True)
+        for gradient, dim in zip(gradients, (query_dim, query_dim, value_dim), strict=True)
     )
     return dq, dk, dv
 
@@ -272,35 +272,35 @@ def _backward(
     group, n_keys = plan.layout.group, key.shape[2]
     all_strides = [s for t in (query, key, value, grad_out) for s in strides(t)]
     sums = stats
-    whole = plan.config.backward_key.unordered and for_query and for_key and key.numel() > 0
-    if whole:
+    with_query = plan.config.backward_key.unordered and for_query and for_key and key.numel() > 0
+    if with_query:
         sums = stats.new_zeros((batch, n_heads, stats.shape[-1], padded_head_dim(head_dim)))
     elif grad_query is not None:
         kernel, tables = plan.config.backward_query, plan.backward_query
-        parts = _parts(lse, tables, n_heads, kernel.block_q, head_dim)
+        partials = _parts(lse, tables, n_heads, kernel.block_q, head_dim)
         _launch(
             attention_backward_query, kernel, query, plan, tables, n_heads, softcap,
-            *_sources(kernel, *inputs), stats, grad_query, parts,
+            *_sources(kernel, *inputs), stats, grad_query, partials,
             plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
             len(tables.items), tables.head_span, group, n_heads, n_queries, n_keys,
             *all_strides, *strides(grad_query),
         )  # fmt: skip
-        _merge(parts, grad_query, tables, kernel.block_q)
+        _merge(partials, grad_query, tables, kernel.block_q)
     if grad_key is not None and grad_value is not None and key.numel():
         kernel, tables, key_heads = plan.config.backward_key, plan.backward_key, key.shape[1]
-        parts = [_parts(lse, tables, key_heads, kernel.block_k, head_dim) for _ in range(2)]
-        for key_pass in key_passes(kernel, with_query=whole):
+        partials = [_parts(lse, tables, key_heads, kernel.block_k, head_dim) for _ in range(2)]
+        for key_pass in key_passes(kernel, with_query=with_query):
             _launch(
                 attention_backward_key, kernel, query, plan, tables, key_heads, softcap,
                 *_sources(kernel, *inputs), stats, _target(kernel, sums),
-                grad_key, grad_value, *parts,
+                grad_key, grad_value, *partials,
                 plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
                 len(tables.items), tables.head_span, group, key_heads, n_queries, n_keys,
                 *all_strides, *strides(grad_key), *strides(grad_value), **key_pass,
             )  # fmt: skip
-        _merge(parts[0], grad_key, tables, kernel.block_k)
-        _merge(parts[1], grad_value, tables, kernel.block_k)
-        if whole and grad_query is not None:
+        _merge(partials[0], grad_key, tables, kernel.block_k)
+        _merge(partials[1], grad_value, tables, kernel.block_k)
+        if with_query and grad_query is not None:
             grad_query.copy_(sums[:, :, :n_queries, :head_dim].mul_(factors[2]))
     return grad_query, grad_key, grad_value
 

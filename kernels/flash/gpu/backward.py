@@ -177,8 +177,8 @@ def attention_backward_query(
         dq_base = row_base(head_base(grad_query, batch, head, dq_b, dq_h), start, dq_t)
         store_rows(dq_base, acc, dq_t, n_queries - start, M, D, BLOCK_D)
     else:
-        part = slot_base(part_grad, slot, head, n_heads, M, BLOCK_D)
-        tl.store(part + slot_offsets(M, BLOCK_D), acc)
+        base = slot_base(part_grad, slot, head, n_heads, M, BLOCK_D)
+        tl.store(base + slot_offsets(M, BLOCK_D), acc)
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def _query_tiles(
     stay pipelined across heads."""
     rows = tl.arange(0, M)
     n_rows = filled(n_queries)
-    run, left, head = first_run, n_tiles, 0
+    run, tiles_left, head = first_run, n_tiles, 0
     block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
     for _ in tl.range(n_tiles * group, disable_licm=TMA):
         start = block * M
@@ -221,9 +221,13 @@ def _query_tiles(
         if not TMA:
             q_head = query + tl.cast(head, tl.int64) * q_h * UNIT
             g_head = grad_out + tl.cast(head, tl.int64) * g_h * UNIT
-        at = first_head + head
-        q = load_tile(q_head, batch, at, start, q_t, n_queries, M, D, BLOCK_D, not FULL, TMA)
-        g = load_tile(g_head, batch, at, start, g_t, n_queries, M, D, BLOCK_D, not FULL, TMA)
+        query_head = first_head + head
+        q = load_tile(
+            q_head, batch, query_head, start, q_t, n_queries, M, D, BLOCK_D, not FULL, TMA
+        )  # fmt: skip
+        g = load_tile(
+            g_head, batch, query_head, start, g_t, n_queries, M, D, BLOCK_D, not FULL, TMA
+        )  # fmt: skip
         position = tl.cast(head, tl.int64) * 2 * n_rows
         offset = tl.load(stats + position + start + rows)
         # The accumulators start from the values that are subtracted per row: along this axis, every
@@ -269,16 +273,18 @@ def _query_tiles(
             acc_key = dot(grad_scores, q, acc_key, PRECISION, UPCAST)
             if FOR_QUERY:
                 zeros = tl.zeros((M, BLOCK_D), tl.float32)
-                part = dot(tl.trans(grad_scores), key, zeros, PRECISION, UPCAST)
-                _add_rows(sums, part, batch, at, group * n_heads, start, n_rows, TMA, UPCAST)
+                row_grad = dot(tl.trans(grad_scores), key, zeros, PRECISION, UPCAST)
+                _add_rows(
+                    sums, row_grad, batch, query_head, group * n_heads, start, n_rows, TMA, UPCAST
+                )
         # Advance to the next tile, or to the first tile for the next head.
-        left -= 1
-        again = left == 0
+        tiles_left -= 1
+        again = tiles_left == 0
         run, block, stop = next_block(runs, run, block, stop)
         run = tl.where(again, first_run, run)
         block = tl.where(again, tl.load(runs + 2 * run), block)
         stop = tl.where(again, tl.load(runs + 2 * run + 1), stop)
-        left = tl.where(again, n_tiles, left)
+        tiles_left = tl.where(again, n_tiles, tiles_left)
         head += again.to(tl.int32)
     return acc_key, acc_value
 
@@ -370,7 +376,7 @@ def merge_backward(
     start = block * M + chunk
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for i in range(n_slots):
-        at = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
-        acc += tl.load(parts + at * BLOCK_D + slot_offsets(ROWS, BLOCK_D))
+        slot_row = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
+        acc += tl.load(parts + slot_row * BLOCK_D + slot_offsets(ROWS, BLOCK_D))
     o_base = row_base(head_base(out, batch, head, o_b, o_h), start, o_t)
     store_rows(o_base, acc, o_t, n_rows - start, ROWS, D, BLOCK_D)

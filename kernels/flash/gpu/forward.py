@@ -154,16 +154,16 @@ def merge_forward(
     start = block * M + chunk
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     for i in range(n_slots):
-        at = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
-        largest = tl.maximum(largest, tl.load(part_lse + at + rows))
+        slot_row = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
+        largest = tl.maximum(largest, tl.load(part_lse + slot_row + rows))
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for i in range(n_slots):
-        at = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
-        weight = tl.exp(tl.load(part_lse + at + rows) - base)
-        part = tl.load(part_out + at * BLOCK_D + slot_offsets(ROWS, BLOCK_D))
-        acc += part * weight[:, None]
+        slot_row = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
+        weight = tl.exp(tl.load(part_lse + slot_row + rows) - base)
+        slot_out = tl.load(part_out + slot_row * BLOCK_D + slot_offsets(ROWS, BLOCK_D))
+        acc += slot_out * weight[:, None]
         total += weight
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]

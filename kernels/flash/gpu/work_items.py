@@ -124,9 +124,9 @@ def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float
         most = max(int(mean / divisor), SMALLEST_PART)
         if most >= longest:
             continue
-        parts = parts_of(work, most)
-        cost = ITEM_TILES + np.where(parts > 1, part_cost, 0.0)
-        estimate = makespan(np.repeat(work / parts + cost, parts), heads, processors)
+        part_counts = parts_of(work, most)
+        cost = ITEM_TILES + np.where(part_counts > 1, part_cost, 0.0)
+        estimate = makespan(np.repeat(work / part_counts + cost, part_counts), heads, processors)
         if estimate < best * (1 - GAIN):
             best, chosen = estimate, most
     return chosen
@@ -159,13 +159,15 @@ def work_tables(
         block: tokens of a block on that side.
         most: most tiles of an item; None to split nothing.
     """
-    own = [_mask_tables(table, size, block, most) for table, size in zip(tiles, sizes, strict=True)]
-    run_offsets = np.cumsum([0] + [len(table.runs) for table in own])
+    mask_tables = [
+        _mask_tables(table, size, block, most) for table, size in zip(tiles, sizes, strict=True)
+    ]
+    run_offsets = np.cumsum([0] + [len(table.runs) for table in mask_tables])
     items = [np.zeros((0, ITEM_COLUMNS), dtype=np.int64)]
     merges = [np.zeros((0, MERGE_COLUMNS), dtype=np.int64)]
     slots = 0
     for sequence, mask in enumerate(sequences):
-        item, merge = own[mask].items.copy(), own[mask].merges.copy()
+        item, merge = mask_tables[mask].items.copy(), mask_tables[mask].merges.copy()
         item[:, ITEM_MASK], item[:, ITEM_BATCH] = mask, sequence
         item[:, [ITEM_FULL_RUN, ITEM_PARTIAL_RUN]] += run_offsets[mask]
         item[item[:, ITEM_SLOT] >= 0, ITEM_SLOT] += slots
@@ -173,13 +175,13 @@ def work_tables(
         merge[:, 2] += slots
         items.append(item)
         merges.append(merge)
-        slots += own[mask].slots
+        slots += mask_tables[mask].slots
     joined = np.concatenate(items)
     work = joined[:, ITEM_FULL_TILES] + joined[:, ITEM_PARTIAL_TILES]
     padding = np.zeros((1, 2), dtype=np.int64)
     return WorkTables(
         joined[np.argsort(-work, kind="stable")].astype(np.int32),
-        np.concatenate([*(table.runs for table in own), padding]).astype(np.int32),
+        np.concatenate([*(table.runs for table in mask_tables), padding]).astype(np.int32),
         np.concatenate(merges).astype(np.int32),
         slots,
     )
@@ -194,11 +196,13 @@ def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkT
     n_blocks = len(tiles.offsets) - 1
     work = np.bincount(owner, weights=length, minlength=n_blocks).astype(np.int64)
     block_at = np.cumsum(work) - work
-    parts = parts_of(work, most) if most else np.ones(n_blocks, dtype=np.int64)
+    part_counts = parts_of(work, most) if most else np.ones(n_blocks, dtype=np.int64)
     # Parts of a block differ by at most one tile.
-    part_block = np.repeat(np.arange(n_blocks), parts)
-    part_number = np.arange(len(part_block)) - np.repeat(np.cumsum(parts) - parts, parts)
-    part_at = block_at[part_block] + work[part_block] * part_number // parts[part_block]
+    part_block = np.repeat(np.arange(n_blocks), part_counts)
+    part_number = np.arange(len(part_block)) - np.repeat(
+        np.cumsum(part_counts) - part_counts, part_counts
+    )
+    part_at = block_at[part_block] + work[part_block] * part_number // part_counts[part_block]
     # Split runs where parts begin.
     edges = np.unique(np.concatenate([run_at, part_at[work[part_block] > 0]]))
     run = np.searchsorted(run_at, edges, side="right") - 1
@@ -210,16 +214,16 @@ def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkT
     begin = np.searchsorted(edges, part_at)
     end = np.searchsorted(edges, part_stop)
     n_full = tiles_full[end] - tiles_full[begin]
-    is_split = parts[part_block] > 1
+    is_split = part_counts[part_block] > 1
     slots = np.where(is_split, np.cumsum(is_split) - 1, -1)
     zeros = np.zeros(len(part_block), dtype=np.int64)
     first_partial = begin + cut_full[end] - cut_full[begin]
     n_partial = part_stop - part_at - n_full
     columns = (zeros, zeros, part_block, begin, n_full, first_partial, n_partial, slots)
     items = np.stack(columns, axis=1)
-    split = np.flatnonzero(parts > 1)
-    first_slot = np.cumsum(parts[split]) - parts[split]
-    merges = np.stack([np.zeros_like(split), split, first_slot, parts[split]], axis=1)
+    split = np.flatnonzero(part_counts > 1)
+    first_slot = np.cumsum(part_counts[split]) - part_counts[split]
+    merges = np.stack([np.zeros_like(split), split, first_slot, part_counts[split]], axis=1)
     runs = np.stack([cut_first, cut_first + cut_length], axis=1)
     return WorkTables(items, runs, merges, int(is_split.sum()))
 
@@ -239,6 +243,6 @@ def _order(
     owner = np.concatenate([owner, owner[cut]])
     first, stop = np.concatenate([first, tail]), np.concatenate([stop, tail + 1])
     full = np.concatenate([full, np.zeros_like(tail)])
-    kept = stop > first
-    order = np.lexsort((first[kept], 1 - full[kept], owner[kept]))
-    return owner[kept][order], first[kept][order], stop[kept][order], full[kept][order]
+    valid = stop > first
+    order = np.lexsort((first[valid], 1 - full[valid], owner[valid]))
+    return owner[valid][order], first[valid][order], stop[valid][order], full[valid][order]
