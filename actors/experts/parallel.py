@@ -40,8 +40,8 @@ def keep_experts(module: nn.Module, start: int, stop: int) -> None:
     """Reduce one of :func:`raymm.actors.experts.routing.experts`, in place, to experts [start,
     stop)."""
     for name, parameter in list(module.named_parameters()):
-        own = nn.Parameter(parameter.detach()[start:stop].clone(), parameter.requires_grad)
-        module.register_parameter(name, own)
+        local = nn.Parameter(parameter.detach()[start:stop].clone(), parameter.requires_grad)
+        module.register_parameter(name, local)
     if hasattr(module, _COUNT):
         setattr(module, _COUNT, stop - start)
 
@@ -91,10 +91,10 @@ def _exchanged(
         [flat[tokens].to(wide), weights.reshape(-1)[order][:, None].to(wide)], dim=1
     )
     came = exchange_rows(rows, sent, received, group)
-    arrived, of_each = came[:, :-1].to(flat.dtype), came[:, -1:].to(weights.dtype)
+    arrived, row_weights = came[:, :-1].to(flat.dtype), came[:, -1:].to(weights.dtype)
     local = torch.arange(share, device=flat.device).repeat(processes)
     local = local.repeat_interleave(arriving.flatten())[:, None]
-    outputs = _computed(module, forward, arrived, local, of_each)
+    outputs = _computed(module, forward, arrived, local, row_weights)
     back = exchange_rows(outputs, received, sent, group)
     return torch.zeros_like(flat).index_add(0, tokens, back).view(hidden.shape)
 
@@ -122,8 +122,8 @@ def check_experts(module: nn.Module) -> None:
     parameters = dict(module.named_parameters())
     counts = {len(parameter) if parameter.dim() else 0 for parameter in parameters.values()}
     declared = getattr(module, _COUNT, None)
-    (count, *others) = sorted(counts) or [0]
-    if others or (declared is not None and declared != count):
+    (count, *further) = sorted(counts) or [0]
+    if further or (declared is not None and declared != count):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
         raise ModelError(
             f"its parameters do not all have {declared} experts in dimension 0: {shapes}"
@@ -142,14 +142,14 @@ def check_experts(module: nn.Module) -> None:
 
 def _compare(module: nn.Module, count: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    whole = copy.deepcopy(module).float()
+    reference = copy.deepcopy(module).float()
     rows = 4 * count
     hidden = torch.randn(rows, _width(module), generator=generator)
     chosen = torch.arange(rows)[:, None] % count
     chosen = torch.cat([chosen, (chosen + 1) % count], dim=1) if count > 1 else chosen
     weights = torch.rand(chosen.shape, generator=generator)
     with torch.no_grad():
-        expected = whole(hidden, chosen, weights)
+        expected = reference(hidden, chosen, weights)
         total = torch.zeros_like(expected)
         for expert in range(count):
             alone = copy.deepcopy(module).float()

@@ -61,12 +61,12 @@ class RouterLoss:
         counts = torch.zeros(self.experts, device=first.device)
         probabilities = torch.zeros(self.experts, device=first.device)
         weight = None if real is None else real.to(first.device, torch.float32)
-        for of_layer in logits:
-            of_rows = torch.softmax(of_layer.reshape(-1, self.experts), dim=-1)
-            chosen = torch.topk(of_rows.detach(), self.top_k, dim=-1).indices
-            rows = torch.ones(len(of_rows), device=first.device) if weight is None else weight
+        for layer_logits in logits:
+            scores = torch.softmax(layer_logits.reshape(-1, self.experts), dim=-1)
+            chosen = torch.topk(scores.detach(), self.top_k, dim=-1).indices
+            rows = torch.ones(len(scores), device=first.device) if weight is None else weight
             counts = counts.scatter_add(0, chosen.flatten(), rows.repeat_interleave(self.top_k))
-            probabilities = probabilities + (of_rows.float() * rows[:, None]).sum(0)
+            probabilities = probabilities + (scores.float() * rows[:, None]).sum(0)
         return RouterSums(counts, probabilities)
 
     def whole(self, sums: Sequence[RouterSums]) -> torch.Tensor:

@@ -48,18 +48,18 @@ def _routers(module: nn.Module, name: str, recorders: list[OutputRecorder]) -> I
         recorders = _recorders(module)
     for recorder in recorders:
         where = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
-        of_class = recorder.target_class is not None and isinstance(module, recorder.target_class)
+        matches = recorder.target_class is not None and isinstance(module, recorder.target_class)
         named = recorder.class_name is not None and name.endswith(recorder.class_name)
-        if (of_class or named) and where in f".{name}.":
+        if (matches or named) and where in f".{name}.":
             yield Router(name, module, recorder.index)
     for child_name, child in module.named_children():
         yield from _routers(child, f"{name}.{child_name}" if name else child_name, recorders)
 
 
 def _recorders(model: PreTrainedModel) -> list[OutputRecorder]:
-    said = (getattr(model, "_can_record_outputs", None) or {}).get(_LOGITS, [])
-    said = said if isinstance(said, list | tuple) else [said]
-    return [recorder for recorder in said if isinstance(recorder, OutputRecorder)]
+    declared = (getattr(model, "_can_record_outputs", None) or {}).get(_LOGITS, [])
+    declared = declared if isinstance(declared, list | tuple) else [declared]
+    return [recorder for recorder in declared if isinstance(recorder, OutputRecorder)]
 
 
 def experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -97,12 +97,12 @@ class Routing:
         self._hooks: list[Any] = []
         if mixture is None:
             return
-        inside = tuple(f"{place}." for place in without)
-        for name, of_layer in experts(module).items():
+        inside = tuple(f"{prefix}." for prefix in without)
+        for name, layer in experts(module).items():
             if f"{name}.".startswith(inside):
                 continue
-            self._hooks.append(of_layer.register_forward_pre_hook(
-                self._counting(name, expert_count(of_layer)), with_kwargs=True
+            self._hooks.append(layer.register_forward_pre_hook(
+                self._counting(name, expert_count(layer)), with_kwargs=True
             ))  # fmt: skip
         if self._loss is not None:
             for router in routers(module):
@@ -144,8 +144,8 @@ class Routing:
             if not self._active:
                 return
             chosen = args[1] if len(args) > 1 else list(kwargs.values())[1 - len(args)]
-            own = _counts(chosen.detach(), count, self._real)
-            self._loads[name] = self._loads[name] + own if name in self._loads else own
+            counts = _counts(chosen.detach(), count, self._real)
+            self._loads[name] = self._loads[name] + counts if name in self._loads else counts
 
         return hook
 
@@ -194,11 +194,11 @@ class Routing:
         if not self._hooks:
             return None, None
         loads, self._loads = self._loads, {}
-        own = self.sums()
-        if self._loss is None or own is None:
+        sums = self.sums()
+        if self._loss is None or sums is None:
             return Routed(loads), None
-        loss = self._loss.part(own, step) if with_loss else None
-        return Routed(loads, own.counts.detach()), loss
+        loss = self._loss.part(sums, step) if with_loss else None
+        return Routed(loads, sums.counts.detach()), loss
 
     def sums(self) -> RouterSums | None:
         """Return and clear the sums of the last recorded forward; None if no router with a loss
@@ -234,8 +234,8 @@ def configs_of(module: nn.Module) -> list[PretrainedConfig]:
             for value in vars(config).values():
                 look(value)
 
-    for part in module.modules():
-        look(getattr(part, "config", None))
+    for child in module.modules():
+        look(getattr(child, "config", None))
     return list(configs.values())
 
 

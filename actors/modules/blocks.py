@@ -85,7 +85,7 @@ def _decoder(module: nn.Module) -> nn.Module:
 
 def checkpoints_itself(module: nn.Module) -> bool:
     """Return True if a transformers model has its own gradient checkpointing enabled."""
-    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+    return any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
 
 
 def num_blocks(module: nn.Module) -> int:

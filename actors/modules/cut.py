@@ -79,7 +79,7 @@ class _Layers:
 def _of_layers(name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     if name in tensors:
         return tensors[name]
-    if any(other.startswith(name + ".") for other in tensors):
+    if any(tensor_name.startswith(name + ".") for tensor_name in tensors):
         return _Layers(name, tensors)
     raise AttributeError(
         f"the forward reads {name!r} of a block that is on another stage; of such blocks, only "
@@ -169,9 +169,9 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
         if index is None:
             # Parameters added after the probe (adapters) belong to the stage of their layer's
             # weight.
-            place = name if name in probed else f"{name.rpartition('.')[0]}.weight"
+            user = name if name in probed else f"{name.rpartition('.')[0]}.weight"
             # A parameter that never gets a gradient needs an owner, too.
-            owned = place in outer or (place not in probed and hi == total)
+            owned = user in outer or (user not in probed and hi == total)
         else:
             owned = lo <= index < hi
         if owned:
@@ -184,10 +184,10 @@ def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
 
     Such parameters would be missing from a stage, or duplicated.
     """
-    places: dict[int, dict[int | None, str]] = {}
+    users_by_id: dict[int, dict[int | None, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), {})[_in_blocks(name, blocks)] = name
-    for users in places.values():
+        users_by_id.setdefault(id(parameter), {})[_in_blocks(name, blocks)] = name
+    for users in users_by_id.values():
         inside = [i for i in users if i is not None and lo <= i < hi]
         outside = [i for i in users if i not in inside]
         if inside and outside:
@@ -237,10 +237,10 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
             blocks[index] = _stand_in(PassThrough, blocks[index], info.tuple_length, index)
         elif index >= hi:
             blocks[index] = _stand_in(CutPoint, blocks[index])
-    kept = {id(p) for n, p in module.named_parameters() if n in owned}
+    kept_ids = {id(p) for n, p in module.named_parameters() if n in owned}
     # remove_duplicate=False: a tied parameter is ghosted or kept under all its names.
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in kept:
+        if id(parameter) not in kept_ids:
             ghost_parameter(module, name)
     return module
 

@@ -75,9 +75,9 @@ def merge_rows(
         value = merged.get(name)
         if not isinstance(value, torch.Tensor) or value.dim() != dims:
             shape = getattr(value, "shape", None)
-            what = repr(value) if shape is None else f"of shape {tuple(shape)}"
+            description = repr(value) if shape is None else f"of shape {tuple(shape)}"
             raise ModelError(
-                f"the merge policy returned {name} {what:.80}; accepted: a tensor {form}"
+                f"the merge policy returned {name} {description:.80}; accepted: a tensor {form}"
             )
     embeds, labels = merged["inputs_embeds"], merged["labels"]
     if tuple(embeds.shape) != (*labels.shape, width) or len(labels) != rows:
@@ -86,11 +86,11 @@ def merge_rows(
             f"shape {tuple(labels.shape)} for {rows} rows; accepted: one length for both, a row of "
             f"each per sample, embeddings {width} wide"
         )
-    kept = _label_count(labels)
-    if labelled != kept:
+    label_count = _label_count(labels)
+    if labelled != label_count:
         raise ModelError(
-            f"the merge policy turned {labelled} label tokens into {kept}; the number must not "
-            "change"
+            f"the merge policy turned {labelled} label tokens into {label_count}; the number must "
+            "not change"
         )
     return merged
 
@@ -156,24 +156,24 @@ class Prepend:
         # Rows of all tokens: text, then every encoder, then one row of zeros.
         pool = [embeds.flatten(0, 1)]
         pool += [f.flatten(0, 1).to(embeds.dtype) for f in encoder_outputs.values()]
-        first = dict(zip(encoder_outputs, np.cumsum([len(part) for part in pool]), strict=False))
+        first = dict(zip(encoder_outputs, np.cumsum([len(block) for block in pool]), strict=False))
         index = {name: on_host(inputs["sample_index"][name]).numpy() for name in encoder_outputs}
         mask = on_host(inputs["attention_mask"]).bool().numpy()
-        taken, places = [], {name: [] for name in encoder_outputs}
+        row_sources, spans = [], {name: [] for name in encoder_outputs}
         for row in range(B):
-            parts, start = [], 0
+            indices, start = [], 0
             for name, features in encoder_outputs.items():
                 items, count = np.flatnonzero(index[name] == row), features.shape[1]
                 rows = first[name] + items[:, None] * count + np.arange(count)
-                parts.append(rows.reshape(-1))
-                places[name].append((start, start + rows.size))
+                indices.append(rows.reshape(-1))
+                spans[name].append((start, start + rows.size))
                 start += rows.size
-            taken.append(np.concatenate([*parts, row * T + np.flatnonzero(mask[row])]))
-        lengths = np.array([len(rows) for rows in taken])
+            row_sources.append(np.concatenate([*indices, row * T + np.flatnonzero(mask[row])]))
+        lengths = np.array([len(rows) for rows in row_sources])
         positions = np.arange(lengths.max(initial=0))
         seen = positions < lengths[:, None]
         sources = np.full(seen.shape, sum(map(len, pool)))
-        sources[seen] = np.concatenate(taken)
+        sources[seen] = np.concatenate(row_sources)
         pool.append(embeds.new_zeros(1, H))
         chosen = to_device(torch.from_numpy(sources.reshape(-1)), embeds.device)
         is_text = sources < B * T
@@ -186,9 +186,9 @@ class Prepend:
         if kinds is not None:
             result["token_layout"] = layout = text_layout(result["attention_mask"])
             for name, features in encoder_outputs.items():
-                starts, stops = np.array(places[name]).T[..., None]
-                own = torch.from_numpy((starts <= positions) & (positions < stops))
-                place_items(layout, own, kinds[name], features.shape[1])
+                starts, stops = np.array(spans[name]).T[..., None]
+                in_span = torch.from_numpy((starts <= positions) & (positions < stops))
+                place_items(layout, in_span, kinds[name], features.shape[1])
         on_device = {name: to_device(value, embeds.device) for name, value in result.items()}
         merged = torch.cat(pool).index_select(0, chosen).view(*seen.shape, H)
         return {"inputs_embeds": merged, **on_device}
@@ -219,17 +219,17 @@ class ReplaceTokens:
         extra, ids = _text_only(inputs), on_host(inputs["input_ids"])
         rows = embeds.flatten(0, 1)
         for name, token_id in self.token_ids.items():
-            places = ids == token_id
-            labels = labels.masked_fill(places, IGNORE_INDEX)
+            placeholders = ids == token_id
+            labels = labels.masked_fill(placeholders, IGNORE_INDEX)
             if name in encoder_outputs:
                 features = encoder_outputs[name]
                 order = torch.argsort(on_host(inputs["sample_index"][name]), stable=True)
                 flat = features[to_device(order, embeds.device)].flatten(0, 1).to(embeds.dtype)
-                at = to_device(places.flatten().nonzero()[:, 0], embeds.device)
-                rows = rows.index_copy(0, at, flat)
+                indices = to_device(placeholders.flatten().nonzero()[:, 0], embeds.device)
+                rows = rows.index_copy(0, indices, flat)
                 if extra:
                     kind = inputs["encoder_kinds"][name]
-                    place_items(extra["token_layout"], places, kind, features.shape[1])
+                    place_items(extra["token_layout"], placeholders, kind, features.shape[1])
         on_device = {
             name: to_device(value, embeds.device)
             for name, value in {"labels": labels, **extra}.items()
@@ -248,9 +248,9 @@ class ReplaceTokens:
             wrong = (inputs["input_ids"] == token_id) & (labels != IGNORE_INDEX)
             wrong[:, 0] = False  # the first token is never a label
             if wrong.any():
-                row, place = wrong.nonzero()[0].tolist()
+                row, token = wrong.nonzero()[0].tolist()
                 raise ModelError(
-                    f"labels[{row}, {place}] is {int(labels[row, place])} at a placeholder token "
+                    f"labels[{row}, {token}] is {int(labels[row, token])} at a placeholder token "
                     f"(id {token_id}) for encoder {name!r}; accepted: {IGNORE_INDEX}, because the "
                     "features of an encoder are not predicted"
                 )
@@ -318,8 +318,8 @@ class CrossAttend:
         embeds = inputs["inputs_embeds"]
         most, (_, tokens, width) = int(counts.max()), features.shape
         states = embeds.new_zeros(len(counts) * most, tokens, width)
-        places = to_device(rows * most + slots, embeds.device)
-        states = states.index_copy(0, places, features.to(embeds.dtype))
+        indices = to_device(rows * most + slots, embeds.device)
+        states = states.index_copy(0, indices, features.to(embeds.dtype))
         return {
             **inputs, **extra, "cross_shown": self._shown(inputs, counts),
             "cross_attention_states": states.view(len(counts), most * tokens, width),
@@ -327,21 +327,21 @@ class CrossAttend:
 
     def _shown(self, inputs: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
         # (B, T, I) uint8 on the host: 1 for an item of the token's row, 2 if the token also sees it
-        there = (torch.arange(int(counts.max())) < counts[:, None])[:, None].to(torch.uint8)
+        present = (torch.arange(int(counts.max())) < counts[:, None])[:, None].to(torch.uint8)
         ids = on_host(inputs["input_ids"])
         if self.token_id is None:
-            return 2 * there.expand(-1, ids.shape[1], -1)
-        places = ids == self.token_id
-        if not torch.equal(places.sum(1), counts):
-            row = int((places.sum(1) != counts).nonzero()[0])
+            return 2 * present.expand(-1, ids.shape[1], -1)
+        placeholders = ids == self.token_id
+        if not torch.equal(placeholders.sum(1), counts):
+            row = int((placeholders.sum(1) != counts).nonzero()[0])
             error = ModelError(
-                f"sample {row} of the microbatch has {int(places[row].sum())} placeholder tokens "
-                f"(id {self.token_id}) and {int(counts[row])} items; the two must be equal"
+                f"sample {row} of the microbatch has {int(placeholders[row].sum())} placeholder "
+                f"tokens (id {self.token_id}) and {int(counts[row])} items; the two must be equal"
             )
             error.row = row
             raise error
-        begun = places.cumsum(1)[..., None] > torch.arange(int(counts.max()))
-        return there * (1 + begun.to(torch.uint8))
+        begun = placeholders.cumsum(1)[..., None] > torch.arange(int(counts.max()))
+        return present * (1 + begun.to(torch.uint8))
 
     def model_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the model's keyword arguments, with attention masks in place of ``cross_shown``.

@@ -127,7 +127,7 @@ class MicrobatchContext(NamedTuple):
         """Names of the stage's samples."""
         if not self.samples:
             return self.sample_ids
-        return tuple(name for own in self.samples for name in self.sample_ids[slice(*own)])
+        return tuple(name for span in self.samples for name in self.sample_ids[slice(*span)])
 
     def enter(self, place: str) -> None:
         """Switch to the random number stream of a place of the module."""

@@ -35,14 +35,14 @@ def shape_entry(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 def with_ports(message: Message, ports: EdgePorts) -> Message:
     """Return the part of a stage's message that an edge carries."""
-    kept = _carried(message, ports)
+    carried = _carried(message, ports)
     side = {} if ports.alone else dict(message.side)
     for name, tensor in zip(message.names, message.tensors, strict=False):
         if name in ports.withheld:
             side.update([shape_entry(name, tensor)])
     return message._replace(
-        tensors=tuple([message.tensors[n] for n in kept]), side=side,
-        names=tuple([message.names[n] for n in kept]) if message.names else (),
+        tensors=tuple([message.tensors[n] for n in carried]), side=side,
+        names=tuple([message.names[n] for n in carried]) if message.names else (),
     )
 
 
@@ -110,13 +110,13 @@ def cut(tensors: Tensors, has: Samples, reads: Samples, offsets: Sequence[int] |
     """
     if has == reads:
         return tensors
-    places = _places(has, reads, offsets)
-    return tuple([_rows(tensor, places) for tensor in tensors])
+    row_ranges = _places(has, reads, offsets)
+    return tuple([_rows(tensor, row_ranges) for tensor in tensors])
 
 
 def _rows(tensor: torch.Tensor, places: Sequence[Range]) -> torch.Tensor:
-    parts = [tensor[lo:hi] for lo, hi in places]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    slices = [tensor[lo:hi] for lo, hi in places]
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
 def cut_message(
@@ -125,7 +125,7 @@ def cut_message(
     """Select the rows of some samples from a message between modules; see :func:`cut`."""
     if has == reads:
         return message
-    rows = sum(rows_of(part, offsets).size for part in reads)
+    rows = sum(rows_of(sample_range, offsets).size for sample_range in reads)
     side = {
         name: _with_rows(entry, rows) if name.startswith(SHAPE)
         else cut((entry,), has, reads, offsets)[0]
@@ -147,21 +147,21 @@ def joined(name: str, parts: Sequence[Message]) -> Message:
     first, *further = parts
     if not further:
         return first
-    tensors = zip(*(part.tensors for part in parts), strict=True)
+    tensors = zip(*(message.tensors for message in parts), strict=True)
     side = {}
     for key, entry in first.side.items():
-        entries = [part.side[key] for part in parts]
+        entries = [message.side[key] for message in parts]
         shapes = key.startswith(SHAPE)
         rows = sum(int(shape[0]) for shape in entries) if shapes else 0
         side[key] = _with_rows(entry, rows) if shapes else _rows_of_all(name, entries)
     return first._replace(
-        tensors=tuple([_rows_of_all(name, of_name) for of_name in tensors]), side=side
+        tensors=tuple([_rows_of_all(name, by_replica) for by_replica in tensors]), side=side
     )
 
 
 def _rows_of_all(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len({part.shape[1:] for part in parts}) > 1:
-        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
+    if len({tensor.shape[1:] for tensor in parts}) > 1:
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in parts)
         raise ModelError(
             f"outputs of replicas of {name!r} have shapes {shapes} for samples of one microbatch; "
             "accepted: shapes that depend on the microbatch, not on the samples of a replica"
@@ -177,24 +177,24 @@ def summed(
 
     Rows without gradient are 0; tensors without any gradient are None.
     """
-    if all(own == samples for own in of):
+    if all(replica_samples == samples for replica_samples in of):
         total, *further = parts
-        for others in further:
-            total = tuple([_sum(t, other) for t, other in zip(total, others, strict=True)])
+        for later in further:
+            total = tuple([_sum(t, added) for t, added in zip(total, later, strict=True)])
         return total
-    count = sum(rows_of(part, offsets).size for part in samples)
+    count = sum(rows_of(sample_range, offsets).size for sample_range in samples)
     total = [None if t is None else t.new_zeros((count, *t.shape[1:])) for t in parts[0]]
-    for tensors, own in zip(parts, of, strict=True):
-        places = _places(samples, own, offsets)
+    for tensors, replica_samples in zip(parts, of, strict=True):
+        row_ranges = _places(samples, replica_samples, offsets)
         for number, tensor in enumerate(tensors):
             if tensor is None:
                 continue
-            whole = total[number]
-            if whole is None:
-                whole = total[number] = tensor.new_zeros((count, *tensor.shape[1:]))
+            total_grad = total[number]
+            if total_grad is None:
+                total_grad = total[number] = tensor.new_zeros((count, *tensor.shape[1:]))
             row = 0
-            for lo, hi in places:
-                whole[lo:hi] += tensor[row : row + hi - lo]
+            for lo, hi in row_ranges:
+                total_grad[lo:hi] += tensor[row : row + hi - lo]
                 row += hi - lo
     return tuple(total)
 
@@ -207,16 +207,16 @@ def _sum(first: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor
 
 def _places(has: Samples, reads: Samples, offsets: Sequence[int] | None) -> list[Range]:
     """Return the row ranges of samples within the rows of other samples."""
-    places = []
-    for part in reads:
+    row_ranges = []
+    for wanted in reads:
         row = 0
-        for own in has:
-            rows = rows_of(own, offsets)
-            if own.holds(part):
-                lo, hi = rows_of(part, offsets)
-                places.append(Range(row + lo - rows.lo, row + hi - rows.lo))
+        for held in has:
+            rows = rows_of(held, offsets)
+            if held.holds(wanted):
+                lo, hi = rows_of(wanted, offsets)
+                row_ranges.append(Range(row + lo - rows.lo, row + hi - rows.lo))
                 break
             row += rows.size
         else:
-            raise InternalError(f"samples {part} are not among {has}")
-    return places
+            raise InternalError(f"samples {wanted} are not among {has}")
+    return row_ranges

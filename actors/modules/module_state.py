@@ -24,8 +24,8 @@ def may_draw(module: nn.Module, drawless: Collection[type] = ()) -> bool:
     """Return True if a part in training mode, other than drawless layers, may draw random numbers.
     """
     return any(
-        part.training and type(part) not in _DRAWLESS and type(part) not in drawless
-        for part in module.modules()
+        child.training and type(child) not in _DRAWLESS and type(child) not in drawless
+        for child in module.modules()
     )
 
 
@@ -48,17 +48,17 @@ def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
 
     Buffers are replaced by copies, not restored, because autograd may have saved them.
     """
-    kept = [
+    saved = [
         (module, dict(module._buffers))
         for module in stage.modules()
         if isinstance(module, _NormBase) and module.training
     ]
-    for module, buffers in kept:
+    for module, buffers in saved:
         module._buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
     try:
         yield
     finally:
-        for module, buffers in kept:
+        for module, buffers in saved:
             module._buffers.update(buffers)
 
 
@@ -78,20 +78,20 @@ class ForwardBuffers:
     def recorded(self) -> Iterator[list[tuple[nn.Module, str, torch.Tensor]]]:
         """Context manager for a first run; yields the argument of :meth:`restored`, filled in
         afterwards."""
-        places = self._changing
-        if places is None:
-            places = [
-                (part, name) for part in self._module.modules() if part.training
-                for name, buffer in part._buffers.items() if buffer is not None
+        buffers = self._changing
+        if buffers is None:
+            buffers = [
+                (child, name) for child in self._module.modules() if child.training
+                for name, buffer in child._buffers.items() if buffer is not None
             ]
-        before = [(part, name, part.get_buffer(name).clone()) for part, name in places]
-        yield before
+        values = [(child, name, child.get_buffer(name).clone()) for child, name in buffers]
+        yield values
         if self._changing is None:
-            before[:] = [
-                (part, name, value) for part, name, value in before
-                if not torch.equal(value, part.get_buffer(name))
+            values[:] = [
+                (child, name, value) for child, name, value in values
+                if not torch.equal(value, child.get_buffer(name))
             ]
-            self._changing = [(part, name) for part, name, _ in before]
+            self._changing = [(child, name) for child, name, _ in values]
 
     @contextlib.contextmanager
     def restored(self, before: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
@@ -99,14 +99,14 @@ class ForwardBuffers:
 
         Buffers are replaced, not written, because autograd may have saved them.
         """
-        after = [(part, name, part._buffers[name]) for part, name, _ in before]
-        for part, name, buffer in before:
-            part._buffers[name] = buffer
+        current = [(child, name, child._buffers[name]) for child, name, _ in before]
+        for child, name, buffer in before:
+            child._buffers[name] = buffer
         try:
             yield
         finally:
-            for part, name, buffer in after:
-                part._buffers[name] = buffer
+            for child, name, buffer in current:
+                child._buffers[name] = buffer
 
 
 @contextlib.contextmanager

@@ -127,9 +127,9 @@ def arguments_of(
 def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Context manager that raises ModelError if a module changes its inputs in place."""
     read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
-    before = [_version(tensor) for _, tensor in read]
+    versions = [_version(tensor) for _, tensor in read]
     yield
-    for (keyword, tensor), version in zip(read, before, strict=True):
+    for (keyword, tensor), version in zip(read, versions, strict=True):
         # Other modules read the same memory, so their results would depend on the order of
         # execution.
         if _version(tensor) != version:

@@ -41,12 +41,12 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
         )
     real = layout[2] != PADDING
     B, T = real.shape
-    places = real.flatten().nonzero()[:, 0]
+    positions = real.flatten().nonzero()[:, 0]
 
     def packed(value: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the real tokens of (..., B, T, ...), with B at ``dim``, as a single row."""
-        taken = to_device(places, value.device)
-        return value.flatten(dim, dim + 1).index_select(dim, taken).unsqueeze(dim)
+        indices = to_device(positions, value.device)
+        return value.flatten(dim, dim + 1).index_select(dim, indices).unsqueeze(dim)
 
     ids = merged.get("position_ids")
     if ids is None:
@@ -64,7 +64,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
 
 def _one_row(layout: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Renumber documents so that those of different rows differ."""
-    kinds, items, documents = (part[real] for part in layout)
+    kinds, items, documents = (plane[real] for plane in layout)
     rows = torch.arange(real.shape[0], device=real.device)[:, None].expand_as(real)[real]
     first = torch.ones_like(rows, dtype=torch.bool)
     first[1:] = (rows[1:] != rows[:-1]) | (documents[1:] != documents[:-1])

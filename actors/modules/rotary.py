@@ -64,8 +64,8 @@ class RotaryState:
             return None
         if isinstance(output, torch.Tensor):  # complex frequencies
             return output[..., :-1, :]
-        if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
-            return tuple(part[..., :-1, :] for part in output)
+        if isinstance(output, tuple) and all(isinstance(table, torch.Tensor) for table in output):
+            return tuple(table[..., :-1, :] for table in output)
         raise InternalError(f"{type(rotary).__name__} returns {type(output).__name__}")
 
 

@@ -93,9 +93,9 @@ class _Block:
         if isinstance(packed, torch.Tensor):
             return packed
         self.fetch()
-        before = self._before and self._before()
-        if before is not None:
-            before.fetch()
+        previous = self._before and self._before()
+        if previous is not None:
+            previous.fetch()
         moved, dtype, shape, stride, offset = packed
         return moved.back().view(dtype).as_strided(shape, stride, offset)
 

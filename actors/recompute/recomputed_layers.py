@@ -65,12 +65,12 @@ def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> Non
 @contextmanager
 def layers_recomputed(blocks: Sequence[nn.Module], options: Sequence[str]) -> Iterator[None]:
     """Context manager that applies :func:`recompute_layers` and restores the blocks."""
-    before = [vars(block).get("forward") for block in blocks]
+    forwards = [vars(block).get("forward") for block in blocks]
     recompute_layers(blocks, options)
     try:
         yield
     finally:
-        for block, forward in zip(blocks, before, strict=True):
+        for block, forward in zip(blocks, forwards, strict=True):
             vars(block).pop("forward", None)
             if forward is not None:
                 block.forward = forward
@@ -81,8 +81,8 @@ def _run(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    kept = _KEPT.get(option)
-    selective = {} if kept is None else {"context_fn": partial(_contexts, kept)}
+    operators = _KEPT.get(option)
+    selective = {} if operators is None else {"context_fn": partial(_contexts, operators)}
     again = _repeatable(forward, buffers)
     return checkpoint(again, *args, use_reentrant=False, **selective, **kwargs)
 
@@ -92,16 +92,16 @@ def _repeatable(forward: Callable[..., Any], buffers: ForwardBuffers) -> Callabl
 
     Checkpointing restores only torch's generators; those of numpy and Python are reseeded here.
     """
-    calls, before, forward = count(), [], same_draws(forward)
+    calls, buffer_values, forward = count(), [], same_draws(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if next(calls):
             seed_beside_torch(torch.initial_seed())
-            with buffers.restored(before):
+            with buffers.restored(buffer_values):
                 return forward(*args, **kwargs)
         with buffers.recorded() as recorded:
             output = forward(*args, **kwargs)
-        before.extend(recorded)
+        buffer_values.extend(recorded)
         return output
 
     return run
@@ -119,8 +119,8 @@ def _contexts(kept: frozenset[Any]) -> Any:
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an attention draws dropout; keeping its output would change all later draws.
     """
-    for place, argument in enumerate(operator._schema.arguments):
+    for index, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
-            rate = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)
+            rate = args[index] if index < len(args) else kwargs.get(argument.name, 0.0)
             return rate > 0.0
     return False

@@ -109,16 +109,16 @@ def resize_tokens(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Pad or truncate hidden state (B, tokens, ...) and side tensors (..., tokens) to a token
     count."""
-    more = tokens - hidden.shape[1]
-    if not more:
+    added = tokens - hidden.shape[1]
+    if not added:
         return hidden, side
     dims = hidden.dim()
     sized = {
-        name: F.pad(side[name], (0, more), value=value)
+        name: F.pad(side[name], (0, added), value=value)
         for name, value in (("targets", -100), ("position_ids", 0), (ROUTED_TOKENS, False))
         if name in side
     }
-    return F.pad(hidden, (0, 0) * (dims - 2) + (0, more)), {**side, **sized}
+    return F.pad(hidden, (0, 0) * (dims - 2) + (0, added)), {**side, **sized}
 
 
 def shard_tokens(
@@ -136,14 +136,14 @@ def shard_tokens(
     from raymm.scheduler.context_parallel.workload import active_key_blocks
 
     block, total = block_size(length, exchange.size), masks[0].n_keys
-    work, *others = (
+    work, *further = (
         active_key_blocks(
             mask.query_table, mask.key_table, *mask.shape, query_block=block, key_block=block
         )
         for mask in masks
     )
-    for other in others:
-        work = work + other
+    for mask_work in further:
+        work = work + mask_work
     token_work = len(masks) * block_token_work(block, pairs)
     token_shards = distribute(
         work, exchange.size, n_tokens=total, block=block, token_work=token_work
@@ -193,14 +193,14 @@ def take_tokens(
     if ids is None:
         ids = torch.arange(length, device=embeds.device).expand(embeds.shape[0], -1)
     missing = max(missing, 0)
-    own = to_device(positions, embeds.device)
+    indices = to_device(positions, embeds.device)
     routed = {
         name: F.pad(on_host(merged[name]), (0, missing))[:, positions]
         for name in (ROUTED_TOKENS,) if name in merged
     }
     return {
         **routed,
-        "inputs_embeds": F.pad(embeds, (0, 0, 0, missing))[:, own],
+        "inputs_embeds": F.pad(embeds, (0, 0, 0, missing))[:, indices],
         "targets": F.pad(on_host(targets), (0, missing), value=-100)[:, positions],
         "position_ids": F.pad(ids, (0, missing))[..., to_device(positions, ids.device)],
     }

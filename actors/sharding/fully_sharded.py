@@ -59,7 +59,7 @@ class FullyShardedPlan:
         if length is None:
             return None
         share = -(-length // self.shards)
-        start, stop = (min(share * at, length) for at in (place, place + 1))
+        start, stop = (min(share * index, length) for index in (place, place + 1))
         return ParameterShard(0, ((start, stop),))
 
     def sharers(self, parameter: str, place: int) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class FullyShardedPlan:
         if length is None:
             return None
         share = -(-length // self.shards)
-        return tuple(sorted({min(share * place, length) for place in range(self.shards + 1)}))
+        return tuple(sorted({min(share * index, length) for index in range(self.shards + 1)}))
 
 
 def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> FullyShardedPlan:
@@ -108,7 +108,7 @@ def language_units(module: nn.Module, blocks: str) -> list[str]:
     ends = [input_embeddings(module), method_of(module, "get_output_embeddings")()]
     return [
         *block_units(module, blocks),
-        *(name for name, part in module.named_modules() if any(part is end for end in ends)),
+        *(name for name, child in module.named_modules() if any(child is end for end in ends)),
     ]
 
 
@@ -138,12 +138,16 @@ def shard_parameters(
     """
     mesh = DeviceMesh.from_group(group, device.type)
     low = compute_dtype is not None
-    kept = set() if module is None else _share_experts(module, plan, group, low)
-    own = {} if module is None else dict(module.named_parameters())
-    whole = set(stage.parameters()) - {own[name] for name in plan.lengths if name in own} | kept
-    own_units = {unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in own)}
+    experts = set() if module is None else _share_experts(module, plan, group, low)
+    named = {} if module is None else dict(module.named_parameters())
+    ignored = (
+        set(stage.parameters()) - {named[name] for name in plan.lengths if name in named} | experts
+    )
+    stage_units = {
+        unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in named)
+    }
     units = [] if module is None else [
-        module.get_submodule(unit) for unit in plan.units if unit in own_units
+        module.get_submodule(unit) for unit in plan.units if unit in stage_units
     ]
     # The stage is the root, so that units prefetch the next one's parameters. The module cannot be
     # the root, because its forward may end early.
@@ -152,16 +156,16 @@ def shard_parameters(
             _norms_in_fp32(unit)
     for child in (*units, stage):
         hooks = cast(OrderedDict[int, Callable], child._forward_pre_hooks)
-        before = set(hooks)
+        earlier_hooks = set(hooks)
         sharded = fully_shard(
-            child, mesh=mesh, reshard_after_forward=True, ignored_params=whole,
+            child, mesh=mesh, reshard_after_forward=True, ignored_params=ignored,
             mp_policy=_policy(child, compute_dtype if child is not stage else None),
         )
         # Sums, not means; gloo does not support a reduction with a factor.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         # Run after hooks that replace the hidden state: its gradient marks the end of the backward.
-        for hook in set(hooks) - before:
+        for hook in set(hooks) - earlier_hooks:
             hooks.move_to_end(hook)
     register_fsdp_forward_method(stage, "run")
 
@@ -172,10 +176,10 @@ def _share_experts(
     """Keep only this process's experts, used in autocast's dtype if ``low``; return their
     parameters."""
     present = dict(module.named_modules())
-    of_layers = [present[name] for name in plan.experts if name in present]
-    for of_layer in of_layers:
-        share_experts(of_layer, dist.get_rank(group), plan.shards, group, low)
-    return {parameter for of_layer in of_layers for parameter in of_layer.parameters()}
+    layers = [present[name] for name in plan.experts if name in present]
+    for layer in layers:
+        share_experts(layer, dist.get_rank(group), plan.shards, group, low)
+    return {parameter for layer in layers for parameter in layer.parameters()}
 
 
 def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

@@ -71,14 +71,14 @@ class ShardSpec:
 
     def shard(self, name: str, place: int) -> ParameterShard | None:
         """Return a process's shard of a parameter; None if it holds the full parameter."""
-        plan, rest = self._find(name)
-        return None if plan is None else plan.shard(rest, place)
+        plan, local_name = self._find(name)
+        return None if plan is None else plan.shard(local_name, place)
 
     def part(self, name: str, place: int, local: Sequence[int]) -> ParameterPart:
         """Return the part of a parameter that a process holds, given the local shape."""
-        plan, rest = self._find(name)
-        shard = None if plan is None else plan.shard(rest, place)
-        edges = None if plan is None else plan.edges(rest)
+        plan, local_name = self._find(name)
+        shard = None if plan is None else plan.shard(local_name, place)
+        edges = None if plan is None else plan.edges(local_name)
         if shard is None or edges is None:
             return ParameterPart.from_whole(local)
         shape = tuple(edges[-1] if n == shard.dim else size for n, size in enumerate(local))
@@ -86,8 +86,8 @@ class ShardSpec:
 
     def length(self, name: str) -> int | None:
         """Return the length of a parameter's sharded dimension; None for a replicated parameter."""
-        plan, rest = self._find(name)
-        edges = None if plan is None else plan.edges(rest)
+        plan, local_name = self._find(name)
+        edges = None if plan is None else plan.edges(local_name)
         return None if edges is None else edges[-1]
 
     def splits_blocks(self, name: str, elements: int, block: int) -> bool:
@@ -95,9 +95,9 @@ class ShardSpec:
 
         ``elements`` is the size of the full parameter.
         """
-        plan, rest = self._find(name)
-        edges = None if plan is None else plan.edges(rest)
-        shard = None if plan is None else plan.shard(rest, 0)
+        plan, local_name = self._find(name)
+        edges = None if plan is None else plan.edges(local_name)
+        shard = None if plan is None else plan.shard(local_name, 0)
         if shard is None or edges is None:
             return False
         inner = elements // edges[-1] if shard.dim == 0 else 1
@@ -105,19 +105,19 @@ class ShardSpec:
 
     def sharers(self, name: str, place: int) -> tuple[int, ...]:
         """Return the processes over which gradients of a process's shard are summed."""
-        plan, rest = self._find(name)
+        plan, local_name = self._find(name)
         if plan is not None:
-            return plan.sharers(rest, place)
+            return plan.sharers(local_name, place)
         return tuple(range(self.shards)) if self.shards > 1 else (place,)
 
     def is_replica(self, name: str, place: int) -> bool:
         """Return True if an earlier process holds the same values."""
-        plan, rest = self._find(name)
-        return place > 0 if plan is None else plan.is_replica(rest, place)
+        plan, local_name = self._find(name)
+        return place > 0 if plan is None else plan.is_replica(local_name, place)
 
     def _find(self, name: str) -> tuple[ShardPlan | None, str]:
-        part, _, rest = name.partition(".")
-        return self.plans.get(part), rest
+        module, _, local_name = name.partition(".")
+        return self.plans.get(module), local_name
 
     def add(
         self, whole: torch.Tensor | None, name: str, place: int, count: int, local: torch.Tensor
@@ -128,14 +128,14 @@ class ShardSpec:
         if shard is None:
             return local.clone() if whole is None else whole + local
         if whole is None:
-            others = [self.shard(name, other) for other in range(count)]
+            shards = [self.shard(name, other) for other in range(count)]
             shape = list(local.shape)
             shape[shard.dim] = max(
-                stop for other in others if other is not None for _, stop in other.ranges
+                stop for other in shards if other is not None for _, stop in other.ranges
             )
             whole = local.new_zeros(shape)
-        for part, (start, stop) in zip(parts_of(local, shard), shard.ranges, strict=True):
-            whole.narrow(shard.dim, start, stop - start).add_(part)
+        for tensor, (start, stop) in zip(parts_of(local, shard), shard.ranges, strict=True):
+            whole.narrow(shard.dim, start, stop - start).add_(tensor)
         return whole
 
 

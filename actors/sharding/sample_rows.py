@@ -27,14 +27,14 @@ _ROWS = {
 
 def shares(count: int, processes: int) -> list[range]:
     """Return the samples of every process, in order; counts differ by at most one."""
-    edges = [-(-count * place // processes) for place in range(processes + 1)]
+    edges = [-(-count * process // processes) for process in range(processes + 1)]
     return [range(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
 def row_shares(count: int, processes: int, together: int = 1) -> list[range]:
     """Return the rows of every process, in groups of ``together`` rows; ``count`` is a multiple."""
     groups = shares(count // together, processes)
-    return [range(own.start * together, own.stop * together) for own in groups]
+    return [range(share.start * together, share.stop * together) for share in groups]
 
 
 def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> dict[str, Any]:
@@ -43,15 +43,15 @@ def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> di
     ``inputs`` has tensors (B, ...) and ``sample_index`` with (items,) by modality.
     """
     (rows,) = context.samples  # text has exactly one range
-    own: dict[str, Any] = {
+    selected: dict[str, Any] = {
         name: value[slice(*rows)] for name, value in inputs.items() if name != "sample_index"
     }
-    own["sample_index"] = {
+    selected["sample_index"] = {
         name: index[slice(*items)] - rows.lo
         for name, index in inputs["sample_index"].items()
         if (items := context.own_rows(name))
     }
-    return own
+    return selected
 
 
 def take_rows(
@@ -77,12 +77,12 @@ def take_rows(
             f"'fsdp': {sorted(_ROWS)}"
         )
     count = merged["targets"].shape[0]
-    own = row_shares(count, processes, together)[place]
-    taken = own or range(1)
-    part = {}
+    local_rows = row_shares(count, processes, together)[place]
+    selected = local_rows or range(1)
+    result = {}
     for name, value in merged.items():
         if value.dim() == 1:  # position ids common to all rows
-            part[name] = value
+            result[name] = value
             continue
         dim = _ROWS[name] % value.dim()
         rows = value.shape[dim]
@@ -91,12 +91,12 @@ def take_rows(
                 f"the merge policy returned {name} of shape {tuple(value.shape)}, which has "
                 f"{rows} rows along dimension {dim}; the microbatch has {count}"
             )
-        part[name] = value if rows == 1 else value.narrow(dim, taken.start, len(taken))
-    if not own:
-        part["targets"] = torch.full_like(part["targets"], IGNORE_INDEX)
-        if ROUTED_TOKENS in part:
-            part[ROUTED_TOKENS] = torch.zeros_like(part[ROUTED_TOKENS])
-    return part
+        result[name] = value if rows == 1 else value.narrow(dim, selected.start, len(selected))
+    if not local_rows:
+        result["targets"] = torch.full_like(result["targets"], IGNORE_INDEX)
+        if ROUTED_TOKENS in result:
+            result[ROUTED_TOKENS] = torch.zeros_like(result[ROUTED_TOKENS])
+    return result
 
 
 def count_items(inputs: Mapping[str, Any], module: str) -> int:

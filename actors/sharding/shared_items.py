@@ -155,21 +155,21 @@ class SharedItems:
         if not isinstance(local, torch.Tensor) or local.dim() != 3:
             raise ModelError("its last block does not return a tensor (items, tokens, width)")
         assert self._layout is not None  # set at the first block
-        whole = self._peers.gather(local, self._layout)[:, : self._length]
+        gathered = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()
         set_grid(self._outside)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        return (gathered, *output[1:]) if isinstance(output, tuple) else gathered
 
     def _cut(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any], hidden_too: bool
     ) -> Any:
         start, stop = self._own_range
-        others, named = list(args), dict(kwargs)
-        hidden = others.pop(0) if args else named.pop(hidden_name(block))
-        others, named = _own_tokens((others, named), self._length, start, stop)
+        further, named = list(args), dict(kwargs)
+        hidden = further.pop(0) if args else named.pop(hidden_name(block))
+        further, named = _own_tokens((further, named), self._length, start, stop)
         hidden = hidden[:, start:stop] if hidden_too else hidden
         if args:
-            return (hidden, *others), named
+            return (hidden, *further), named
         return (), {hidden_name(block): hidden, **named}
 
 
@@ -200,11 +200,11 @@ def _own_tokens(value: Any, length: int, start: int, stop: int) -> Any:
         return {name: _own_tokens(item, length, start, stop) for name, item in value.items()}
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
-    of_rows = value.dim() > 1 and value.shape[-2] == length
-    of_columns = value.shape[-1] == length
-    square = of_rows and of_columns
-    if of_columns and (value.dim() == 4 or (square and value.dtype == torch.bool)):
+    has_rows = value.dim() > 1 and value.shape[-2] == length
+    has_columns = value.shape[-1] == length
+    square = has_rows and has_columns
+    if has_columns and (value.dim() == 4 or (square and value.dtype == torch.bool)):
         return value
-    if of_rows and (value.is_floating_point() or not square):
+    if has_rows and (value.is_floating_point() or not square):
         return value[..., start:stop, :]
-    return value[..., start:stop] if of_columns else value
+    return value[..., start:stop] if has_columns else value

@@ -39,10 +39,10 @@ def cut_draws(module: nn.Module, plan: TensorPlan, rank: int, inner: Mapping[str
         elif name in inner:
             _around(child, _features(plan, name, rank, inner[name]), None)
         elif style in (COLUMN, GATHERED_COLUMN):
-            whole = style == GATHERED_COLUMN or name == head
-            row = None if whole else _row_of(name, order, rows)
-            after = None if row is None else _features(plan, row, rank, inner[row])
-            _around(child, None, after)
+            keeps_all = style == GATHERED_COLUMN or name == head
+            row = None if keeps_all else _row_of(name, order, rows)
+            features = None if row is None else _features(plan, row, rank, inner[row])
+            _around(child, None, features)
 
 
 def row_widths(module: nn.Module, plan: TensorPlan) -> dict[str, int]:

@@ -64,8 +64,8 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
     if unit.fused:
         size = queries[0] // query
         (width,) = out.values()
-        key, rest = divmod(width - queries[0], 2 * size)
-        return Heads(query, key) if key > 0 and not rest and query % key == 0 else None
+        key, remainder = divmod(width - queries[0], 2 * size)
+        return Heads(query, key) if key > 0 and not remainder and query % key == 0 else None
     if not keys or keys[0] == queries[0]:
         return Heads(query, query)
     candidates = [

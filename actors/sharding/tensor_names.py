@@ -150,13 +150,13 @@ def _feed_forward(where: str, columns: Sequence[str], row: str) -> Unit:
 
 
 def _join(where: str, name: str) -> str:
-    return ".".join(part for part in (where, name) if part)
+    return ".".join(segment for segment in (where, name) if segment)
 
 
 def _child(parent: nn.Module, name: str) -> nn.Module | None:
     module: nn.Module | None = parent
-    for part in name.split("."):
-        module = None if module is None else module._modules.get(part)
+    for segment in name.split("."):
+        module = None if module is None else module._modules.get(segment)
     return module
 
 

@@ -67,7 +67,7 @@ class TensorPlan:
         shards = self.shards.get(parameter)
         if shards is None:
             return tuple(range(self.tp)) if parameter in self.partial else (rank,)
-        return tuple(other for other in range(self.tp) if shards[other] == shards[rank])
+        return tuple(process for process in range(self.tp) if shards[process] == shards[rank])
 
     def is_replica(self, parameter: str, rank: int) -> bool:
         """Return True if an earlier process holds the same shard."""
@@ -79,7 +79,7 @@ class TensorPlan:
         shards = self.shards.get(parameter)
         if shards is None:
             return None
-        return tuple(sorted({edge for s in shards for own in s.ranges for edge in own}))
+        return tuple(sorted({edge for s in shards for bounds in s.ranges for edge in bounds}))
 
     def vocabulary(self, rank: int) -> Range | None:
         """Return [start, stop) of the logits that this process computes; None for all."""
@@ -205,25 +205,25 @@ class _Planner:
         if not unit.heads:
             if inner % self.tp and not self.ragged:
                 return False
-            own = shares(inner, self.tp)
-            blocks = [((lo, hi), (inner + lo, inner + hi)) for lo, hi in own]
+            query_ranges = shares(inner, self.tp)
+            blocks = [((lo, hi), (inner + lo, inner + hi)) for lo, hi in query_ranges]
             self._shard(column, COLUMN, blocks)
-            self._shard(row, ROW, own)
+            self._shard(row, ROW, query_ranges)
             return True
         heads = count_heads(self.module, unit)
         if heads is None or heads.query % self.tp or heads.key % self.tp:
             return False
-        own, keys = shares(inner, self.tp), inner // heads.query * heads.key
+        query_ranges, keys = shares(inner, self.tp), inner // heads.query * heads.key
         if layout == "blocks":
             own_keys = shares(keys, self.tp)
             blocks = [
                 (q, *((start + k[0], start + k[1]) for start in (inner, inner + keys)))
-                for q, k in zip(own, own_keys, strict=True)
+                for q, k in zip(query_ranges, own_keys, strict=True)
             ]
         else:
             blocks = shares(inner + 2 * keys, self.tp)
         self._shard(column, COLUMN, blocks)
-        self._shard(row, ROW, own)
+        self._shard(row, ROW, query_ranges)
         self.attributes[unit.where] = local_attributes(self.module, unit, heads, self.tp)
         return True
 
@@ -268,9 +268,9 @@ class _Planner:
     def _by_heads(self, width: int, count: int) -> list[Range]:
         """Return the features of each process's heads; with fewer heads than processes, some share
         one."""
-        size, own = width // count, max(1, count // self.tp)
+        size, heads = width // count, max(1, count // self.tp)
         first = [rank * count // self.tp for rank in range(self.tp)]
-        return [(head * size, (head + own) * size) for head in first]
+        return [(head * size, (head + heads) * size) for head in first]
 
     def _features(self, where: str, width: int) -> list[Range]:
         if width % self.tp and not self.ragged:
@@ -281,16 +281,16 @@ class _Planner:
         """Shard a linear module: columns by outputs, rows by inputs; one part or several per
         process."""
         ranges = [
-            cast(Ranges, part) if isinstance(part[0], tuple) else (cast(Range, part),)
-            for part in parts
+            cast(Ranges, portion) if isinstance(portion[0], tuple) else (cast(Range, portion),)
+            for portion in parts
         ]
         linear = self.module.get_submodule(where)
         self.styles[where] = style
         by_output = style in (COLUMN, GATHERED_COLUMN)
         dim = int(by_output == isinstance(linear, Conv1D))
-        self.shards[f"{where}.weight"] = tuple(ParameterShard(dim, own) for own in ranges)
+        self.shards[f"{where}.weight"] = tuple(ParameterShard(dim, local) for local in ranges)
         if by_output and linear.bias is not None:
-            self.shards[f"{where}.bias"] = tuple(ParameterShard(0, own) for own in ranges)
+            self.shards[f"{where}.bias"] = tuple(ParameterShard(0, local) for local in ranges)
         if isinstance(linear, AdaptedLayer):
             self._shard_adapter(where, by_output, ranges)
 
@@ -372,8 +372,8 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 def shares(width: int, tp: int) -> list[Range]:
     """Return [start, stop) of ``tp`` contiguous shares; the first ones may be one longer."""
-    base, more = divmod(width, tp)
-    bounds = [rank * base + min(rank, more) for rank in range(tp + 1)]
+    base, longer = divmod(width, tp)
+    bounds = [rank * base + min(rank, longer) for rank in range(tp + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
 
 

@@ -40,8 +40,8 @@ def find_rules(module: nn.Module) -> Rules:
     if any(unit.heads for unit in rules.units):
         return rules
     # Some plans only shard experts.
-    taken = {name for unit in rules.units for name in (*unit.columns, *unit.rows)}
-    return replace(rules, units=rules.units + units_of_names(module, taken))
+    used = {name for unit in rules.units for name in (*unit.columns, *unit.rows)}
+    return replace(rules, units=rules.units + units_of_names(module, used))
 
 
 def generic(name: str) -> str:

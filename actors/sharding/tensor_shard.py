@@ -98,8 +98,8 @@ def cut_tensor(tensor: torch.Tensor, shard: ParameterShard | None) -> torch.Tens
     """Return a copy of the shard of a full tensor; the tensor itself without ``shard``."""
     if shard is None:
         return tensor
-    parts = [tensor.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges]
-    return torch.cat(parts, shard.dim)
+    slices = [tensor.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges]
+    return torch.cat(slices, shard.dim)
 
 
 class _LocalConfig:
@@ -124,8 +124,8 @@ def _set_attributes(child: nn.Module, values: Mapping[str, int]) -> None:
 
 def _find(module: nn.Module, name: str) -> nn.Module | None:
     """Return a submodule that has parameters; None if the stage does not have it."""
-    for part in filter(None, name.split(".")):
-        child = module._modules.get(part)
+    for segment in filter(None, name.split(".")):
+        child = module._modules.get(segment)
         if child is None:
             return None
         module = child
@@ -136,12 +136,12 @@ def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
     for tied in tied_names(module):  # frees one full parameter at a time
         if (shard := plan.shard(tied[0], rank)) is None:
             continue
-        whole = module.get_parameter(tied[0])
-        own = nn.Parameter(cut_tensor(whole.detach(), shard), requires_grad=whole.requires_grad)
-        del whole
+        full = module.get_parameter(tied[0])
+        local = nn.Parameter(cut_tensor(full.detach(), shard), requires_grad=full.requires_grad)
+        del full
         for name in tied:
             where, _, leaf = name.rpartition(".")
-            module.get_submodule(where)._parameters[leaf] = own
+            module.get_submodule(where)._parameters[leaf] = local
 
 
 class _Entry:
@@ -288,8 +288,8 @@ class _VocabularyShare(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         start, stop = self.tensor_range
         elsewhere = (ids < start) | (ids >= stop)
-        own = super().forward((ids - start).masked_fill(elsewhere, 0))
-        return reduce_from_shards(own.masked_fill(elsewhere[..., None], 0), self.tensor_group)
+        local = super().forward((ids - start).masked_fill(elsewhere, 0))
+        return reduce_from_shards(local.masked_fill(elsewhere[..., None], 0), self.tensor_group)
 
 
 def _shard_embedding(
@@ -323,8 +323,8 @@ def _copy(value: Any, group: TensorGroup) -> Any:
 
 def _tail_hook(length: int, group: TensorGroup) -> Any:
     def hook(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        rest, tail = out.split([out.shape[-1] - length, length], -1)
-        return torch.cat([rest, copy_to_shards(tail, group)], -1)
+        head, tail = out.split([out.shape[-1] - length, length], -1)
+        return torch.cat([head, copy_to_shards(tail, group)], -1)
 
     return hook
 

@@ -118,19 +118,19 @@ def split(
         ValueError: the split separates inputs that share a scale.
     """
     def shards(dim: int, size: int = 1) -> tuple[ParameterShard, ...]:
-        if any(edge % size for own in ranges for part in own for edge in part):
+        if any(edge % size for local in ranges for bounds in local for edge in bounds):
             raise ValueError(f"a split between {size} inputs that share a scale")
         return tuple(
-            ParameterShard(dim, tuple((lo // size, hi // size) for lo, hi in own))
-            for own in ranges
+            ParameterShard(dim, tuple((lo // size, hi // size) for lo, hi in local))
+            for local in ranges
         )
 
     if by_output:
         return {name: shards(0) for name in (HIGH, MAGNITUDE, SCALE)}
     if not layer.packed:
         return {LOW: shards(1)}
-    place = int(not isinstance(layer, Conv1D))
-    return {LOW: shards(1), SCALE: shards(1, GROUP), "weight": shards(place, PACKED)}
+    input_dim = int(not isinstance(layer, Conv1D))
+    return {LOW: shards(1), SCALE: shards(1, GROUP), "weight": shards(input_dim, PACKED)}
 
 
 def leaf_name(name: str) -> str:

@@ -36,11 +36,11 @@ def own_visual_tokens(
     total = torch.tensor(length, device="cpu")
     if exchange is None:
         return dict(ports), total
-    own = ContextLayout.even(length, exchange.size).positions(exchange.rank)
+    positions = ContextLayout.even(length, exchange.size).positions(exchange.rank)
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        if len(own):
-            return tensor.index_select(1, to_device(own, tensor.device))
+        if len(positions):
+            return tensor.index_select(1, to_device(positions, tensor.device))
         # Models need at least one token; the product keeps this process in the backward.
         return tensor[:, :1] * 0
 

@@ -53,8 +53,8 @@ class AdaptedSource(ModuleSource):
         return replace(adapted, targets=targets)
 
     def _is_of(self, name: str) -> bool:
-        own = is_within(name, self.places) != self.outside
-        return own and not is_within(name, self.apart)
+        adapted = is_within(name, self.places) != self.outside
+        return adapted and not is_within(name, self.apart)
 
     def skeleton(self) -> nn.Module:
         return self._adapted(self.base.skeleton())
@@ -72,8 +72,8 @@ class AdaptedSource(ModuleSource):
         return self.base.check()
 
     def for_names(self, names: Iterable[str]) -> AdaptedSource:
-        own = self.base.for_names(filter(is_of_base, names))
-        return replace(self, base=own)
+        base = self.base.for_names(filter(is_of_base, names))
+        return replace(self, base=base)
 
     @property
     def origin(self) -> ModuleSource:

@@ -32,9 +32,9 @@ def custom_code(folder: str | Path) -> dict[str, str]:
             named = {"AutoTokenizer": named}
         for kind, target in named.items() if isinstance(named, dict) else ():
             targets = target if isinstance(target, list | tuple) else [target]
-            of_kind = [name for name in targets if isinstance(name, str) and "." in name]
-            if of_kind:
-                classes.setdefault(str(kind), of_kind[-1])
+            class_names = [name for name in targets if isinstance(name, str) and "." in name]
+            if class_names:
+                classes.setdefault(str(kind), class_names[-1])
     return classes
 
 

@@ -41,19 +41,19 @@ def find_model_class(
     if hasattr(transformers, name):
         return _model_class(name, "transformers", name)
     modules = _modules().get(name, ())
-    own = f".{getattr(config, 'model_type', None) or ' '}."
-    places = [module for module in modules if own in module] or list(modules)
-    if not places:
+    type_segment = f".{getattr(config, 'model_type', None) or ' '}."
+    candidates = [module for module in modules if type_segment in module] or list(modules)
+    if not candidates:
         close = difflib.get_close_matches(name, _modules(), n=3)
         hint = f"; there is {', '.join(close)}" if close else ""
         raise ModelError(f"model_class is {name!r}; transformers has no such class{hint}")
-    if len(places) > 1:
-        matches = ", ".join(f"{module}.{name}" for module in places)
+    if len(candidates) > 1:
+        matches = ", ".join(f"{module}.{name}" for module in candidates)
         raise ModelError(
             f"model_class is {name!r}, which is ambiguous in transformers; accepted: one of "
             f"{matches}"
         )
-    return _model_class(name, places[0], name)
+    return _model_class(name, candidates[0], name)
 
 
 @cache

@@ -58,8 +58,8 @@ class UpToCall:
             InternalError: the forward does not reach the call.
         """
         model, call = self._model, self._call
-        function, own = call.of(model), vars(model.get_submodule(call.owner))
-        before = own.get(call.method)
+        function, attributes = call.of(model), vars(model.get_submodule(call.owner))
+        previous = attributes.get(call.method)
 
         def reached(*args: Any, **kwargs: Any) -> Any:
             raise ForwardLeft(function(*args, **kwargs), by=self)
@@ -74,16 +74,16 @@ class UpToCall:
                 raise
             return returned.value
         finally:
-            if before is None:
-                own.pop(call.method)
+            if previous is None:
+                attributes.pop(call.method)
             else:
-                own[call.method] = before
+                attributes[call.method] = previous
         raise InternalError(f"the forward of {type(model).__name__} does not call {call}")
 
 
 def is_within(name: str, places: Collection[str]) -> bool:
     """Return True if a name is one of ``places`` or inside one of these submodules."""
-    return any(name == place or name.startswith(place + ".") for place in places)
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in places)
 
 
 def _place_with(child: PreTrainedModel, model: nn.Module) -> None:

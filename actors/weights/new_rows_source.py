@@ -39,8 +39,8 @@ class NewRowsSource(ModuleSource):
         return self.base.check()
 
     def for_names(self, names: Iterable[str]) -> NewRowsSource:
-        own = self.base.for_names(name for name in names if not is_new_rows(name))
-        return replace(self, base=own)
+        base = self.base.for_names(name for name in names if not is_new_rows(name))
+        return replace(self, base=base)
 
     @property
     def origin(self) -> ModuleSource:

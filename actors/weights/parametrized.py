@@ -32,11 +32,11 @@ def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     tensors = {}
     for where, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()
-        anew = {getattr(hook, "name", None) for hook in hooks}
+        recomputed = {getattr(hook, "name", None) for hook in hooks}
         for name, value in vars(child).items():
             if not isinstance(value, torch.Tensor) or value.grad_fn is None:
                 continue
-            if name not in anew:
+            if name not in recomputed:
                 full = f"{where}.{name}" if where else name
                 raise ModelError(
                     f"attribute {full!r} of {type(module).__name__} is a tensor that was computed "
@@ -131,10 +131,10 @@ def with_weights_of_its_class(module: Built, plain: nn.Module) -> Built:
         if isinstance(value, torch.Tensor) and value.grad_fn is not None
     }
     copied = copy.deepcopy(module, computed).eval()  # eval: spectral norm must not iterate again
-    others = dict(plain.named_modules())
+    plain_modules = dict(plain.named_modules())
     with torch.no_grad():
         for where, child in copied.named_modules():
-            _compute_once(child, others.get(where))
+            _compute_once(child, plain_modules.get(where))
     return copied
 
 

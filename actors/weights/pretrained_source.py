@@ -117,10 +117,10 @@ class PretrainedSource(ModuleSource):
     def resolved_class(self) -> type[PreTrainedModel]:
         config, name = self._auto_config, self.model_class
         architecture = (config.architectures or [None])[0]
-        own = self._own_class(name, architecture)
-        if own is not None and self.trust_remote_code:
-            return own_class(self.folder, own)
-        if name is None and self.language_model and not own:
+        custom_class = self._own_class(name, architecture)
+        if custom_class is not None and self.trust_remote_code:
+            return own_class(self.folder, custom_class)
+        if name is None and self.language_model and not custom_class:
             mapping = transformers.AutoModelForCausalLM._model_mapping
             if type(config) in mapping:
                 return cast(type[PreTrainedModel], mapping[type(config)])
@@ -131,7 +131,7 @@ class PretrainedSource(ModuleSource):
         try:
             return find_model_class(name, config)
         except ModelError as error:
-            if own is not None:
+            if custom_class is not None:
                 why = why_not_loaded(self.folder, self._auto_class, error)
                 raise ModelError(f"path is {why}") from None
             raise
@@ -235,8 +235,8 @@ class PretrainedSource(ModuleSource):
     def _draw(self, model: PreTrainedModel, report: WeightsReport) -> None:
         """Initialise missing parameters as any stage and replica would; buffers keep the class's
         values."""
-        own = dict(model.named_parameters())
-        if names := [name for name in report.fresh if name in own]:
+        parameters = dict(model.named_parameters())
+        if names := [name for name in report.fresh if name in parameters]:
             source = ConfigSource(self.resolved_class, self._config, self.seed)
             for name, value in source.draw(names).items():
                 set_tensor(model, name, value)

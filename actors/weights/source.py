@@ -240,14 +240,14 @@ class ConfigSource(ModuleSource):
 
     def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
         """Set parameters that ``_init_weights`` omits to the values of the class's constructor."""
-        left = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
-        if not left:
+        unset = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
+        if not unset:
             return
         values = constructed_values(
             self.model_class, self.model_config, _left_by_init_weights(self._skeleton()),
             derive_seed(self.seed, "constructor"),
         )  # fmt: skip
-        for name in left:
+        for name in unset:
             if name not in values or torch.isnan(values[name]).any():
                 raise ModelError(
                     f"{type(model).__name__} does not initialise {name!r} from its config; "
@@ -259,9 +259,9 @@ class ConfigSource(ModuleSource):
 def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
     """Return the shapes of parameters that ``_init_weights`` omits, independent of the rank's part.
     """
-    before = {name: p._version for name, p in skeleton.named_parameters()}
+    versions = {name: p._version for name, p in skeleton.named_parameters()}
     _init_by_name(skeleton, 0)
-    return {tuple(p.shape) for n, p in skeleton.named_parameters() if p._version == before[n]}
+    return {tuple(p.shape) for n, p in skeleton.named_parameters() if p._version == versions[n]}
 
 
 def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) -> None:

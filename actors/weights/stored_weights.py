@@ -65,20 +65,20 @@ class WeightsReport(NamedTuple):
 
     def refusal(self, model_class: type) -> str | None:
         """Return the reason to reject the folder for a class; None if its weights are complete."""
-        parts = []
+        reasons = []
         if self.lacking:
-            parts.append(
+            reasons.append(
                 f"its weights lack {len(self.lacking)} of {model_class.__name__}: "
                 f"{_few(self.lacking)}"
             )
         if self.misfits:
-            parts.append(f"weights with other shapes than in config.json: {_few(self.misfits)}")
-        if not parts:
+            reasons.append(f"weights with other shapes than in config.json: {_few(self.misfits)}")
+        if not reasons:
             return None
         if self.lacking and self.unused:
-            parts.append(f"it has {len(self.unused)} that the class lacks: {_few(self.unused)}")
+            reasons.append(f"it has {len(self.unused)} that the class lacks: {_few(self.unused)}")
         return (
-            f"{'; '.join(parts)}. Accepted: a folder with all of the class's weights, or another "
+            f"{'; '.join(reasons)}. Accepted: a folder with all of the class's weights, or another "
             "model_class; or missing_weights: fresh (in Python, missing_weights='fresh'), which "
             "initialises these from the seed, as for the head of a new task"
         )
@@ -133,13 +133,13 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     """
     name = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME
     _check_plain("transformers_weights of config.json", [name])
-    whole = folder / name
+    path = folder / name
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if whole.is_file() and whole.suffix == ".safetensors":
-        more = (folder / name for name in type(config).extra_files)
-        return [whole, *filter(Path.is_file, more)]
-    if whole.is_file():
-        index = whole
+    if path.is_file() and path.suffix == ".safetensors":
+        extra = (folder / name for name in type(config).extra_files)
+        return [path, *filter(Path.is_file, extra)]
+    if path.is_file():
+        index = path
     try:
         names = set(json.loads(read_plain(index))["weight_map"].values())
     except FileNotFoundError:

@@ -39,11 +39,11 @@ def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Te
             continue
         fits = [size for size in sizes.values() if int(size.sum()) == len(value)]
         if not fits:
-            said = ", ".join(f"{size} gives {int(n.sum())}" for size, n in sizes.items())
+            products = ", ".join(f"{size} gives {int(n.sum())}" for size, n in sizes.items())
             raise ModelError(
                 f"{key!r} of {name!r} has {len(value)} rows for {items} items "
-                f"({said or 'no sizes'}); accepted: a row per item, or as many as the items' sizes "
-                "multiply to"
+                f"({products or 'no sizes'}); accepted: a row per item, or as many as the items' "
+                "sizes multiply to"
             )
         rows[key] = fits[0].long()
     return rows
@@ -97,10 +97,10 @@ def each_item(
 def _taken(name: str, entries: Entries, items: Sequence[int]) -> dict[str, torch.Tensor]:
     hosts = {key: on_host(value) if value.dim() <= 2 and not value.is_floating_point() else value
              for key, value in entries.items()}  # fmt: skip
-    own = torch.zeros(min(map(len, entries.values())), dtype=torch.bool)
-    own[list(items)] = True
-    taken = take_items(name, hosts, own)
-    return {key: value.to(entries[key].device) for key, value in taken.items()}
+    is_taken = torch.zeros(min(map(len, entries.values())), dtype=torch.bool)
+    is_taken[list(items)] = True
+    entries_taken = take_items(name, hosts, is_taken)
+    return {key: value.to(entries[key].device) for key, value in entries_taken.items()}
 
 
 def _not_zero(entries: Entries, count: int) -> list[int]:
@@ -118,15 +118,15 @@ def gather_parts(parts: Sequence[torch.Tensor], exchange: Exchange) -> list[torc
     The backward is that of :func:`raymm.kernels.collectives.gather_items.gather_items`.
     """
     device = parts[0].device
-    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64).to(device)
-    others = [rank for rank in range(exchange.size) if rank != exchange.rank]
+    lengths = torch.tensor([len(tensor) for tensor in parts], dtype=torch.int64).to(device)
+    peers = [rank for rank in range(exchange.size) if rank != exchange.rank]
     shape = (tuple(lengths.shape), lengths.dtype)
     pending = exchange.start(
-        [(rank, lengths) for rank in others], [(rank, shape) for rank in others], device
+        [(rank, lengths) for rank in peers], [(rank, shape) for rank in peers], device
     )
-    of_rank = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: lengths}
-    sizes = torch.stack([of_rank[rank] for rank in range(exchange.size)]).tolist()
+    by_rank = dict(zip(peers, pending.wait(), strict=True)) | {exchange.rank: lengths}
+    sizes = torch.stack([by_rank[rank] for rank in range(exchange.size)]).tolist()
     return [
-        gather_items(part.to(device), [own[n] for own in sizes], exchange).to(part.device)
-        for n, part in enumerate(parts)
+        gather_items(tensor.to(device), [counts[n] for counts in sizes], exchange).to(tensor.device)
+        for n, tensor in enumerate(parts)
     ]

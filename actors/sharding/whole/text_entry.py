@@ -126,11 +126,11 @@ class TextEntry:
             self._rotary.longest = (
                 share.shape[1] if positions is None else int(positions.max()) + 1
             )
-        own = share.of_arguments(arguments)
+        selected = share.of_arguments(arguments)
         if share.is_of_tokens:
             self._left = enter_masks_of(share.all_tokens(self._real))
         if self._attend is not None:
-            own[ATTEND_ARGUMENT] = self._attend
+            selected[ATTEND_ARGUMENT] = self._attend
         if self._mixes:
             documents = share.lengths()
             rows = share.rows or range(share.shape[0])
@@ -139,7 +139,7 @@ class TextEntry:
                 padded = None
                 if documents is None and self._real is not None and not bool(self._real.all()):
                     padded = self._real[rows.start : rows.stop].long()
-                own[DOCUMENTS_ARGUMENT] = self._together(lengths, padded)
+                selected[DOCUMENTS_ARGUMENT] = self._together(lengths, padded)
             elif documents is not None:
-                own[DOCUMENTS_ARGUMENT] = lengths
-        return (), own
+                selected[DOCUMENTS_ARGUMENT] = lengths
+        return (), selected

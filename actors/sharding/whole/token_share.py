@@ -56,12 +56,12 @@ class TokenShare:
             return AllTokens(1, len(self.documents), documents=self.lengths())
         if self.columns is None:
             return None
-        own = self.rows or range(rows)
+        local_rows = self.rows or range(rows)
         if real is not None:
-            real = real.bool()[own.start : own.stop]
+            real = real.bool()[local_rows.start : local_rows.stop]
             if not bool((real[:, 1:] & ~real[:, :-1]).any()):
                 real = None  # padding on the right is never seen
-        return AllTokens(len(own), length, real)
+        return AllTokens(len(local_rows), length, real)
 
     def lengths(self) -> tuple[int, ...] | None:
         """Return the lengths of the packed row's documents; None without packing."""
@@ -155,8 +155,8 @@ class TokenShare:
     def _of_marked(self, value: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
         """Select from (M, ...), which has the tokens marked by a (B, T) mask, in order."""
         numbers = mark.flatten().cumsum(0).sub(1).view(self.shape)
-        own = self.of_tokens(mark)
-        return value.index_select(0, self.of_tokens(numbers)[own])
+        is_marked = self.of_tokens(mark)
+        return value.index_select(0, self.of_tokens(numbers)[is_marked])
 
     def _of_rest(self, name: str, value: torch.Tensor) -> torch.Tensor:
         rows, length = self.shape
@@ -186,9 +186,9 @@ def packed_tokens(
     """
     marked = torch.ones(shape, dtype=torch.bool) if real is None else real.bool()
     if rows is not None:
-        own = torch.zeros_like(marked)
-        own[rows.start : rows.stop] = marked[rows.start : rows.stop]
-        marked = own
+        selected = torch.zeros_like(marked)
+        selected[rows.start : rows.stop] = marked[rows.start : rows.stop]
+        marked = selected
     return marked.flatten().nonzero()[:, 0]
 
 
@@ -205,11 +205,11 @@ def zigzag(length: int, processes: int) -> ContextLayout:
             f"a batch with {length} tokens per row cannot be split over {processes} processes; "
             "accepted: at least one token per process"
         )
-    parts = 2 * processes if length >= 2 * processes else processes
-    edges = [length * n // parts for n in range(parts + 1)]
+    count = 2 * processes if length >= 2 * processes else processes
+    edges = [length * n // count for n in range(count + 1)]
     ranges = list(pairwise(edges))
-    if parts == processes:
-        return ContextLayout(tuple((own,) for own in ranges))
+    if count == processes:
+        return ContextLayout(tuple((token_range,) for token_range in ranges))
     return ContextLayout(
         tuple(join_ranges((ranges[n], ranges[-1 - n])) for n in range(processes))
     )
