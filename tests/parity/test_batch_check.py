@@ -242,6 +242,6 @@ def test_any_batch_is_refused_by_name_or_runs(merge, steps, split):
     try:
         found = checked(merge)[1].microbatches(batch if split else [batch], 2)
     except DataError as error:
-        assert any(word in str(error) for word in ("accepted", "must be equal", "do not divide"))
+        assert any(word in str(error) for word in ("accepted", "must be equal", "not divisible"))
         return
     assert len(losses(found, merge)) == (2 if split else 1)

@@ -90,7 +90,7 @@ def test_what_is_wrong_is_an_error_of_the_sample(config):
     reasons = {skipped.id: skipped.reason for skipped in step.skipped}
     assert {skipped.column for skipped in step.skipped} == {"clips"}
     assert "cut off" in reasons["truncated"] and "empty" in reasons["empty"]
-    assert "how long" in reasons["zero"] and "it is not an MP4" in reasons["none"]
+    assert "no duration" in reasons["zero"] and "it is not an MP4" in reasons["none"]
     assert "above data.max_video_seconds (3)" in reasons["long"]
     assert "cannot be read" in reasons["picture"]
     settings.on_error = "raise"
