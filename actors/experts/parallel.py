@@ -90,13 +90,13 @@ def _exchanged(
     rows = torch.cat(
         [flat[tokens].to(wide), weights.reshape(-1)[order][:, None].to(wide)], dim=1
     )
-    came = exchange_rows(rows, sent, received, group)
-    arrived, row_weights = came[:, :-1].to(flat.dtype), came[:, -1:].to(weights.dtype)
+    arrivals = exchange_rows(rows, sent, received, group)
+    arrived, row_weights = arrivals[:, :-1].to(flat.dtype), arrivals[:, -1:].to(weights.dtype)
     local = torch.arange(share, device=flat.device).repeat(processes)
     local = local.repeat_interleave(arriving.flatten())[:, None]
     outputs = _computed(module, forward, arrived, local, row_weights)
-    back = exchange_rows(outputs, received, sent, group)
-    return torch.zeros_like(flat).index_add(0, tokens, back).view(hidden.shape)
+    returned = exchange_rows(outputs, received, sent, group)
+    return torch.zeros_like(flat).index_add(0, tokens, returned).view(hidden.shape)
 
 
 def _computed(
@@ -107,10 +107,10 @@ def _computed(
         return forward(arrived, local, weights)
     # No token was received. Zero gradients keep the process in the backward's collectives, and make
     # the optimizer treat its experts like all others.
-    nothing = (arrived * weights).to(arrived.dtype)
+    empty = (arrived * weights).to(arrived.dtype)
     for parameter in module.parameters():
-        nothing = nothing + parameter[:0].sum().to(nothing.dtype)
-    return nothing
+        empty = empty + parameter[:0].sum().to(empty.dtype)
+    return empty
 
 
 def check_experts(module: nn.Module) -> None:
@@ -130,12 +130,12 @@ def check_experts(module: nn.Module) -> None:
         )
     if list(module.buffers()) or any("." in name for name in parameters):
         raise ModelError("it has buffers, or submodules with parameters")
-    asked = [
+    required = [
         p for p in inspect.signature(module.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    if asked and len(asked) != _ARGUMENTS:
-        names = ", ".join(p.name for p in asked)
+    if required and len(required) != _ARGUMENTS:
+        names = ", ".join(p.name for p in required)
         raise ModelError(f"it is called with {names}; accepted: tokens, experts, weights")
     _compare(module, count)
 
@@ -152,11 +152,11 @@ def _compare(module: nn.Module, count: int) -> None:
         expected = reference(hidden, chosen, weights)
         total = torch.zeros_like(expected)
         for expert in range(count):
-            alone = copy.deepcopy(module).float()
-            keep_experts(alone, expert, expert + 1)
+            expert_module = copy.deepcopy(module).float()
+            keep_experts(expert_module, expert, expert + 1)
             tokens, slots = (chosen == expert).nonzero(as_tuple=True)
             index = torch.zeros(len(tokens), 1, dtype=torch.int64)
-            output = alone(hidden[tokens], index, weights[tokens, slots][:, None])
+            output = expert_module(hidden[tokens], index, weights[tokens, slots][:, None])
             total = total.index_add(0, tokens, output)
     if not torch.allclose(total, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
         raise ModelError("its experts give another result when each processes its tokens alone")

@@ -97,16 +97,16 @@ class Routing:
         self._hooks: list[Any] = []
         if mixture is None:
             return
-        inside = tuple(f"{prefix}." for prefix in without)
+        prefixes = tuple(f"{prefix}." for prefix in without)
         for name, layer in experts(module).items():
-            if f"{name}.".startswith(inside):
+            if f"{name}.".startswith(prefixes):
                 continue
             self._hooks.append(layer.register_forward_pre_hook(
                 self._counting(name, expert_count(layer)), with_kwargs=True
             ))  # fmt: skip
         if self._loss is not None:
             for router in routers(module):
-                if not f"{router.name}.".startswith(inside):
+                if not f"{router.name}.".startswith(prefixes):
                     self._hooks.append(
                         router.module.register_forward_hook(self._noting(router.index))
                     )

@@ -34,12 +34,12 @@ def find_blocks(module: nn.Module) -> str | None:
     searched = _decoder(module)
     config = getattr(searched, "config", None)
     depths = {getattr(config, name) for name in config_depth_names(config)}
-    inside = {id(child) for child in searched.modules()}
+    searched_ids = {id(child) for child in searched.modules()}
     lists = [
         (name, child)
         for name, child in module.named_modules()
         if name and isinstance(child, nn.ModuleList | nn.Sequential)
-        and len(child) > 0 and id(child) in inside and _is_numbered(child)
+        and len(child) > 0 and id(child) in searched_ids and _is_numbered(child)
     ]
     matching = [(n, c) for n, c in lists if len(c) in depths]
     candidates = matching or [(n, c) for n, c in lists if len(c) > 1]

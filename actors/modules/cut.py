@@ -213,8 +213,8 @@ def own_buffers(module: nn.Module) -> frozenset[str]:
     Modules around the blocks with ghost parameters are excluded: they would not see real data.
     """
     return frozenset(
-        f"{where}.{name}" if where else name
-        for where, child in module.named_modules()
+        f"{path}.{name}" if path else name
+        for path, child in module.named_modules()
         if not any(_is_ghost(value) for value in vars(child).values())
         for name in child._buffers
     )

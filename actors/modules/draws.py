@@ -106,9 +106,9 @@ class BlockDraws:
     def _enter(self, index: int, *_: Any) -> None:
         if self.draws is None:
             return
-        outside = torch.initial_seed()
-        self._outside.append(outside)
-        self.draws.reseed(derive_seed(outside, "block", index))
+        seed = torch.initial_seed()
+        self._outside.append(seed)
+        self.draws.reseed(derive_seed(seed, "block", index))
 
     def _leave(self, index: int, *_: Any) -> None:
         if self.draws is None or not self._outside:

@@ -355,12 +355,12 @@ class CrossAttend:
             return arguments
         states = arguments["cross_attention_states"]
         dtype, tokens = states.dtype, states.shape[1] // shown.shape[2]
-        some = to_device(shown == 2, states.device).any(-1)[:, None, :, None]
+        sees_items = to_device(shown == 2, states.device).any(-1)[:, None, :, None]
         hidden = to_device(~seen_items(shown), states.device)[:, None]
         hidden = hidden.repeat_interleave(tokens, dim=3)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         return {
-            **arguments, "full_text_row_masked_out_mask": some.to(dtype),
+            **arguments, "full_text_row_masked_out_mask": sees_items.to(dtype),
             "cross_attention_mask": mask.masked_fill_(hidden, torch.finfo(dtype).min),
         }
 

@@ -74,14 +74,14 @@ def drawn(
     shape: tuple[int, ...] = ()
     dtype = torch.get_default_dtype()
     if noise.like is not None:
-        like = arguments[noise.like]
-        if not isinstance(like, torch.Tensor):
+        source = arguments[noise.like]
+        if not isinstance(source, torch.Tensor):
             raise InputError(
-                f"noise {'.'.join(place)!r} is like {noise.like!r}, a {type(like).__name__}; "
+                f"noise {'.'.join(place)!r} is like {noise.like!r}, a {type(source).__name__}; "
                 "accepted: an argument that is a tensor"
             )
-        shape = tuple(like.shape[1:])
-        dtype = like.dtype if like.is_floating_point() else dtype
+        shape = tuple(source.shape[1:])
+        dtype = source.dtype if source.is_floating_point() else dtype
     if device.type == "meta":
         return torch.empty(samples.size, *shape, dtype=dtype, device=device)
     values = torch.empty(samples.size, *shape, device="cpu", dtype=torch.float32)

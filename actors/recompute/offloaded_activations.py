@@ -133,12 +133,12 @@ class _Moved:
         if self._device.type != "cuda":
             self._back = self._host.clone()
             return
-        _, back = self._blocks.streams()
+        _, stream = self._blocks.streams()
         assert self._left is not None
-        back.wait_event(self._left)  # waits for this copy only
-        with torch.cuda.stream(back):
+        stream.wait_event(self._left)  # waits for this copy only
+        with torch.cuda.stream(stream):
             self._back = self._host.to(self._device, non_blocking=True)
-            self._arrived = cast(torch.cuda.Event, back.record_event())
+            self._arrived = cast(torch.cuda.Event, stream.record_event())
 
     def back(self) -> torch.Tensor:
         """Return the bytes on the device, ready for the current stream."""

@@ -83,8 +83,8 @@ def _run(
         return forward(*args, **kwargs)
     operators = _KEPT.get(option)
     selective = {} if operators is None else {"context_fn": partial(_contexts, operators)}
-    again = _repeatable(forward, buffers)
-    return checkpoint(again, *args, use_reentrant=False, **selective, **kwargs)
+    repeatable = _repeatable(forward, buffers)
+    return checkpoint(repeatable, *args, use_reentrant=False, **selective, **kwargs)
 
 
 def _repeatable(forward: Callable[..., Any], buffers: ForwardBuffers) -> Callable[..., Any]:

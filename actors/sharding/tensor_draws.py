@@ -64,8 +64,8 @@ def _features(plan: TensorPlan, row: str, rank: int, inner: int) -> Features:
 def _heads(plan: TensorPlan, row: str, cut: Cut) -> int | None:
     """Return the local number of heads of a row's attention; None if unknown or not an attention.
     """
-    inside = [where for where in plan.attributes if row.startswith(f"{where}.")]
-    heads = local_query_heads(plan.attributes[max(inside, key=len)]) if inside else None
+    units = [where for where in plan.attributes if row.startswith(f"{where}.")]
+    heads = local_query_heads(plan.attributes[max(units, key=len)]) if units else None
     return heads if heads is not None and cut.grouped(heads) is not None else None
 
 

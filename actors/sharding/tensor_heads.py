@@ -112,8 +112,8 @@ def local_query_heads(attributes: Mapping[str, int]) -> int | None:
 def _configs(module: nn.Module, where: str) -> list[Any]:
     """Return the configs of the surrounding modules, the innermost first."""
     path = where.split(".")
-    around = [module.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1)]
-    configs = [child.config for child in around if getattr(child, "config", None) is not None]
+    parents = [module.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1)]
+    configs = [child.config for child in parents if getattr(child, "config", None) is not None]
     return [getattr(c, "get_text_config", lambda c=c: c)() for c in configs]
 
 

@@ -67,8 +67,8 @@ def units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
     """Return attention and feed-forward units, found by names, of layers that are not ``taken``."""
     units: list[Unit] = []
     taken = {*taken, head_name(module) or ""}
-    for where, parent in module.named_modules():
-        for unit in (*_attention_units(where, parent), *_feed_forward_units(where, parent)):
+    for path, parent in module.named_modules():
+        for unit in (*_attention_units(path, parent), *_feed_forward_units(path, parent)):
             members = {*unit.columns, *unit.rows}
             if not members & taken:
                 taken |= members

@@ -215,10 +215,10 @@ class _Planner:
             return False
         query_ranges, keys = shares(inner, self.tp), inner // heads.query * heads.key
         if layout == "blocks":
-            own_keys = shares(keys, self.tp)
+            key_ranges = shares(keys, self.tp)
             blocks = [
                 (q, *((start + k[0], start + k[1]) for start in (inner, inner + keys)))
-                for q, k in zip(query_ranges, own_keys, strict=True)
+                for q, k in zip(query_ranges, key_ranges, strict=True)
             ]
         else:
             blocks = shares(inner + 2 * keys, self.tp)
@@ -321,9 +321,9 @@ class _Planner:
 
     def add_by_heads(self, parameter: str) -> None:
         """Shard an attention's bare parameter that has a row per head (attention sinks)."""
-        where = parameter.rpartition(".")[0]
+        unit_name = parameter.rpartition(".")[0]
         length = self.module.get_parameter(parameter).shape[0]
-        heads = self.heads.get(where)
+        heads = self.heads.get(unit_name)
         if heads is None or length % heads.query:
             self.refuse(f"{parameter!r} with {length} rows, which are not heads", "1")
         ranges = self._by_heads(length, heads.query)
@@ -342,10 +342,10 @@ class _Planner:
         self._shard(head, COLUMN, shares(size, self.tp))
         self.head = f"{head}.weight"
         if by_rows and embedding.num_embeddings >= self.tp:
-            where = next(n for n, m in self.module.named_modules() if m is embedding)
+            path = next(n for n, m in self.module.named_modules() if m is embedding)
             ranges = shares(embedding.num_embeddings, self.tp)
-            self.styles[where] = EMBEDDING
-            self.shards[f"{where}.weight"] = tuple(ParameterShard(0, (r,)) for r in ranges)
+            self.styles[path] = EMBEDDING
+            self.shards[f"{path}.weight"] = tuple(ParameterShard(0, (r,)) for r in ranges)
 
     def finish(self, partial: frozenset[str]) -> TensorPlan:
         for names in tied_names(self.module):

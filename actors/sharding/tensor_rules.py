@@ -106,10 +106,10 @@ def _unit_of_plan(
         raise ModelError(f"{rows[0]!r} has 'rowwise', but nothing in {where!r} has 'colwise'")
     if gathered and not all(s not in ("colwise", "rowwise") for s in members.values()):
         raise ModelError(f"{where!r} mixes the styles {', '.join(sorted(set(members.values())))}")
-    inside = [n for n in styles if n.startswith(where + ".")]
-    partial = [n for n in inside if styles[n] == "replicated_with_grad_allreduce"]
+    members_of_unit = [n for n in styles if n.startswith(where + ".")]
+    partial = [n for n in members_of_unit if styles[n] == "replicated_with_grad_allreduce"]
     tails = {}
-    for name in inside:
+    for name in members_of_unit:
         if styles[name] == "mla_kv_a_proj":
             tails[name] = cast(Any, module.config).get_text_config().qk_rope_head_dim
     fused = _fused(module, columns, rows)

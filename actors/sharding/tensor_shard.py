@@ -69,11 +69,11 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
         if child is None:
             continue
         if style in (COLUMN, GATHERED_COLUMN):
-            around = _around(module, name)
-            if around not in entries:
-                entries[around] = _Entry(group)
-                entries[around].observer(module.get_submodule(around))
-            child.register_forward_pre_hook(entries[around].take, with_kwargs=True)
+            parent = _around(module, name)
+            if parent not in entries:
+                entries[parent] = _Entry(group)
+                entries[parent].observer(module.get_submodule(parent))
+            child.register_forward_pre_hook(entries[parent].take, with_kwargs=True)
         _SHARD[style](child, plan.shards.get(f"{name}.weight"), group)
     for name, length in plan.tails.items():
         child = _find(module, name)
@@ -88,10 +88,10 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
 
 def _around(module: nn.Module, name: str) -> str:
     """Return the innermost enclosing module that is called, unlike lists."""
-    around = name.rpartition(".")[0]
-    while isinstance(module.get_submodule(around), nn.ModuleList | nn.ModuleDict):
-        around = around.rpartition(".")[0]
-    return around
+    parent = name.rpartition(".")[0]
+    while isinstance(module.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    return parent
 
 
 def cut_tensor(tensor: torch.Tensor, shard: ParameterShard | None) -> torch.Tensor:
@@ -140,8 +140,8 @@ def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
         local = nn.Parameter(cut_tensor(full.detach(), shard), requires_grad=full.requires_grad)
         del full
         for name in tied:
-            where, _, leaf = name.rpartition(".")
-            module.get_submodule(where)._parameters[leaf] = local
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._parameters[leaf] = local
 
 
 class _Entry:

@@ -57,8 +57,8 @@ def cross_arguments(
     """
     shown, length = on_host(side[SHOWN]), int(on_host(side[LENGTH]))
     if text is None:
-        alone = ContextLayout.even(shown.shape[1], 1)
-        text = ContextGroup(cast(Exchange, Alone()), alone, alone)
+        layout = ContextLayout.even(shown.shape[1], 1)
+        text = ContextGroup(cast(Exchange, Alone()), layout, layout)
     exchange, queries = text.exchange, text.queries
     shown = F.pad(shown, (0, 0, 0, queries.length - shown.shape[1]))
     masks = cross_masks(seen_items(shown), length // shown.shape[2])

@@ -174,8 +174,8 @@ class PartSource(ModuleSource):
             vars(model)["forward"] = self.call.of(model)
 
     def build(self, part: Part | None = None) -> nn.Module:
-        among = self.names(self.whole.skeleton())
-        part = replace(part or Part(None), among=among)
+        names = self.names(self.whole.skeleton())
+        part = replace(part or Part(None), among=names)
         return self.as_made(self.whole.build(part))
 
     def for_names(self, names: Iterable[str]) -> PartSource:

@@ -30,14 +30,14 @@ def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
         ModelError: a computed tensor is not recomputed by a hook.
     """
     tensors = {}
-    for where, child in module.named_modules():
+    for path, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()
         recomputed = {getattr(hook, "name", None) for hook in hooks}
         for name, value in vars(child).items():
             if not isinstance(value, torch.Tensor) or value.grad_fn is None:
                 continue
             if name not in recomputed:
-                full = f"{where}.{name}" if where else name
+                full = f"{path}.{name}" if path else name
                 raise ModelError(
                     f"attribute {full!r} of {type(module).__name__} is a tensor that was computed "
                     "from parameters; compute it in the forward, or make it a parameter or a "
@@ -133,8 +133,8 @@ def with_weights_of_its_class(module: Built, plain: nn.Module) -> Built:
     copied = copy.deepcopy(module, computed).eval()  # eval: spectral norm must not iterate again
     plain_modules = dict(plain.named_modules())
     with torch.no_grad():
-        for where, child in copied.named_modules():
-            _compute_once(child, plain_modules.get(where))
+        for path, child in copied.named_modules():
+            _compute_once(child, plain_modules.get(path))
     return copied
 
 

@@ -108,10 +108,10 @@ class PretrainedSource(ModuleSource):
                 self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
         except USER_CODE_RAISES as error:  # files and code of a folder may raise anything
-            why = f"{self.path!r}; {type(error).__name__}: {error}"
+            reason = f"{self.path!r}; {type(error).__name__}: {error}"
             if not self.trust_remote_code:
-                why = why_not_loaded(self.folder, "AutoConfig", error)
-            raise ModelError(f"path is {why}") from error
+                reason = why_not_loaded(self.folder, "AutoConfig", error)
+            raise ModelError(f"path is {reason}") from error
 
     @cached_property
     def resolved_class(self) -> type[PreTrainedModel]:
@@ -132,8 +132,8 @@ class PretrainedSource(ModuleSource):
             return find_model_class(name, config)
         except ModelError as error:
             if custom_class is not None:
-                why = why_not_loaded(self.folder, self._auto_class, error)
-                raise ModelError(f"path is {why}") from None
+                reason = why_not_loaded(self.folder, self._auto_class, error)
+                raise ModelError(f"path is {reason}") from None
             raise
 
     @property
@@ -228,9 +228,9 @@ class PretrainedSource(ModuleSource):
         return [f"{self.path}: {note}" for note in report.notes(self.resolved_class)]
 
     def _refuse(self, report: WeightsReport) -> None:
-        why = None if self.missing_weights == FRESH else report.refusal(self.resolved_class)
-        if why is not None:
-            raise ModelError(f"path is {self.path!r}; {why}")
+        reason = None if self.missing_weights == FRESH else report.refusal(self.resolved_class)
+        if reason is not None:
+            raise ModelError(f"path is {self.path!r}; {reason}")
 
     def _draw(self, model: PreTrainedModel, report: WeightsReport) -> None:
         """Initialise missing parameters as any stage and replica would; buffers keep the class's

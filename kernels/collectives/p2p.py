@@ -73,8 +73,8 @@ class Exchange:
         )
         sent = tuple(tensor.contiguous() for _, tensor in sends)
         operations = [
-            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to)
-            for (to, _), tensor in zip(sends, sent, strict=True)
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=receiver)
+            for (receiver, _), tensor in zip(sends, sent, strict=True)
             if tensor.numel()
         ]
         self.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in operations)

@@ -69,8 +69,8 @@ class _Needs:
         Return this rank's part and the pending parts from the others."""
         by_rank = torch.empty_like(gradients)
         by_rank[:, :, :, self.order] = gradients
-        local, *theirs = by_rank.split(self.counts, dim=3)
-        sends = list(zip(self.others, theirs, strict=True))
+        local, *remote = by_rank.split(self.counts, dim=3)
+        sends = list(zip(self.others, remote, strict=True))
         receives = [
             (rank, ((*gradients.shape[:3], len(self.give[rank]), gradients.shape[4]),
                     gradients.dtype))

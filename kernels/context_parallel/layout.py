@@ -31,12 +31,12 @@ class ContextLayout:
     ranges: tuple[Ranges, ...]
 
     def __post_init__(self) -> None:
-        everything = sorted(r for owned in self.ranges for r in owned if r[0] < r[1])
+        ranges = sorted(r for owned in self.ranges for r in owned if r[0] < r[1])
         for owned in self.ranges:
             if any(a[1] > b[0] for a, b in zip(owned, owned[1:], strict=False)):
                 raise ModelError(f"a rank's ranges must ascend, got {owned}")
         edge = 0
-        for start, stop in everything:
+        for start, stop in ranges:
             if start != edge:
                 fault = "have no rank" if start > edge else "are on two ranks"
                 raise ModelError(f"tokens {min(start, edge)} to {max(start, edge)} {fault}")

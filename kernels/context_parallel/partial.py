@@ -29,9 +29,9 @@ def merge_partials(
     """
     merged = torch.logaddexp(lse, other_lse)
     # Rows that see no key in either part give -inf - (-inf); set their weights to 0.
-    nothing = merged == -torch.inf
-    weight = (lse - merged).masked_fill_(nothing, -torch.inf).exp_()
-    other_weight = (other_lse - merged).masked_fill_(nothing, -torch.inf).exp_()
+    is_masked = merged == -torch.inf
+    weight = (lse - merged).masked_fill_(is_masked, -torch.inf).exp_()
+    other_weight = (other_lse - merged).masked_fill_(is_masked, -torch.inf).exp_()
     return out.float() * weight[..., None] + other_out.float() * other_weight[..., None], merged
 
 

@@ -42,7 +42,7 @@ def reference_attention(
         scores = softcap * torch.tanh(scores / softcap)
     visible = (visible if visible.dim() == 3 else visible[None]).to(scores.device)[:, None]
     scores = scores.masked_fill(~visible, -math.inf)
-    some = visible.any(dim=-1, keepdim=True)
+    has_keys = visible.any(dim=-1, keepdim=True)
     # Rows that see no key get scores of 0 before the softmax and weights of 0 after it.
-    weights = scores.masked_fill(~some, 0.0).softmax(dim=-1).masked_fill(~visible, 0.0)
+    weights = scores.masked_fill(~has_keys, 0.0).softmax(dim=-1).masked_fill(~visible, 0.0)
     return weights @ value, torch.logsumexp(scores, dim=-1)

@@ -38,10 +38,10 @@ class DocumentRows:
         self.shape = (len(lengths), sum(lengths[0]))
         starts = flat.cumsum(0) - flat
         positions = torch.arange(int(flat.max()), device="cpu")
-        inside = positions < flat[:, None]
+        is_token = positions < flat[:, None]
         # Padding repeats a document's last token, so it is as finite as that one.
         self._taken = starts[:, None] + positions.minimum(flat[:, None] - 1)
-        self._back = inside.flatten().nonzero()[:, 0]
+        self._back = is_token.flatten().nonzero()[:, 0]
 
     def split(self, value: Any) -> Any:
         """Convert (B, T, ...) to (D, L, ...), also in tuples and lists; keep other values."""
@@ -60,8 +60,8 @@ class DocumentRows:
         shape = tuple(self._taken.shape)
         if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != shape:
             return value
-        back = to_device(self._back, value.device)
-        return value.flatten(0, 1).index_select(0, back).unflatten(0, self.shape)
+        indices = to_device(self._back, value.device)
+        return value.flatten(0, 1).index_select(0, indices).unflatten(0, self.shape)
 
 
 class SharedRows:

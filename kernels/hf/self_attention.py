@@ -369,7 +369,7 @@ def _sliding_window(mask_function: Callable) -> int | None:
         return None
     functions, expected = _closed_over(mask_function), _closed_over(_SLIDING)
     if [getattr(function, "__code__", None) for function in functions] != [
-        like.__code__ for like in expected
+        original.__code__ for original in expected
     ]:
         return None
     cells = [cell.cell_contents for function in functions for cell in function.__closure__ or ()]

@@ -72,8 +72,8 @@ def put_together(masks: tuple[AttentionMask, ...], tokens: torch.Tensor, length:
     for row in rows.unique().tolist():
         in_row = rows == row
         mask = masks[row if len(masks) > 1 else 0].dense()
-        among = columns[in_row]
+        row_columns = columns[in_row]
         start = int(in_row.nonzero()[0])
-        stop = start + len(among)
-        dense[start:stop, start:stop] = mask[among][:, among]
+        stop = start + len(row_columns)
+        dense[start:stop, start:stop] = mask[row_columns][:, row_columns]
     return from_dense(dense)

@@ -130,8 +130,9 @@ def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     if not len(scattered):
         return kinds
     position = np.arange(n_keys)
-    within = (bounds[:, :1] <= position) & (position < bounds[:, 1:2])
-    constraint = np.where(within, np.where(scattered, 1, -1), 0)  # (rows, Tk); 0: either value fits
+    in_span = (bounds[:, :1] <= position) & (position < bounds[:, 1:2])
+    # (rows, Tk); 0: either value fits
+    constraint = np.where(in_span, np.where(scattered, 1, -1), 0)
     profiles: list[np.ndarray] = []
     for key in range(n_keys):
         for kind, profile in enumerate(profiles):

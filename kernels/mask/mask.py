@@ -148,8 +148,8 @@ class AttentionMask:
         arrays = self.rows()
         lo1, hi1, lo2, hi2 = (bound[queries, None] for bound in arrays.bounds)
         key = torch.arange(self.n_keys)[None, keys]
-        within = ((lo1 <= key) & (key < hi1)) | ((lo2 <= key) & (key < hi2))
-        return within & ((arrays.attend[queries, None] & arrays.identity[None, keys]) != 0)
+        in_interval = ((lo1 <= key) & (key < hi1)) | ((lo2 <= key) & (key < hi2))
+        return in_interval & ((arrays.attend[queries, None] & arrays.identity[None, keys]) != 0)
 
     def windowed(self, window: int) -> AttentionMask:
         """Return the mask with the first interval of every row narrowed to ``k > q - window``.
@@ -234,10 +234,10 @@ class AttentionMask:
                 # Bounds move by 0 or 1 per row, so the keys that a segment sees are contiguous.
                 # There are some if the interval of the first or the last row is not empty.
                 lo, hi = top[:, first], bottom[:, first + 1]
-                some = (lo < top[:, first + 1]) | (bottom[:, first] < hi)
-                some &= table[:, ATTEND] == attend
-                np.add.at(changes, lo[some].clip(0, self.n_keys), 1)
-                np.add.at(changes, hi[some].clip(0, self.n_keys), -1)
+                selected = (lo < top[:, first + 1]) | (bottom[:, first] < hi)
+                selected &= table[:, ATTEND] == attend
+                np.add.at(changes, lo[selected].clip(0, self.n_keys), 1)
+                np.add.at(changes, hi[selected].clip(0, self.n_keys), -1)
             kinds = np.repeat((self.key_table[:, IDENTITY] & attend) != 0, lengths)
             seen |= (np.cumsum(changes[:-1]) > 0) & kinds
         return seen
@@ -362,9 +362,9 @@ def _split(
     new table and its starts."""
     rows, starts = [np.arange(len(table))], [table[:, 0]]
     for crossing in crossings:
-        inside = (crossing > table[:, 0]) & (crossing < stops)
-        rows.append(np.flatnonzero(inside))
-        starts.append(crossing[inside])
+        in_segment = (crossing > table[:, 0]) & (crossing < stops)
+        rows.append(np.flatnonzero(in_segment))
+        starts.append(crossing[in_segment])
     start, row = np.concatenate(starts), np.concatenate(rows)
     order = np.lexsort((start, row))
     longer = table[row[order]].copy()

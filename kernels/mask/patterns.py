@@ -173,13 +173,13 @@ def sinks_and_window(length: int, sinks: int = 64, window: int = 4096) -> Attent
     """Return the lambda mask: each token sees the first ``sinks`` and last ``window`` tokens,
     causally."""
     # A row among the sinks must not see later sinks, so its second interval ends at the row.
-    within = min(sinks, length)
+    sink_stop = min(sinks, length)
     table = query_rows(
-        [0, within],
+        [0, sink_stop],
         lo=0,
         hi=1,
         hi_slope=1,
-        hi2=[1, within],
+        hi2=[1, sink_stop],
         hi2_slope=[1, 0],
     )
     return _mask(table, length, length).windowed(window)

@@ -111,8 +111,8 @@ def layout(
     item = np.where(starts < item_stops[item], item, -1)
     document = np.searchsorted(document_starts, starts, side="right") - 1
     ends = np.stack([document_starts[document], document_stops[document]])
-    inside = item >= 0
-    crossing = inside & ((item_starts[item] < ends[0]) | (item_stops[item] > ends[1]))
+    in_item = item >= 0
+    crossing = in_item & ((item_starts[item] < ends[0]) | (item_stops[item] > ends[1]))
     if crossing.any():
         span = spans[int(item[np.flatnonzero(crossing)[0]])]
         raise ModelError(f"{span} crosses the end of a document")
@@ -122,9 +122,9 @@ def layout(
 def _check_spans(
     spans: Sequence[Span], starts: np.ndarray, stops: np.ndarray, kinds: np.ndarray, length: int
 ) -> None:
-    outside = (kinds < 1) | (kinds > MAX_KIND)
-    if outside.any():
-        raise ModelError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[outside].tolist()}")
+    is_invalid = (kinds < 1) | (kinds > MAX_KIND)
+    if is_invalid.any():
+        raise ModelError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[is_invalid].tolist()}")
     bad = (starts > stops) | (starts < 0) | (stops > length)
     bad[1:] |= starts[1:] < stops[:-1]
     if bad.any():

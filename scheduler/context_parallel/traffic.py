@@ -272,7 +272,7 @@ def _needed(shape: AttentionShape, pairs: list[list[int]]):
     e, a = shape.activation_bytes, shape.accumulator_bytes
     return (
         [e * keys for keys in sent],
-        [e * keys + a * back for keys, back in zip(sent, received, strict=True)],
+        [e * keys + a * gradients for keys, gradients in zip(sent, received, strict=True)],
     )
 
 

@@ -247,8 +247,8 @@ def _count(query, key, n_queries, n_keys, query_block, key_block):
         count, s = _gather(query, n_keys, s, row, min(row + query_block, n_queries), ranges)
         separate = count <= 1
         if count == 2:
-            apart = ranges[0, 1] - ranges[1, 2], ranges[1, 1] - ranges[0, 2]
-            separate = max(apart) >= key_block
+            gaps = ranges[0, 1] - ranges[1, 2], ranges[1, 1] - ranges[0, 2]
+            separate = max(gaps) >= key_block
         total = 0
         if separate:  # no key block has two ranges, so none is counted twice
             for r in range(count):

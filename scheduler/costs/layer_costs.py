@@ -238,8 +238,8 @@ class CostProfile:
         try:
             if data["format"] != PROFILE_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
-            apart = "format", "modules", "links", "sharing"
-            remaining = {k: v for k, v in data.items() if k not in apart}
+            converted = "format", "modules", "links", "sharing"
+            remaining = {k: v for k, v in data.items() if k not in converted}
             if data.get("sharing") is not None:
                 remaining["sharing"] = DeviceSharing.from_dict(data["sharing"])
             links = data.get("links")

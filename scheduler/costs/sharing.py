@@ -70,10 +70,10 @@ class DeviceSharing:
         key = surface.name, degree, quota
         if key not in self._alone:
             sampled = min(degree, surface.degrees[-1])
-            asked, least = _fraction(quota), Fraction(surface.quotas[0], surface.steps)
-            share = max(asked, least)
+            requested, least = _fraction(quota), Fraction(surface.quotas[0], surface.steps)
+            share = max(requested, least)
             seconds = surface.seconds_at(sampled, share.numerator, share.denominator)
-            self._alone[key] = seconds * sampled / degree * float(share / asked)
+            self._alone[key] = seconds * sampled / degree * float(share / requested)
         return self._alone[key]
 
     def _bandwidth(self, module: str, quota: float) -> float:

@@ -73,14 +73,14 @@ class ScalingSurface:
         rows = items(self.seconds, f"{name}.seconds")
         memory = items(self.memory_bytes, f"{name}.memory_bytes")
         bandwidth = items(self.bandwidth, f"{name}.bandwidth")
-        for field, values, like in (
+        for field, values, axis in (
             ("seconds", rows, "degrees"), ("memory_bytes", memory, "degrees"),
             ("bandwidth", bandwidth, "quotas"),
         ):
-            if len(values) != len(getattr(self, like)):
+            if len(values) != len(getattr(self, axis)):
                 raise PlanError(
                     f"{name}.{field} has {len(values)} entries; it must have one for each of the "
-                    f"{len(getattr(self, like))} {like}"
+                    f"{len(getattr(self, axis))} {axis}"
                 )
         checked = []
         for i, row in enumerate(rows):
@@ -137,13 +137,13 @@ class ScalingSurface:
         steps = whole(self.steps if steps is None else steps, "steps", 1)
         whole(quota, f"quota of {self.name}", 1, steps)
         # In units of 1 / (steps * self.steps), so that sampled quotas are matched exactly.
-        asked, samples = quota * self.steps, [q * steps for q in self.quotas]
-        if not samples[0] <= asked <= samples[-1]:
+        target, samples = quota * self.steps, [q * steps for q in self.quotas]
+        if not samples[0] <= target <= samples[-1]:
             raise PlanError(
                 f"quota of {self.name} is {quota}/{steps}; sampled quotas are {self.quotas[0]} to "
                 f"{self.quotas[-1]} of {self.steps}"
             )
-        return _bracket(np.log(asked), np.log(samples))
+        return _bracket(np.log(target), np.log(samples))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -196,12 +196,13 @@ class SurfaceConditions:
         """Raise ``PlanError`` if the surfaces were measured under other conditions; None skips a
         condition. ``batch`` counts samples, ``tokens`` counts tokens per sample by module."""
         named = {"batch": (batch, self.batch), "precision": (precision, self.precision)}
-        for module, asked in (tokens or {}).items():
-            named[f"tokens.{module}"] = asked, self.tokens.get(module)
-        for field, (asked, measured) in named.items():
-            if asked is not None and asked != measured:
+        for module, requested in (tokens or {}).items():
+            named[f"tokens.{module}"] = requested, self.tokens.get(module)
+        for field, (requested, measured) in named.items():
+            if requested is not None and requested != measured:
                 raise PlanError(
-                    f"{field} is {asked!r:.80}, but the surfaces were measured with {measured!r} "
+                    f"{field} is {requested!r:.80}, but the surfaces were measured with "
+                    f"{measured!r} "
                     "and are not valid for other values; use that value or measure new surfaces"
                 )
 

@@ -162,8 +162,8 @@ class ModuleGraph:
             if all(o == name or o in ancestors[name] or name in ancestors[o] for o in ordered)
         ]
         reading = [name for name in joining if self.producers(name)]
-        some = reading or joining or ordered
-        return max(reversed(some), key=lambda name: self.node(name).num_layers)
+        candidates = reading or joining or ordered
+        return max(reversed(candidates), key=lambda name: self.node(name).num_layers)
 
     @cached_property
     def followers(self) -> frozenset[str]:

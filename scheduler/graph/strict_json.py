@@ -46,8 +46,8 @@ def json_value(source: str, what: str) -> Any:
     level = [data]
     for _ in range(MOST_DEPTH + 1):
         level = [
-            inner for inside in level if isinstance(inside, dict | list)
-            for inner in (inside.values() if isinstance(inside, dict) else inside)
+            inner for container in level if isinstance(container, dict | list)
+            for inner in (container.values() if isinstance(container, dict) else container)
         ]
     if level:
         raise PlanError(_too_deep(what))

@@ -75,10 +75,10 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     if target > COARSE:
         return _budgets(sizes, modality, math.ceil(target))
     # Evenly spaced samples, in the order of sizes, represent all of them.
-    many = np.random.default_rng(0).integers(0, len(sizes), TRIAL_EVERY * TRIAL_SAMPLES)
-    drawn = sizes.values[many] if len(sizes) > len(many) else sizes.values
-    indices = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
-    trial = drawn[np.lexsort(drawn.T)[indices]]
+    indices = np.random.default_rng(0).integers(0, len(sizes), TRIAL_EVERY * TRIAL_SAMPLES)
+    drawn = sizes.values[indices] if len(sizes) > len(indices) else sizes.values
+    quantiles = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
+    trial = drawn[np.lexsort(drawn.T)[quantiles]]
     if not trial[:, modality].any():
         return _budgets(sizes, modality, math.ceil(target))
     low, high = (max(1, math.ceil(reach * target)) for reach in REACH)

@@ -52,7 +52,7 @@ class CostFit:
         """Add a step of (n, C) units, squares and seconds, by column. Return the relative error of
         the prediction for this step (sum of errors over sum of seconds), or None if too little was
         known."""
-        off, total = 0.0, 0.0
+        error, total = 0.0, 0.0
         complete = True
         present = (units > 0) & (seconds > 0)
         for name, fit in self._modules.items():
@@ -67,9 +67,9 @@ class CostFit:
             if expected is None:
                 complete = complete and not in_module.any()
                 continue
-            off += float(np.abs(expected - seconds[in_module]).sum())
+            error += float(np.abs(expected - seconds[in_module]).sum())
             total += float(seconds[in_module].sum())
-        return off / total if complete and total > 0 else None
+        return error / total if complete and total > 0 else None
 
     def costs(self) -> MeasuredCosts | None:
         fits = {name: fit for name, fit in self._modules.items() if fit.ready}

@@ -124,14 +124,14 @@ def make_room(sizes, order, budgets, groups, group_of, first):
                 continue
             if not _has_room(room[group], sizes[sample], sizes[moved]):
                 continue
-            to = _fullest_with_room(room, sizes[moved], budgets, group)
-            if to < 0:
+            target = _fullest_with_room(room, sizes[moved], budgets, group)
+            if target < 0:
                 stays[index] = True
                 continue
             for c in range(columns):
                 room[group, c] += sizes[moved, c] - sizes[sample, c]
-                room[to, c] -= sizes[moved, c]
-            group_of[moved], group_of[sample] = to, group
+                room[target, c] -= sizes[moved, c]
+            group_of[moved], group_of[sample] = target, group
             for slot in range(len(order)):
                 third = order[slot]
                 if stays[slot] and group_of[third] != group:
@@ -261,11 +261,11 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
     group (-1 for none) and the places of both samples."""
     columns = mine.shape[1]
     chosen, best_i, best_j, best = -1, 0, 0, -1e-12
-    asked = 0
+    compared = 0
     for light in np.argsort(loads[:, column], kind="mergesort"):
         if loads[light, column] >= loads[heavy, column]:
             break
-        asked += 1
+        compared += 1
         for i in range(starts[heavy], starts[heavy + 1]):
             for j in range(starts[light], starts[light + 1]):
                 if mine[j, column] >= mine[i, column]:
@@ -278,7 +278,7 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
                     fits = fits and above + abs(d) <= budgets[c]
                 if fits and change < best:
                     chosen, best_i, best_j, best = light, i, j, change
-        if asked >= candidates and (chosen >= 0 or asked >= MOST_CANDIDATES * candidates):
+        if compared >= candidates and (chosen >= 0 or compared >= MOST_CANDIDATES * candidates):
             break
     return chosen, best_i, best_j
 

@@ -203,8 +203,8 @@ def group_units(
     result = np.zeros((2, len(groups), len(columns)))
     for column, (name, share, count) in enumerate(columns):
         first, last = starts + share * counts // count, starts + (share + 1) * counts // count
-        for which, sums in enumerate(sums_by_name[name]):
-            result[which, :, column] = sums[last] - sums[first]
+        for power, sums in enumerate(sums_by_name[name]):
+            result[power, :, column] = sums[last] - sums[first]
     return result[0], result[1]
 
 

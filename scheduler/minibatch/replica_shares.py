@@ -124,7 +124,7 @@ def _split_one_by_one(step, rules):
     empty = min(ranks, n)  # groups without a sample
     unplaced = n
     for i in np.argsort(total, kind="mergesort"):
-        to, best = -1, np.inf
+        target, best = -1, np.inf
         for g in range(ranks):
             if unplaced <= empty and step.counts[g]:
                 continue
@@ -134,13 +134,13 @@ def _split_one_by_one(step, rules):
                 score += rules.factors[c, g] * s * (step.loads[g, c] + 0.5 * s)
                 fits = fits and step.used[g, c] + step.units[i, c] <= rules.limits[c]
             if fits and score < best:
-                to, best = g, score
-        if to < 0:
+                target, best = g, score
+        if target < 0:
             return False
-        empty -= step.counts[to] == 0
+        empty -= step.counts[target] == 0
         unplaced -= 1
-        _add(step, i, to, 1)
-        step.slot_of[i] = to
+        _add(step, i, target, 1)
+        step.slot_of[i] = target
     return True
 
 
@@ -161,7 +161,7 @@ def _improve(step, rules):
     changed = False
     for i in range(n):
         a = slot_of[i]
-        best, to, partner = -1e-9 * _sum(rules.factors, loads), -1, -1
+        best, target, partner = -1e-9 * _sum(rules.factors, loads), -1, -1
         for j in range(-ranks, n):  # negative: move alone to group -1 - j
             b = -1 - j if j < 0 else slot_of[j]
             if b == a or (j < 0 and step.counts[a] < 2):
@@ -176,14 +176,14 @@ def _improve(step, rules):
                 change -= rules.factors[c, a] * s * (2.0 * loads[a, c] - s)
                 fits = fits and used[b, c] + u <= limit and used[a, c] - u <= limit
             if fits and change < best:
-                best, to, partner = change, b, j
-        if to >= 0:
+                best, target, partner = change, b, j
+        if target >= 0:
             changed = True
             _add(step, i, a, -1)
-            _add(step, i, to, 1)
-            slot_of[i] = to
+            _add(step, i, target, 1)
+            slot_of[i] = target
             if partner >= 0:
-                _add(step, partner, to, -1)
+                _add(step, partner, target, -1)
                 _add(step, partner, a, 1)
                 slot_of[partner] = a
     return changed

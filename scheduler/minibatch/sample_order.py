@@ -76,7 +76,7 @@ def _placed(seconds, copy_of, loads, factors):
     for i in range(n):
         total[i] = -seconds[i].sum()
     for i in np.argsort(total, kind="mergesort"):
-        to, best = -1, np.inf
+        target, best = -1, np.inf
         for position in range(n):
             if sample_at[position] >= 0:
                 continue
@@ -85,10 +85,10 @@ def _placed(seconds, copy_of, loads, factors):
                 k, s = copy_of[position, c], seconds[i, c]
                 score += factors[c, k] * s * (loads[c, k] + 0.5 * s)
             if score < best:
-                to, best = position, score
-        sample_at[to] = i
+                target, best = position, score
+        sample_at[target] = i
         for c in range(columns):
-            loads[c, copy_of[to, c]] += seconds[i, c]
+            loads[c, copy_of[target, c]] += seconds[i, c]
     return sample_at
 
 
@@ -99,7 +99,7 @@ def _exchanged(seconds, copy_of, loads, factors, sample_at):
     least = -1e-9 * (factors * loads**2).sum()
     changed = False
     for a in range(n):
-        best, to = least, -1
+        best, target = least, -1
         for b in range(n):
             change = 0.0
             for c in range(columns):
@@ -109,12 +109,12 @@ def _exchanged(seconds, copy_of, loads, factors, sample_at):
                     change += factors[c, first] * s * (2.0 * loads[c, first] + s)
                     change -= factors[c, second] * s * (2.0 * loads[c, second] - s)
             if change < best:
-                best, to = change, b
-        if to >= 0:
+                best, target = change, b
+        if target >= 0:
             changed = True
             for c in range(columns):
-                s = seconds[sample_at[to], c] - seconds[sample_at[a], c]
+                s = seconds[sample_at[target], c] - seconds[sample_at[a], c]
                 loads[c, copy_of[a, c]] += s
-                loads[c, copy_of[to, c]] -= s
-            sample_at[a], sample_at[to] = sample_at[to], sample_at[a]
+                loads[c, copy_of[target, c]] -= s
+            sample_at[a], sample_at[target] = sample_at[target], sample_at[a]
     return changed

@@ -37,11 +37,11 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
     placed: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for s, stage in enumerate(mapping.stages):
         for p, placement in enumerate(stage.placements):
-            where = f"stages[{s}].placements[{p}].module is {placement.module!r}"
+            field = f"stages[{s}].placements[{p}].module is {placement.module!r}"
             if placement.module not in names:
-                raise PlanError(f"{where}; accepted: {', '.join(sorted(names))}")
+                raise PlanError(f"{field}; accepted: {', '.join(sorted(names))}")
             if placement.module in placed:
-                raise PlanError(f"{where}, which is already complete; a module runs once")
+                raise PlanError(f"{field}, which is already complete; a module runs once")
             placed[placement.module] = s, placement.gpus, placement.quota
     _place_losses(graph, mapping, placed)
     stages = []
@@ -69,8 +69,8 @@ def _place_losses(
                 f"loss {name!r} reads no module; the mapping must place it explicitly"
             )
     for first in range(0, len(unplaced), mapping.steps):
-        together = unplaced[first : first + mapping.steps]
-        gpus_of = {name: _last_gpus(graph, places, name) for name in together}
+        concurrent = unplaced[first : first + mapping.steps]
+        gpus_of = {name: _last_gpus(graph, places, name) for name in concurrent}
         slot = len(mapping.stages) + first // mapping.steps
         for name, gpus in gpus_of.items():
             sharers = max(sum(gpu in loss_gpus for loss_gpus in gpus_of.values()) for gpu in gpus)

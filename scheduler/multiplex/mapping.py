@@ -80,29 +80,29 @@ class Mapping:
         used = [0] * self.gpus
         seen: set[str] = set()
         for p, placement in enumerate(stage.placements):
-            where = f"stages[{s}].placements[{p}]"
-            name = text(placement.module, f"{where}.module")
+            field = f"stages[{s}].placements[{p}]"
+            name = text(placement.module, f"{field}.module")
             if name in seen:
                 raise PlanError(
-                    f"{where}.module is {name!r} a second time; a stage has each module once"
+                    f"{field}.module is {name!r} a second time; a stage has each module once"
                 )
             seen.add(name)
-            whole(placement.slices, f"{where}.slices", 1, self.slices)
+            whole(placement.slices, f"{field}.slices", 1, self.slices)
             for g in placement.gpus:
-                whole(g, f"{where}.gpus of {name!r}", 0, self.gpus - 1)
+                whole(g, f"{field}.gpus of {name!r}", 0, self.gpus - 1)
             degree = len(placement.gpus)
             if list(placement.gpus) != sorted(set(placement.gpus)) or not degree:
                 raise PlanError(
-                    f"{where}.gpus of {name!r} is {list(placement.gpus)}; it must have at least "
+                    f"{field}.gpus of {name!r} is {list(placement.gpus)}; it must have at least "
                     "one GPU, ascending"
                 )
             if degree & (degree - 1):
                 raise PlanError(
-                    f"{where}.gpus of {name!r} has {degree} GPUs; accepted: a power of two"
+                    f"{field}.gpus of {name!r} has {degree} GPUs; accepted: a power of two"
                 )
             if type(placement.quota) is not int or not 1 <= placement.quota <= self.steps:
                 raise PlanError(
-                    f"{where}.quota of {name!r} is {placement.quota!r}; it must be a whole number "
+                    f"{field}.quota of {name!r} is {placement.quota!r}; it must be a whole number "
                     f"of steps from 1 (the granularity, 1/{self.steps} of a GPU) to {self.steps}"
                 )
             for g in placement.gpus:
@@ -152,15 +152,15 @@ class Mapping:
         slices_left = dict.fromkeys(problem.names, self.slices)
         for s, stage in enumerate(self.stages):
             for p, placement in enumerate(stage.placements):
-                where, name = f"stages[{s}].placements[{p}]", placement.module
+                field, name = f"stages[{s}].placements[{p}]", placement.module
                 if name not in index:
                     raise PlanError(
-                        f"{where}.module is {name!r}; modules are {list(problem.names)}"
+                        f"{field}.module is {name!r}; modules are {list(problem.names)}"
                     )
                 for ancestor in bits(problem.ancestors[index[name]]):
                     if slices_left[problem.names[ancestor]]:
                         raise PlanError(
-                            f"{where}.module is {name!r}, which depends on "
+                            f"{field}.module is {name!r}, which depends on "
                             f"{problem.names[ancestor]!r}; that must be complete in an earlier "
                             "stage"
                         )

@@ -86,12 +86,12 @@ def sent_ports(
 ) -> dict[Edge, EdgePorts]:
     """Return the ports of each message, for edges that carry or withhold ports. A rank receives the
     output of a stage once for all of its stages."""
-    together: dict[tuple[StageId, int], EdgePorts] = {}
+    by_receiver: dict[tuple[StageId, int], EdgePorts] = {}
     for (src, dst), ports in edges.items():
         key = src, rank_of(dst)
-        together[key] = together[key] | ports if key in together else ports
+        by_receiver[key] = by_receiver[key] | ports if key in by_receiver else ports
     sent = {
-        (src, dst): together[src, rank_of(dst)] if rank_of(src) != rank_of(dst) else ports
+        (src, dst): by_receiver[src, rank_of(dst)] if rank_of(src) != rank_of(dst) else ports
         for (src, dst), ports in edges.items()
     }
     return {edge: ports for edge, ports in sent.items() if ports != PLAIN}
@@ -122,8 +122,8 @@ def _port_bytes(port: Port, profile: CostProfile) -> int:
     nbytes = profile.port_bytes(port.consumer, port.name)
     if nbytes is not None:
         return nbytes
-    made_of = port.producers if port.output is None else ()
-    return sum(profile.modules[producer][-1].output_bytes for producer in made_of)
+    sources = port.producers if port.output is None else ()
+    return sum(profile.modules[producer][-1].output_bytes for producer in sources)
 
 
 def _by_consumer(ports: Iterable[Port]) -> list[tuple[str, list[Port]]]:
@@ -150,8 +150,8 @@ def _seconds(profile: CostProfile | None, processes: Callable[[int], Iterable[in
 
 def _name(port: Port, edge: Edge) -> str:
     """Return the sender's name of a port."""
-    within = edge[0].module == port.consumer or port.output is None
-    return port.name if within else str(port.output)
+    keeps_name = edge[0].module == port.consumer or port.output is None
+    return port.name if keeps_name else str(port.output)
 
 
 def _would_carry(port: Port, edge: Edge) -> bool:

@@ -83,10 +83,10 @@ def _check_rank(
             f"one on rank {rank}; accepted: quotas of two modules or more that share a rank"
         )
     total = math.fsum(quotas.values())
-    where = "" if slot is None else f" in slot {slot}"
+    suffix = "" if slot is None else f" in slot {slot}"
     if total > 1 + ROUNDING:
         raise PlanError(
-            f"quotas {dict(quotas)} on rank {rank}{where} sum to {total:.4g}; accepted: at most 1"
+            f"quotas {dict(quotas)} on rank {rank}{suffix} sum to {total:.4g}; accepted: at most 1"
         )
 
 
@@ -104,7 +104,7 @@ def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -
                 )
         return
     slots: dict[StageId, int] = {}
-    together: dict[tuple[int, int], list[Stage]] = {}
+    by_slot: dict[tuple[int, int], list[Stage]] = {}
     for stage in stages:
         if type(stage.slot) is not int or stage.slot < 0:
             raise PlanError(
@@ -112,14 +112,14 @@ def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -
                 "number from 0 for every stage"
             )
         slots[stage.id] = stage.slot
-        together.setdefault((stage.rank, stage.slot), []).append(stage)
+        by_slot.setdefault((stage.rank, stage.slot), []).append(stage)
     for producer, consumer in edges:
         if slots[consumer] <= slots[producer]:
             raise PlanError(
                 f"slot of stage {consumer} is {slots[consumer]} and of {producer}, which it reads, "
                 f"{slots[producer]}; accepted: a later one"
             )
-    for (rank, slot), concurrent in together.items():
+    for (rank, slot), concurrent in by_slot.items():
         modules = {stage.module for stage in concurrent}
         if len(concurrent) > 1 and (
             len(modules) < len(concurrent) or any(stage.quota is None for stage in concurrent)

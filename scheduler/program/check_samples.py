@@ -193,8 +193,8 @@ def _tiles(ranges: Sequence[Range], whole: Sequence[Range]) -> bool:
     """Return True if ``ranges`` (in any order) has each sample of ``whole`` (ascending ranges that
     do not touch) once, and no others."""
     ordered = sorted(ranges)
-    apart = all(a.hi <= b.lo for a, b in zip(ordered, ordered[1:], strict=False))
-    return apart and union(ordered) == tuple(whole)
+    disjoint = all(a.hi <= b.lo for a, b in zip(ordered, ordered[1:], strict=False))
+    return disjoint and union(ordered) == tuple(whole)
 
 
 def _listed(ranges: Sequence[Range]) -> str:

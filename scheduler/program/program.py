@@ -65,12 +65,12 @@ class Instruction(NamedTuple):
         return (self.stage, self.peer) if self.op is Op.SEND else (self.peer, self.stage)
 
     def __str__(self) -> str:
-        where = f" {self.stage}" if self.stage.module else ""
-        which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
-        which += f"[{', '.join(f'{lo}:{hi}' for lo, hi in self.samples)}]" if self.samples else ""
+        stage = f" {self.stage}" if self.stage.module else ""
+        number = f" #{self.microbatch}" if self.microbatch >= 0 else ""
+        number += f"[{', '.join(f'{lo}:{hi}' for lo, hi in self.samples)}]" if self.samples else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
         group = f" (group {self.group}, quota {self.quota:g})" if self.group >= 0 else ""
-        return f"{self.op.value}{where}{arrow}{which}{group}"
+        return f"{self.op.value}{stage}{arrow}{number}{group}"
 
 
 def group_end(instructions: Sequence[Any], index: int) -> int:

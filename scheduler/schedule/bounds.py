@@ -109,8 +109,8 @@ class _Bound:
                 module = self.plan.by_id[consumer].module
                 beyond[module] = min(beyond.get(module, downstream), downstream)
             cost = self.costs[stage.id]
-            again = cost.forward if stage.recompute else 0.0
-            stage_seconds = cost.forward + again + cost.backward_input + cost.backward_weight
+            recompute = cost.forward if stage.recompute else 0.0
+            stage_seconds = cost.forward + recompute + cost.backward_input + cost.backward_weight
             trip[stage.id] = stage_seconds + max(beyond.values(), default=0.0)
         return trip
 
@@ -163,8 +163,8 @@ class _Bound:
                 if stage.id in active.stages and not self.plan.stage_consumers[stage.id]:
                     head, tail = heads[stage.id], tails[stage.id]
                     last = self.costs[stage.id].backward_weight
-                    once = self._once(stage, active)
-                    longest = max(longest, head + max(once, once - last + tail))
+                    occupied = self._once(stage, active)
+                    longest = max(longest, head + max(occupied, occupied - last + tail))
         return longest
 
     def _once(self, stage: Stage, active: ActiveStages) -> float:
@@ -172,8 +172,8 @@ class _Bound:
         cost = self.costs[stage.id]
         if stage.id not in active.needs_backward:
             return cost.forward
-        again = cost.forward if stage.recompute else 0.0
-        return cost.forward + again + cost.backward_input + cost.backward_weight
+        recompute = cost.forward if stage.recompute else 0.0
+        return cost.forward + recompute + cost.backward_input + cost.backward_weight
 
     def _rank(self, rank: int) -> float:
         stages = self.plan.rank_stages(rank)
@@ -211,11 +211,11 @@ class _Bound:
         cost = self.costs[stage.id]
         early = room * cost.forward
         if stage.recompute:
-            again = float(room)
+            resident = float(room)
             if stage.rank in self.limits and cost.activation_bytes >= max(1, cost.input_bytes):
                 free = self.limits[stage.rank] * (1 + 1e-9) - room * cost.input_bytes
-                again = min(again, max(free, cost.activation_bytes) / cost.activation_bytes)
-            early += again * cost.forward
+                resident = min(resident, max(free, cost.activation_bytes) / cost.activation_bytes)
+            early += resident * cost.forward
         return max(0.0, self.gradient[stage.id] - self.head[stage.id] - early)
 
     def _last_forward(self, stage: Stage) -> float:
@@ -226,8 +226,8 @@ class _Bound:
         cost, waiting = self.costs[stage.id], 0.0
         if stage.id in self.way_back and len(self.plan.rank_stages(stage.rank)) == 1:
             room = self._room(stage)
-            again = cost.forward if stage.recompute else 0.0
-            waiting = (count - room) * (again + cost.backward_input + cost.backward_weight)
+            recompute = cost.forward if stage.recompute else 0.0
+            waiting = (count - room) * (recompute + cost.backward_input + cost.backward_weight)
             waiting += self._idle(stage, room) if count > room else 0.0
         return self.head[stage.id] + waiting + count * cost.forward + self.rest[stage.id]
 
@@ -249,19 +249,19 @@ class _Bound:
             remaining[stage.id] = max(ways.values(), default=0.0)
             if stage.id in self.needs:
                 cost = self.costs[stage.id]
-                again = cost.forward if stage.recompute else 0.0
+                recompute = cost.forward if stage.recompute else 0.0
                 tail = self.tail[stage.id] if stage.id in self.owes else 0.0
-                back = max(again, self.way_back[stage.id]) + cost.backward_input
-                back += max(cost.backward_weight, tail)
-                remaining[stage.id] = max(remaining[stage.id], back)
+                way_back = max(recompute, self.way_back[stage.id]) + cost.backward_input
+                way_back += max(cost.backward_weight, tail)
+                remaining[stage.id] = max(remaining[stage.id], way_back)
         return remaining
 
     def _row_of_trips(self, stage: Stage, room: int) -> float:
         """Return the earliest end of a rank with one stage that holds ``room`` microbatches: each
         batch of them waits for a round trip to the loss."""
         cost = self.costs[stage.id]
-        back = max(self.way_back[stage.id], cost.forward if stage.recompute else 0.0)
-        trip = cost.forward + back + cost.backward_input
+        way_back = max(self.way_back[stage.id], cost.forward if stage.recompute else 0.0)
+        trip = cost.forward + way_back + cost.backward_input
         trips, extra = divmod(self._count(stage) - 1, room)
         tail = self.tail[stage.id] if stage.id in self.owes else 0.0
         row = extra * cost.forward + trips * (trip + cost.backward_weight) + trip
@@ -286,11 +286,13 @@ class _Bound:
                 if consumer not in beyond:  # a replica without microbatches
                     continue
                 cost, module = self.costs[consumer], self.plan.by_id[consumer].module
-                again = cost.forward if self.plan.by_id[consumer].recompute else 0.0
+                recompute = cost.forward if self.plan.by_id[consumer].recompute else 0.0
                 back = cost.backward_input + self._delay(consumer, stage.id)
                 way = self._delay(stage.id, consumer) + cost.forward
-                way += max(again, beyond[consumer]) + back
-                arrival = max(self.head[consumer] + cost.forward + again, first[consumer]) + back
+                way += max(recompute, beyond[consumer]) + back
+                arrival = max(
+                    self.head[consumer] + cost.forward + recompute, first[consumer]
+                ) + back
                 ways[module] = min(ways.get(module, way), way)
                 firsts[module] = min(firsts.get(module, arrival), arrival)
             beyond[stage.id] = max(ways.values(), default=0.0)

@@ -203,8 +203,8 @@ def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
         plan, scheduler.activation_peaks(baseline), scheduler.sizes
     )
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
-    again = any(stage.recompute for stage in plan.stages)
-    tried = policies(shared, again) if plan.policy is None else (plan.policy,)
+    recompute = any(stage.recompute for stage in plan.stages)
+    tried = policies(shared, recompute) if plan.policy is None else (plan.policy,)
     schedules, stuck = [], None
     for policy in tried:
         try:

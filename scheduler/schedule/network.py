@@ -75,19 +75,19 @@ def _transfer(
 ) -> Transfer:
     """Return the time of one message of ``size`` bytes, summed over processes; ``nodes`` has the
     nodes of each rank."""
-    theirs, ours = plan.processes(sender.rank), plan.processes(receiver.rank)
+    senders, receivers = plan.processes(sender.rank), plan.processes(receiver.rank)
     link, from_nodes, to_nodes = links.within_node, nodes[sender.rank], nodes[receiver.rank]
     if from_nodes != to_nodes:
         link = links.across_nodes
-    seconds = size / min(theirs, ours) / link.bandwidth
+    seconds = size / min(senders, receivers) / link.bandwidth
     if sender.module == receiver.module:  # each share of the tokens is sent separately
-        held = size * receiver.tp / ours
+        held = size * receiver.tp / receivers
         gathered = gather_seconds(held, receiver.tp, links.among(to_nodes))
     else:
-        back = receiver.module in plan.graph.producers(sender.module)
-        sharing = theirs if back else theirs // sender.tp
+        is_backward = receiver.module in plan.graph.producers(sender.module)
+        sharing = senders if is_backward else senders // sender.tp
         gathered = gather_seconds(size, sharing, links.among(from_nodes))
-        gathered += gather_seconds(size, ours, links.among(to_nodes))
+        gathered += gather_seconds(size, receivers, links.among(to_nodes))
     return Transfer(seconds, link.latency + gathered)
 
 

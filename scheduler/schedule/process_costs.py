@@ -161,12 +161,12 @@ def stage_layers(layers: Sequence[LayerCost], lo: int, hi: int) -> tuple[LayerCo
     if not tied:
         return chosen
     last = chosen[-1]
-    alone = replace(
+    untied = replace(
         last, parameter_bytes=last.parameter_bytes - tied, tied_bytes=0,
         replicated_bytes=last.replicated_bytes - tied * (tied <= last.replicated_bytes),
         base_bytes=last.base_bytes - tied * (tied <= last.base_bytes),
     )
-    return (*chosen[:-1], alone)
+    return (*chosen[:-1], untied)
 
 
 def all_reduce_seconds(size: float, processes: int, link: Link | None) -> float:

@@ -30,8 +30,8 @@ def to_program(
     names the first of these stages. Their gradients are summed on that rank and sent back once the
     last of them has run its backward.
     """
-    around = _Surroundings(plan, active)
-    return Program(tuple(_with_messages(around, rank, early) for rank in tasks))
+    surroundings = _Surroundings(plan, active)
+    return Program(tuple(_with_messages(surroundings, rank, early) for rank in tasks))
 
 
 def _with_messages(
@@ -96,10 +96,10 @@ class _Surroundings:
     def of(self, stage: StageId, microbatch: int) -> _Around:
         uses = self.active[microbatch]
         key = stage, id(uses)
-        around = self._around.get(key)
-        if around is None:
-            around = self._around[key] = self._surroundings(stage, uses, uses.samples)
-        return around
+        surroundings = self._around.get(key)
+        if surroundings is None:
+            surroundings = self._around[key] = self._surroundings(stage, uses, uses.samples)
+        return surroundings
 
     def _surroundings(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _Around:
         plan = self.plan

@@ -28,8 +28,10 @@ def _rank_tasks(plan: Plan, rank: int, active: Sequence[ActiveStages]) -> tuple[
         for ops_of, passed in ((_forwards, order), (_backwards, order[::-1])):
             for slot in passed:
                 for stage in slots[slot]:
-                    where = (-1, 1.0) if stage.quota is None else (group, stage.quota)
-                    tasks += [Task(stage.id, microbatch, op, *where) for op in ops_of(stage, uses)]
+                    group_quota = (-1, 1.0) if stage.quota is None else (group, stage.quota)
+                    tasks += [
+                        Task(stage.id, microbatch, op, *group_quota) for op in ops_of(stage, uses)
+                    ]
                 group += 1
     return tuple(tasks)
 

@@ -86,8 +86,8 @@ def parts_of(
     for stages in _connected(plan):
         present = sorted({number for stage in stages for number in used.get(stage.id, ())})
         microbatches = np.flatnonzero(np.isin(kind_of, present))
-        among = {number: index for index, number in enumerate(present)}
-        columns = [among[number] for number in kind_of[microbatches]]
+        column_of = {number: index for index, number in enumerate(present)}
+        columns = [column_of[number] for number in kind_of[microbatches]]
         result.append(_part(
             plan, stages, [kinds[number] for number in present], columns, microbatches, costs,
             sizes, delays,
@@ -180,7 +180,7 @@ def _part(
         ], dtype=float).reshape(-1, 2),
         consumer_modules,
         _starts(map(len, on_rank)),
-        np.array([stage for some in on_rank for stage in some], dtype=np.int64),
+        np.array([stage for rank_stages in on_rank for stage in rank_stages], dtype=np.int64),
     )
     return Part(
         tuple(stages), tuple(ranks), tuple(microbatches.tolist()), arrays, tuple(names)

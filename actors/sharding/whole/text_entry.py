@@ -49,10 +49,10 @@ class TextEntry:
         self._mixes = bool(mixers)
         if mixers:
             mix_by_documents(module.get_submodule(blocks).children(), mixers)
-        where = blocks.rpartition(".")[0]
-        while isinstance(module.get_submodule(where), nn.ModuleList | nn.ModuleDict):
-            where = where.rpartition(".")[0]
-        self._text = module.get_submodule(where)
+        path = blocks.rpartition(".")[0]
+        while isinstance(module.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            path = path.rpartition(".")[0]
+        self._text = module.get_submodule(path)
         self._signature = inspect.signature(self._text.forward)
         self._share: TokenShare | None = None
         self._real: torch.Tensor | None = None

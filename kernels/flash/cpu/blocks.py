@@ -139,26 +139,26 @@ def _shared(
     where one masked call is cheaper than a call each. Pieces of a group have equal attend bits and
     need not be adjacent."""
     group: list[MaskRegion] = []
-    cost, every, some = 0.0, [], []
+    cost, every, partly = 0.0, [], []
     for region in sorted(regions, key=lambda region: (region.attend, region.start)):
         joins = False
         if group and group[0].attend == region.attend:
             rows = sum(member.rows for member in group) + region.rows
-            same = every == some == region.every() == region.some()
+            same = every == partly == region.every() == region.some()
             if same or (region.rows < SMALL_ROWS and rows <= SHARED_ROWS):
                 both_every = intersect(every, region.every())
-                both_some = union([*some, *region.some()])
+                both_some = union([*partly, *region.some()])
                 joint = _cost(rows, len(group) + 1, both_every, both_some, region, keys, overhead)
                 alone = _cost(region.rows, 1, region.every(), region.some(), region, keys, overhead)
                 joins = joint < cost + alone
         if joins:
             group.append(region)
-            cost, every, some = joint, both_every, both_some
+            cost, every, partly = joint, both_every, both_some
             continue
         if group:
             yield group
-        group, every, some = [region], region.every(), region.some()
-        cost = _cost(region.rows, 1, every, some, region, keys, overhead)
+        group, every, partly = [region], region.every(), region.some()
+        cost = _cost(region.rows, 1, every, partly, region, keys, overhead)
     if group:
         yield group
 
@@ -171,12 +171,12 @@ def _cost(
     part, or one part that masks everything."""
     full, full_runs = keys.count(every, region.attend)
     seen, runs = keys.count(some, region.attend)
-    together = overhead + (rows + ROW_COST) * MASK_COST * seen + overhead * RUN_COST * runs
-    apart = ((full > 0) + (seen > full)) * overhead + (rows + ROW_COST) * (
+    masked_call = overhead + (rows + ROW_COST) * MASK_COST * seen + overhead * RUN_COST * runs
+    separate = ((full > 0) + (seen > full)) * overhead + (rows + ROW_COST) * (
         full + MASK_COST * (seen - full)
     )
-    apart += overhead * RUN_COST * (full_runs + (runs - full_runs + 1 if seen > full else 0))
-    return min(together, apart) + overhead * RUN_COST * row_runs
+    separate += overhead * RUN_COST * (full_runs + (runs - full_runs + 1 if seen > full else 0))
+    return min(masked_call, separate) + overhead * RUN_COST * row_runs
 
 
 def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iterator[Block]:
@@ -214,8 +214,8 @@ def _rows(region: MaskRegion, crossed: bool, keys: MatchingKeys, limits: Limits)
         )
     elif growing:
         # A triangle needs a mask if some of its keys do not match.
-        some = region.some()
-        holes = keys.count(some, region.attend)[0] < size(some)
+        partly = region.some()
+        holes = keys.count(partly, region.attend)[0] < size(partly)
         if holes or not limits.triangles:
             rows = TRIANGLE_ROWS
     return min(rows, limits.rows or rows)
@@ -251,11 +251,11 @@ def _mixed(regions: list[MaskRegion], keys: MatchingKeys) -> dict[Kind, Ranges]:
     attend, every = regions[0].attend, regions[0].every()
     for region in regions[1:]:
         every = intersect(every, region.every())
-    some = union(r for region in regions for r in region.some())
+    partly = union(r for region in regions for r in region.some())
     return {
         Kind.FULL: keys.matching(every, attend),
         Kind.CAUSAL: [],
-        Kind.MASKED: keys.matching(subtract(some, every), attend),
+        Kind.MASKED: keys.matching(subtract(partly, every), attend),
     }
 
 

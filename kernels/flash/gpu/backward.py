@@ -60,13 +60,13 @@ def row_statistics(
     head = (tl.program_id(0) // blocks) % n_heads
     batch = tl.program_id(0) // (blocks * n_heads)
     rows = tl.arange(0, ROWS)
-    inside = start + rows < n_queries
+    valid = start + rows < n_queries
     o_base = row_base(head_base(out, batch, head, o_b, o_h), start, o_t)
     g_base = row_base(head_base(grad_out, batch, head, g_b, g_h), start, g_t)
     o = load_rows(o_base, o_t, n_queries - start, ROWS, D, BLOCK_D, True)
     g = load_rows(g_base, g_t, n_queries - start, ROWS, D, BLOCK_D, True)
     position = (batch.to(tl.int64) * n_heads + head) * n_queries
-    row_lse = tl.load(lse + position + start + rows, mask=inside, other=float("-inf"))
+    row_lse = tl.load(lse + position + start + rows, mask=valid, other=float("-inf"))
     offset = tl.where(row_lse == float("-inf"), float("inf"), row_lse * factor)
     pointers = stats + (batch.to(tl.int64) * n_heads + head) * 2 * n_rows + start + rows
     tl.store(pointers, offset)
@@ -279,13 +279,13 @@ def _query_tiles(
                 )
         # Advance to the next tile, or to the first tile for the next head.
         tiles_left -= 1
-        again = tiles_left == 0
+        next_head = tiles_left == 0
         run, block, stop = next_block(runs, run, block, stop)
-        run = tl.where(again, first_run, run)
-        block = tl.where(again, tl.load(runs + 2 * run), block)
-        stop = tl.where(again, tl.load(runs + 2 * run + 1), stop)
-        tiles_left = tl.where(again, n_tiles, tiles_left)
-        head += again.to(tl.int32)
+        run = tl.where(next_head, first_run, run)
+        block = tl.where(next_head, tl.load(runs + 2 * run), block)
+        stop = tl.where(next_head, tl.load(runs + 2 * run + 1), stop)
+        tiles_left = tl.where(next_head, n_tiles, tiles_left)
+        head += next_head.to(tl.int32)
     return acc_key, acc_value
 
 

@@ -140,10 +140,10 @@ class AttentionPlan:
     @cached_property
     def backward_query(self) -> DeviceTables:
         """Tables per block of query rows, for the query's gradient (three products per tile)."""
-        ours, theirs = self.config.backward_query, self.config.forward
-        if (ours.block_q, ours.block_k) == (theirs.block_q, theirs.block_k):
+        backward, forward = self.config.backward_query, self.config.forward
+        if (backward.block_q, backward.block_k) == (forward.block_q, forward.block_k):
             return self.forward
-        return self._query_side(ours, 2 / 3)
+        return self._query_side(backward, 2 / 3)
 
     def _query_side(self, kernel, cost: float) -> DeviceTables:
         layout = self.layout

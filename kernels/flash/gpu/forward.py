@@ -125,9 +125,11 @@ def attention_forward(
         runs, partial_run, partial_tiles, inner, multiplier,
         False, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST, TMA,
     )  # fmt: skip
-    some = total > 0
-    acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]
-    row_lse = tl.where(some, (largest + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
+    has_keys = total > 0
+    acc = acc * (1.0 / tl.where(has_keys, total, 1.0))[:, None]
+    row_lse = tl.where(
+        has_keys, (largest + tl.log2(tl.where(has_keys, total, 1.0))) * LN_2, float("-inf")
+    )
     slot = item_slot(item)
     if slot < 0:
         o_base = row_base(head_base(out, batch, head, o_b, o_h), start, o_t)
@@ -165,10 +167,10 @@ def merge_forward(
         slot_out = tl.load(part_out + slot_row * BLOCK_D + slot_offsets(ROWS, BLOCK_D))
         acc += slot_out * weight[:, None]
         total += weight
-    some = total > 0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
+    has_keys = total > 0
+    acc = acc / tl.where(has_keys, total, 1.0)[:, None]
     o_base = row_base(head_base(out, batch, head, o_b, o_h), start, o_t)
     store_rows(o_base, acc, o_t, n_queries - start, ROWS, D, BLOCK_D)
     position = (batch.to(tl.int64) * n_heads + head) * n_queries + start
-    merged = tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    merged = tl.where(has_keys, largest + tl.log(tl.where(has_keys, total, 1.0)), float("-inf"))
     tl.store(lse + position + rows, merged, mask=start + rows < n_queries)

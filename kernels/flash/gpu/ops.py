@@ -42,9 +42,9 @@ def work_item(items, n_items, head_span):
     order (heaviest first), with all heads side by side."""
     program = tl.program_id(0)
     per_span = n_items * head_span
-    within = program % per_span
-    head = (program // per_span) * head_span + within % head_span
-    return items + (within // head_span) * _ITEM_COLUMNS, head
+    index = program % per_span
+    head = (program // per_span) * head_span + index % head_span
+    return items + (index // head_span) * _ITEM_COLUMNS, head
 
 
 @triton.jit

@@ -45,12 +45,12 @@ def merge_greedily(
         best_gain, best = 0.0, None
         for first, second in mergeable(problem, stages):
             merged = first | second
-            apart = seconds[first] + seconds[second]
-            if prune and evaluator.known_bound(merged) >= apart - best_gain:
+            unmerged_seconds = seconds[first] + seconds[second]
+            if prune and evaluator.known_bound(merged) >= unmerged_seconds - best_gain:
                 continue
             if not cache:
                 evaluator.forget()
-            gain = apart - evaluator.result(merged).seconds
+            gain = unmerged_seconds - evaluator.result(merged).seconds
             if gain > best_gain:
                 best_gain, best = gain, (first, second)
         if best is None:

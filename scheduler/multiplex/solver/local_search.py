@@ -70,16 +70,16 @@ def _descend(
 
 def _best_step(evaluator: StageEvaluator, stages: list[int], within: int) -> list[int] | None:
     seconds = {stage: evaluator.result(stage).seconds for stage in stages}
-    hopeful = []
-    for gone, new in steps(evaluator.problem, stages):
-        now = sum(seconds[stage] for stage in gone)
+    candidates = []
+    for replaced, new in steps(evaluator.problem, stages):
+        now = sum(seconds[stage] for stage in replaced)
         least = sum(evaluator.known_bound(stage) for stage in new)
         if least < now * (1 - ROUNDING):
-            hopeful.append((least - now, gone, new))
-    hopeful.sort()
-    for _, gone, new in hopeful:
-        now = sum(seconds[stage] for stage in gone)
-        unchanged = [stage for stage in stages if stage not in gone]
+            candidates.append((least - now, replaced, new))
+    candidates.sort()
+    for _, replaced, new in candidates:
+        now = sum(seconds[stage] for stage in replaced)
+        unchanged = [stage for stage in stages if stage not in replaced]
         ordered = in_order_within(evaluator.problem, [*unchanged, *new], within)
         if ordered and _below(evaluator, new, now * (1 - ROUNDING)):
             return ordered
@@ -140,8 +140,8 @@ def _kicked(
 ) -> list[int]:
     for _ in range(rng.choice(KICKS)):
         possible = list(steps(problem, stages))
-        for gone, new in rng.sample(possible, min(10, len(possible))):
-            unchanged = [stage for stage in stages if stage not in gone]
+        for replaced, new in rng.sample(possible, min(10, len(possible))):
+            unchanged = [stage for stage in stages if stage not in replaced]
             ordered = in_order_within(problem, [*unchanged, *new], within)
             if ordered:
                 stages = ordered

@@ -180,20 +180,20 @@ class _Branches:
             }
             used = iteration_memory(self.problem, mapping)
             full = max(range(len(used)), key=lambda g: used[g])
-            some = set(range(len(spent)))
+            modules = set(range(len(spent)))
             if spent.sum() <= self.problem.gpus * limit:
                 if not stop():
                     solution = self._evened(allowed, mapping, used[full] - limit)
                     if solution is not None and self.offer(solution):
                         return
                 # The total fits, so the modules on the fullest GPU must move.
-                some = {
+                modules = {
                     self.problem.names.index(placement.module)
                     for stage in mapping.stages for placement in stage.placements
                     if full in placement.gpus
                 }
             while True:
-                m = self._cheapest(allowed, spent, some, seconds)
+                m = self._cheapest(allowed, spent, modules, seconds)
                 if m is None:
                     return
                 fewer = self.less(allowed, m, int(spent[m]))

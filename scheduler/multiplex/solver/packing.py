@@ -158,16 +158,16 @@ def _gpus_from(level, at, count, classes):
 @njit(cache=True)
 def _split_class(level, place, option, classes):
     """Add a replica to some GPUs of a class; return the number of classes of the next row."""
-    gpu_class, some, written = classes[level, place.order], place.taken, place.written
-    if some:
-        _write(classes, level, written, gpu_class, some)
+    gpu_class, chosen, written = classes[level, place.order], place.taken, place.written
+    if chosen:
+        _write(classes, level, written, gpu_class, chosen)
         new = classes[level + 1, written]
         new.members |= 1 << level
         new.quota += option.quota
         new.memory += option.memory
         written += 1
-    if some < gpu_class.gpus:
-        _write(classes, level, written, gpu_class, gpu_class.gpus - some)
+    if chosen < gpu_class.gpus:
+        _write(classes, level, written, gpu_class, gpu_class.gpus - chosen)
         written += 1
     return written
 
@@ -194,7 +194,7 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
     levels[first].option = -1
     if not _close_level(first, levels, classes, pool, spread):
         return IMPOSSIBLE, nodes
-    next_option, back = True, False
+    next_option, backtrack = True, False
     while True:
         now = levels[level]
         if next_option:
@@ -206,12 +206,12 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
                 if level < first:
                     return IMPOSSIBLE, nodes
                 now = levels[level]
-                back = True
+                backtrack = True
             else:
                 now.use, now.cap = option.use, option.cap
                 position, replicas_left, written = 0, option.degree, 0
-        if back:
-            back = False
+        if backtrack:
+            backtrack = False
             position = now.decided - 1
             while position >= 0 and classes[level, position].taken == 0:
                 position -= 1
@@ -224,7 +224,7 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
             now.decided = position
             levels[level + 1].classes = _write_rest(level, position, now.classes, written, classes)
             if not _close_level(level + 1, levels, classes, pool, spread):
-                back = True
+                backtrack = True
                 continue
             level += 1
             if level == modules:
@@ -238,7 +238,7 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
                 return GAVE_UP, nodes
             if _gpus_from(level, position, now.classes, classes) < replicas_left:
                 now.decided = position
-                back = True
+                backtrack = True
                 continue
             entry = classes[level, position]
             gpu_class = classes[level, entry.order]

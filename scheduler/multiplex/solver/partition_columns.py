@@ -182,15 +182,17 @@ def best_partition(
         if _raised(columns, used, gap, nodes):
             continue
         # The stages of the program cannot be tightened further: choose whole stages now.
-        hopeful = np.flatnonzero(reduced < gap)
-        reduced[hopeful] += columns.tighten(hopeful)
-        hopeful = hopeful[reduced[hopeful] < gap]
-        if len(hopeful) > MOST_CHOICES:
-            hopeful = np.sort(hopeful[np.argsort(reduced[hopeful], kind="stable")][:MOST_CHOICES])
+        candidates = np.flatnonzero(reduced < gap)
+        reduced[candidates] += columns.tighten(candidates)
+        candidates = candidates[reduced[candidates] < gap]
+        if len(candidates) > MOST_CHOICES:
+            candidates = np.sort(
+                candidates[np.argsort(reduced[candidates], kind="stable")][:MOST_CHOICES]
+            )
             complete = False
         else:
             complete = True
-        chosen, value = _choose(columns, hopeful, upper)
+        chosen, value = _choose(columns, candidates, upper)
         if chosen is None:
             if complete and value == np.inf:
                 proven(upper)

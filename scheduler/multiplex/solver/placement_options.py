@@ -28,8 +28,8 @@ def placement_options(inputs, before):
     # Upper bound of any delay: everything on one GPU.
     worst = 0.0
     if monotone:
-        together = modules if law.own else 1
-        worst = max(0.0, law.constant + law.additive * modules + law.product * together)
+        peers = modules if law.own else 1
+        worst = max(0.0, law.constant + law.additive * modules + law.product * peers)
     for m in range(modules):
         count = 0
         for j in range(degrees):

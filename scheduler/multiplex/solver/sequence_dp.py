@@ -121,10 +121,10 @@ def _subsets(modules: int, with_first: bool) -> np.ndarray:
         count *= 2
         remaining &= remaining - 1
     result = np.empty(count, np.int64)
-    some = 0
+    subset = 0
     for i in range(count):
-        result[i] = some | first
-        some = (some - optional) & optional
+        result[i] = subset | first
+        subset = (subset - optional) & optional
     return result if first else result[1:]
 
 

@@ -51,10 +51,10 @@ def components(problem: MappingProblem) -> list[int]:
     """Split the modules into parts where each part depends on all earlier parts, and none depends
     on later ones. No stage has modules of two parts, so each part is mapped separately."""
     ordered: list[int] = []
-    everyone, done, component = (1 << len(problem.names)) - 1, 0, 0
+    all_modules, done, component = (1 << len(problem.names)) - 1, 0, 0
     for stage in alone_in_slot(problem):
         component |= stage
-        remaining = everyone & ~done & ~component
+        remaining = all_modules & ~done & ~component
         if all(not component & ~problem.ancestors[m] for m in bits(remaining)):
             ordered.append(component)
             done |= component

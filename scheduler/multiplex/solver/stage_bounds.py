@@ -44,15 +44,15 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
 def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> float:
     """Return the least delay of a module next to at least one peer."""
     least = min(float(uses.min()) for uses in peers)
-    everyone = sum(float(uses.max()) for uses in peers)
+    total = sum(float(uses.max()) for uses in peers)
     additive = model.additive
-    many = own + (2 * least if additive >= 0 else everyone)
+    total_use = own + (2 * least if additive >= 0 else total)
     if model.coupling == "own":
-        coupled = own * (least if model.product >= 0 else everyone)
+        coupled = own * (least if model.product >= 0 else total)
     else:
         coupled = 0.0 if model.product >= 0 else 1.0
     # Two or more peers, or exactly one, whose product is known better.
-    shared = max(0.0, model.constant + additive * many + model.product * coupled)
+    shared = max(0.0, model.constant + additive * total_use + model.product * coupled)
     most = max(float(uses.max()) for uses in peers)
     alone = min(model.delay(own, [value]) for value in (least, most))  # it is linear between
     return min(alone, shared)

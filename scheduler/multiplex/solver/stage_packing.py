@@ -100,8 +100,10 @@ class StagePacking:
                 sets[local].extend(range(first, first + int(gpus[c])))
             first += int(gpus[c])
         return tuple(
-            Placement(name, tuple(on), int(quota))
-            for name, on, quota in zip(self.modules, sets, self.packed.chosen[:, 1], strict=True)
+            Placement(name, tuple(replica_gpus), int(quota))
+            for name, replica_gpus, quota in zip(
+                self.modules, sets, self.packed.chosen[:, 1], strict=True
+            )
         )
 
     @classmethod

@@ -214,8 +214,8 @@ def has_room(step, rules, progress, stage, kind, microbatch):
     for row in range(first_at, last_at):
         earlier = step.rank_stages[row]
         # the next task of the stage that needs memory
-        again = step.stages[earlier, RECOMPUTES] > 0
-        index = progress.counts[earlier, NEXT_RECOMPUTE if again else STARTED]
+        recomputes = step.stages[earlier, RECOMPUTES] > 0
+        index = progress.counts[earlier, NEXT_RECOMPUTE if recomputes else STARTED]
         index += step.stages[earlier, BACKWARDS]
         if index == step.stages[earlier + 1, BACKWARDS]:
             continue

@@ -113,14 +113,14 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
                 else:
                     clock[rank] = _group_end(step, log[begin:end], seconds, clock[rank], ends)
                 computed[rank] = True
-            gone = True
+            sent = True
             for task in range(begin, end):
-                if gone:
-                    gone = _send(
+                if sent:
+                    sent = _send(
                         step, messages, log[task], clock, transfers, bound, posted, runnable,
                         queued,
                     )
-            if not gone:
+            if not sent:
                 break
             computed[rank], position[rank] = False, end
     for rank in range(ranks):
@@ -282,19 +282,19 @@ def activation_peaks(step, log, starts, inputs, activations, remade):
     peaks = np.zeros(ranks, np.int64)
     held = np.full(step.uses.shape, -1, np.int64)
     for rank in range(ranks):
-        total, again, freed, last = 0, 0, 0, -1
+        total, recomputed, freed, last = 0, 0, 0, -1
         for row in range(starts[rank], starts[rank + 1]):
             stage, microbatch, operation, group = log[row, 0], log[row, 1], log[row, 2], log[row, 3]
             if group < 0 or group != last:  # the previous group has ended
-                total, again, freed, last = total - freed, 0, 0, group
+                total, recomputed, freed, last = total - freed, 0, 0, group
             if operation == F or operation == R or operation == F_CHECKPOINTED:
                 added = inputs[stage] if operation == F_CHECKPOINTED else activations[stage]
                 held[stage, microbatch] = max(held[stage, microbatch], 0) + added
                 total += added
                 peaks[rank] = max(peaks[rank], total)
             elif held[stage, microbatch] >= 0:
-                again += remade[stage]
-                peaks[rank] = max(peaks[rank], total + again)
+                recomputed += remade[stage]
+                peaks[rank] = max(peaks[rank], total + recomputed)
                 if operation != B_INPUT:
                     freed += held[stage, microbatch]
                     held[stage, microbatch] = -1

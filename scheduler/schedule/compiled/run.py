@@ -174,15 +174,15 @@ def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
         _end(step, progress, 0, end, events)
         return end, groups
     count = 1
-    where = _on_its_quota(step, rules, progress, stage, kind, progress.begun[0, 2])
-    if where != WHOLE:
+    device_share = _on_its_quota(step, rules, progress, stage, kind, progress.begun[0, 2])
+    if device_share != WHOLE:
         while True:
             companion, companion_kind = _choose(step, rules, progress, rank, now, count)
             if companion < 0:
                 break
             _begin_task(step, rules, progress, count, companion, companion_kind, now, events)
             count += 1
-    on_quota = where == QUOTA or (where == ANY and count > 1)
+    on_quota = device_share == QUOTA or (device_share == ANY and count > 1)
     end = now + progress.begun_seconds[0]
     if on_quota:
         end = 0.0
