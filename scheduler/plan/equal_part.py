@@ -27,10 +27,10 @@ class EqualPart(Plan):
     def whole(self) -> Plan:
         stages = tuple(
             replace(
-                stage, replica=stage.replica * self.parts + copy,
-                rank=stage.rank * self.parts + copy,
+                stage, replica=stage.replica * self.parts + number,
+                rank=stage.rank * self.parts + number,
             )
-            for stage in self.stages for copy in range(self.parts)
+            for stage in self.stages for number in range(self.parts)
         )
         values = {field.name: getattr(self, field.name) for field in fields(Plan)}
         values["num_microbatches"] *= self.parts

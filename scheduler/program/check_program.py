@@ -72,14 +72,14 @@ def check_program(
     way (several chunks per rank and many microbatches) is simulated again without a bound.
 
     **With NCCL**, a message waits for both ends, a sum for all of its members, and any operation
-    may delay whatever its process issues later. The program ends if receives and sums begin where
-    :attr:`ProgramReport.issues` says. Then the receiver of a message issues its end when the
-    simulated sender issues its own, and all members issue a sum at the same simulated time, so all
-    processes issue their communication in one global order. The first unfinished operation of that
-    order is the first unfinished one on each of its processes, so nothing delays it, and its inputs
-    come before it in the simulation. This holds for any assignment of messages to communicators, of
-    communicators to streams, and of streams to hardware queues, and even if every operation blocks
-    the host until it is done.
+    may delay all operations that its process issues later. The program ends if receives and sums
+    begin at the instructions in :attr:`ProgramReport.issues`. Then the receiver of a message issues
+    its end when the simulated sender issues its own, and all members issue a sum at the same
+    simulated time, so all processes issue their communication in one global order. The first
+    unfinished operation of that order is the first unfinished one on each of its processes, so
+    nothing delays it, and its inputs come before it in the simulation. This holds for any
+    assignment of messages to communicators, of communicators to streams, and of streams to hardware
+    queues, and even if every operation blocks the host until it is done.
 
     Args:
         program: with or without the collectives at its end.

@@ -213,7 +213,7 @@ def best_partition(
 
 
 def _raised(columns: _Columns, used: list[int], gap: float, nodes: int) -> bool:
-    """Tighten what is known about stages; return True if that succeeded."""
+    """Raise the known lower bounds of stages; return True if that succeeded."""
     evaluator, progress = columns.evaluator, False
     for index in used:
         stage, cost = int(columns.stages[index]), float(columns.cost[index])

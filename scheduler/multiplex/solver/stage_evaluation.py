@@ -115,8 +115,9 @@ class StageEvaluator:
         return best
 
     def probe(self, stage: int, below: float) -> StageResult:
-        """Return what is known after a single search for placements that take less than ``below``
-        seconds: ``seconds`` is below if there are any, else ``bound`` is at least ``below``."""
+        """Run a single search for placements that take less than ``below`` seconds, and return the
+        best known result: ``seconds`` is less if there are any, else ``bound`` is at least
+        ``below``."""
         best = self.best_known(stage)
         if best.seconds < below or best.bound >= below:
             return best
@@ -129,7 +130,7 @@ class StageEvaluator:
         return best
 
     def best_known(self, stage: int) -> StageResult:
-        """Return what is known without a search."""
+        """Return the best known result, without a search."""
         best = self.results.get(stage) or self._probed.get(stage)
         return best or StageResult(np.inf, self.bounds.bound(stage))
 
