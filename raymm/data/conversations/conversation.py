@@ -66,10 +66,10 @@ class Conversation:
                 + ("differ from the text's" if forward is None else "fit in more than one place")
                 + ", so the tokens of the assistant cannot be located",
             )
-        for run, place in zip(runs, forward, strict=True):
+        for run, position in zip(runs, forward, strict=True):
             for offset, i in enumerate(run):
                 if self.learned[i]:
-                    labels[place + offset] = self.ids[i]
+                    labels[position + offset] = self.ids[i]
         if labels:
             labels[0] = IGNORE_INDEX  # nothing predicts the first token
         return labels
@@ -78,37 +78,37 @@ class Conversation:
         """Return the learned tokens of a run with some tokens around them. Tokens next to an item
         are omitted, because they may merge with the text of the item. The last run extends to its
         end."""
-        own = [i for i in run if self.learned[i]]
-        if not own:
+        learned = [i for i in run if self.learned[i]]
+        if not learned:
             return range(0)
         first = run.start + (run is not self.runs[0] and not self.learned[run.start])
         end = run.stop - (not self.learned[run.stop - 1])
-        last = run.stop if run is self.runs[-1] else min(end, own[-1] + 1 + _CONTEXT)
-        return range(max(first, own[0] - _CONTEXT), last)
+        last = run.stop if run is self.runs[-1] else min(end, learned[-1] + 1 + _CONTEXT)
+        return range(max(first, learned[0] - _CONTEXT), last)
 
     def _places(self, ids: Sequence[int], runs: Sequence[range], step: int) -> list[int] | None:
         """Return the positions of the runs in the processor's tokens: each at its first possible
         position (step 1) or its last (step -1); the last run is at the end. None if a run is
         missing."""
-        own = [[self.ids[i] for i in run] for run in runs]
-        if not own:
+        run_tokens = [[self.ids[i] for i in run] for run in runs]
+        if not run_tokens:
             return []
         has_end = runs[-1].stop == len(self.ids)
-        limit = len(ids) - (len(own[-1]) if has_end else 0)
-        if limit < 0 or has_end and list(ids[limit:]) != own[-1]:
+        limit = len(ids) - (len(run_tokens[-1]) if has_end else 0)
+        if limit < 0 or has_end and list(ids[limit:]) != run_tokens[-1]:
             return None
-        places, first = [], 0
-        inner = own[:-1] if has_end else own
+        positions, first = [], 0
+        inner = run_tokens[:-1] if has_end else run_tokens
         for tokens in inner[::step]:
             last = limit - len(tokens)
             tried = range(first, last + 1) if step > 0 else range(last, first - 1, -1)
-            place = next((i for i in tried if list(ids[i : i + len(tokens)]) == tokens), None)
-            if place is None:
+            position = next((i for i in tried if list(ids[i : i + len(tokens)]) == tokens), None)
+            if position is None:
                 return None
-            places.append(place)
-            first, limit = (place + len(tokens), limit) if step > 0 else (first, place)
-        end = [len(ids) - len(own[-1])] if has_end else []
-        return places[::step] + end
+            positions.append(position)
+            first, limit = (position + len(tokens), limit) if step > 0 else (first, position)
+        end = [len(ids) - len(run_tokens[-1])] if has_end else []
+        return positions[::step] + end
 
     def after_media(self) -> int | None:
         """Return the number of last tokens that cannot belong to an item; None for a sample without
@@ -134,9 +134,9 @@ def conversation(
                 "processor does not accept; accepted: "
                 f"{', '.join(k for k, marker in processor.markers.items() if marker) or 'text'}"
             )
-    places: list[tuple[int, int]] = []
+    marker_spans: list[tuple[int, int]] = []
     for marker in dict.fromkeys(filter(None, processor.markers.values())):
-        kinds = [kind for kind, own in processor.markers.items() if own == marker]
+        kinds = [kind for kind, text in processor.markers.items() if text == marker]
         items = sum(len(media.get(kind, ())) for kind in kinds)
         matches = [match.span() for match in re.finditer(re.escape(marker), chat.text)]
         if len(matches) < items:
@@ -151,16 +151,16 @@ def conversation(
                 f"({', '.join(kinds)}), {len(matches)} times, but the row has {items} such items; "
                 "remove the rest from texts of the row",
             )
-        places += matches
+        marker_spans += matches
     for token, (first, _) in zip(chat.ids, chat.offsets, strict=True):
-        if token in processor.item_ids and not any(a <= first < b for a, b in places):
+        if token in processor.item_ids and not any(a <= first < b for a, b in marker_spans):
             name = processor.tokenizer.convert_ids_to_tokens(token)
             raise text_error(
                 sample, f"its text contains {name!r}, which is the processor's token for an item; "
                 "remove it from texts of the row",
             )
     runs, start, count = [], 0, len(chat.ids)
-    for begin, end in sorted(places):
+    for begin, end in sorted(marker_spans):
         first = next((i for i in range(start, count) if chat.offsets[i][1] > begin), start)
         runs.append(range(start, first))
         # An end-of-text token added by the tokenizer has the offsets (0, 0).

@@ -19,9 +19,9 @@ def example_items(processor: ModelProcessor) -> Iterator[tuple[str, dict[str, Se
     """Yield a text with one item, and its media by kind, for each kind that a processor accepts. Of
     pictures and videos, only the first accepted kind is used, because most models have one tower
     for both."""
-    taken: set[str] = set()
+    used_kinds: set[str] = set()
     for kind in ("image", "video", "audio"):
-        if kind == "video" and "image" in taken:
+        if kind == "video" and "image" in used_kinds:
             continue
         for text in filter(None, (processor.markers[kind], processor.item_tokens.get(kind))):
             try:
@@ -30,7 +30,7 @@ def example_items(processor: ModelProcessor) -> Iterator[tuple[str, dict[str, Se
             except USER_CODE_RAISES:  # any error for a kind that is not accepted
                 continue
             if _has_items(tensors):
-                taken.add(kind)
+                used_kinds.add(kind)
                 yield text, media
                 break
 

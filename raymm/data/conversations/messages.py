@@ -85,7 +85,7 @@ def _place_items(
         if items and not counts[kind] and first is not None:
             missing += [{"type": kind}] * items
         elif counts[kind] != items:
-            mark = next(mark for mark, own in marks.items() if own == kind)
+            mark = next(mark for mark, mark_kind in marks.items() if mark_kind == kind)
             raise text_error(
                 sample,
                 f"the messages have places for {counts[kind]} items of kind {kind!r}, but the row "

@@ -98,21 +98,21 @@ class _Finder:
         if number == 0:
             if content is None:
                 raise SampleError("the chat template does not write messages[0]")
-            places = range(content, -1, -1)
-            starts = (i for i in places if self._text[i : i + 1] == self._header[:1])
+            positions = range(content, -1, -1)
+            starts = (i for i in positions if self._text[i : i + 1] == self._header[:1])
             ends = (self._after_header(i, self._header, content) for i in starts)
             start = next((end for end in ends if end is not None and end <= content), None)
             if self._header and start is None:
                 raise SampleError("messages[0] does not begin with the generation prompt")
-            before = content if self._text[:content].strip() else 0
-            return before if start is None else start
-        own = self._content_end(self._messages, number - 1, self._text)
-        if prompt is None or own is None:
+            default = content if self._text[:content].strip() else 0
+            return default if start is None else start
+        text_end = self._content_end(self._messages, number - 1, self._text)
+        if prompt is None or text_end is None:
             raise SampleError(f"the chat template cannot render a prompt for messages[{number}]")
-        there = self._content_end(self._messages[:number], number - 1, prompt, prompt=True)
-        if there is None:
+        prompt_end = self._content_end(self._messages[:number], number - 1, prompt, prompt=True)
+        if prompt_end is None:
             raise SampleError(f"the chat template does not write messages[{number - 1}]")
-        start = self._after_header(own, prompt[there:], content)
+        start = self._after_header(text_end, prompt[prompt_end:], content)
         if start is None:
             raise SampleError(
                 f"the text before messages[{number}] differs from the prompt for it"
@@ -124,42 +124,44 @@ class _Finder:
         may lack the end of the header if that end is white space, or if the content follows (a
         prompt may open a reasoning block)."""
         length = self._common(place, header)
-        end, rest = place + length, header[length:]
-        return end if not rest.strip() or length and end == content else None
+        end, remainder = place + length, header[length:]
+        return end if not remainder.strip() or length and end == content else None
 
     def stop(self, number: int) -> int:
         if number + 1 == len(self._messages):
             self._check_end(number)
             return len(self._text)
-        messages, place = self._messages[: number + 1], number
+        messages, index = self._messages[: number + 1], number
         so_far = self._try(messages)
         if so_far is not None and self._text.startswith(so_far):
             return len(so_far)
         if so_far is None:  # some templates render nothing without a user message
-            messages, place = [{"role": "user", "content": "Hi."}, *messages], number + 1
+            messages, index = [{"role": "user", "content": "Hi."}, *messages], number + 1
             so_far = self._try(messages)
-        own = self._content_end(self._messages, number, self._text)
-        there = None if so_far is None else self._content_end(messages, place, so_far)
-        if own is None or there is None or so_far is None:
+        text_end = self._content_end(self._messages, number, self._text)
+        rendered_end = None if so_far is None else self._content_end(messages, index, so_far)
+        if text_end is None or rendered_end is None or so_far is None:
             raise SampleError(f"the chat template does not write messages[{number}]")
-        closing = so_far[there:]
-        length = self._common(own, closing)
+        closing = so_far[rendered_end:]
+        length = self._common(text_end, closing)
         if self._special.sub("", closing[length:]):
             raise SampleError(f"messages[{number}] ends otherwise when messages follow")
-        return own + length
+        return text_end + length
 
     def _check_end(self, number: int) -> None:
         """Raise a ``SampleError`` if the text continues after the last turn. Some templates always
         append the generation prompt."""
         if self._header:
             return
-        more = [*self._messages, {"role": "user", "content": "Hi."}]
-        followed = self._try(more)
-        own = self._content_end(self._messages, number, self._text)
-        there = None if followed is None else self._content_end(more, number, followed)
-        if own is None or there is None or followed is None:
+        extended = [*self._messages, {"role": "user", "content": "Hi."}]
+        followed = self._try(extended)
+        text_end = self._content_end(self._messages, number, self._text)
+        extended_end = None if followed is None else self._content_end(extended, number, followed)
+        if text_end is None or extended_end is None or followed is None:
             return
-        if self._special.sub("", self._text[own + self._common(own, followed[there:]) :]):
+        if self._special.sub(
+            "", self._text[text_end + self._common(text_end, followed[extended_end:]) :]
+        ):
             raise SampleError(f"messages[{number}] ends otherwise when messages follow")
 
     def ending(self, stop: int) -> int:
@@ -190,8 +192,8 @@ class _Finder:
         """Return the position of the content of a message in the text; None if the content is
         missing."""
         changed = self._changed(self._messages, number, lambda content: _MARK)
-        place = len(aligned(self._text, changed)) if changed is not None else 0
-        return place if changed is not None and changed[place:].startswith(_MARK) else None
+        position = len(aligned(self._text, changed)) if changed is not None else 0
+        return position if changed is not None and changed[position:].startswith(_MARK) else None
 
     def _content_end(
         self, messages: Sequence[Message], number: int, text: str, prompt: bool = False
@@ -201,8 +203,8 @@ class _Finder:
         changed = self._changed(messages, number, lambda content: (content or "") + _MARK, prompt)
         if changed is None:
             return None
-        place = len(aligned(text, changed))
-        return place if changed[place:].lstrip().startswith(_MARK) else None
+        position = len(aligned(text, changed))
+        return position if changed[position:].lstrip().startswith(_MARK) else None
 
     def _changed(
         self, messages: Sequence[Message], number: int, change: Callable[[str], str],
@@ -211,9 +213,9 @@ class _Finder:
         content = messages[number]["content"]
         if isinstance(content, list):
             mark = change("")
-            kept = content if change("x") != mark else []
-            other: Any = [*kept, {"type": "text", "text": mark}]
+            media_parts = content if change("x") != mark else []
+            new_content: Any = [*media_parts, {"type": "text", "text": mark}]
         else:
-            other = change(content)
-        message = {**messages[number], "content": other}
+            new_content = change(content)
+        message = {**messages[number], "content": new_content}
         return self._try([*messages[:number], message, *messages[number + 1 :]], prompt)

@@ -149,10 +149,10 @@ class ChatTemplate:
         for text in ("Hi.", [{"type": "text", "text": "Hi."}]):
             user = {"role": "user", "content": text}
             calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-            before = {"tool": [user, {"role": LEARNED_ROLE, "content": text, "tool_calls": calls}]}
+            earlier = {"tool": [user, {"role": LEARNED_ROLE, "content": text, "tool_calls": calls}]}
             messages = (
                 [message] if role == "user" else [message, user] if role == "system"
-                else [*before.get(role, [user]), message]
+                else [*earlier.get(role, [user]), message]
             )
             try:
                 rendered, _ = self.render(messages)
@@ -363,22 +363,22 @@ class ChatTemplate:
         if "content" in self._ignored:
             return ""
         probes = [f"{_PROBE}{number}x" for number in range(len(messages))]
-        others = list(map(_replaced, messages, probes))
+        probed = list(map(_replaced, messages, probes))
         # The result depends on the structure of the messages only, not on their text.
         pattern = repr((
-            [(m["role"], m["content"], sorted(k for k in m if m[k])) for m in others],
+            [(m["role"], m["content"], sorted(k for k in m if m[k])) for m in probed],
             bool(sample.tools), options,
         ))
         if pattern in self._written:
             return ""
         try:
-            written, _ = self.render(others, False, sample.tools, options)
+            written, _ = self.render(probed, False, sample.tools, options)
         except USER_CODE_RAISES:  # a template is a program: it may raise anything
             written = ""
         for number, message in enumerate(messages):
-            if others[number] is message or probes[number] in written:
+            if probed[number] is message or probes[number] in written:
                 continue
-            changed = [*messages[:number], others[number], *messages[number + 1 :]]
+            changed = [*messages[:number], probed[number], *messages[number + 1 :]]
             try:
                 if self.render(changed, False, sample.tools, options)[0] != text:
                     continue
@@ -406,17 +406,17 @@ class ChatTemplate:
                 sample, "it has 'tools', which the chat template does not write; use a template "
                 "that does, or list the column in data.ignore_columns"
             )
-        source, own = self.source(sample.tools), {"role", "content", LOSS, *_IDENTIFIERS}
+        source, standard_keys = self.source(sample.tools), {"role", "content", LOSS, *_IDENTIFIERS}
         for number, message in enumerate(messages):
-            for key in message.keys() - own - self._ignored:
+            for key in message.keys() - standard_keys - self._ignored:
                 # Tool calls are learned, so each must be written. Other keys, such as reasoning,
                 # may be dropped in earlier turns.
                 every = key != "tool_calls"
                 if not message[key] or every and _names(source, key):
                     continue
                 fewer = [
-                    [_without(other, key) if every or other is message else other
-                     for other in messages]
+                    [_without(earlier, key) if every or earlier is message else earlier
+                     for earlier in messages]
                 ]
                 calls = message[key] if isinstance(message[key], list) and not every else []
                 if len(calls) > 1:  # some templates write only one call
@@ -459,10 +459,10 @@ def _unmasked(
     spans: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]], masked: Sequence[bool],
 ) -> list[tuple[int, int]]:
     """Return the spans outside of masked turns."""
-    gone = [turn for turn, is_masked in zip(turns, masked, strict=True) if is_masked]
+    masked_turns = [turn for turn, is_masked in zip(turns, masked, strict=True) if is_masked]
     return [
         (start, stop) for start, stop in spans
-        if not any(start < end and begin < stop for begin, end in gone)
+        if not any(start < end and begin < stop for begin, end in masked_turns)
     ]
 
 
@@ -512,7 +512,7 @@ def _as_text(arguments: Any) -> Any:
 def _printed(messages: Sequence[Message], text: str) -> str:
     """Return a description of data that a rendering shows as Python or JSON: parts, arguments that
     are quoted twice, missing content; empty if there is none."""
-    said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
+    contents = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -520,7 +520,7 @@ def _printed(messages: Sequence[Message], text: str) -> str:
                 if shown in text:
                     return f"the part {shown}"
         calls = message.get("tool_calls")
-        if content is None and calls and text.count("None") > said.count("None"):
+        if content is None and calls and text.count("None") > contents.count("None"):
             return "None for missing content"
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, Mapping) else None

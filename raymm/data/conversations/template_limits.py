@@ -33,10 +33,10 @@ def limited_rendering() -> Iterator[None]:
 
 
 def _take_pass() -> str:
-    left = _passes_left.get()
-    if left is not None:
-        left[0] -= 1
-        if left[0] < 0:
+    passes_left = _passes_left.get()
+    if passes_left is not None:
+        passes_left[0] -= 1
+        if passes_left[0] < 0:
             raise SampleError(
                 f"the chat template goes through its loops more than {MOST_PASSES:,} times for one "
                 "sample"

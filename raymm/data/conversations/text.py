@@ -193,17 +193,17 @@ class TextEncoder:
             if as_text:
                 end = self.tokenizer.eos_token or ""
                 text = answer if answer.endswith(end) else answer + end
-                own = replace(sample, text=text)
+                answer_sample = replace(sample, text=text)
                 prompt = text_chat(self.tokenizer, replace(sample, text=preference.prompt)).ids
             else:
-                own = replace(sample, messages=answer)
-                asked = replace(sample, messages=preference.prompt)
-                prompt = self._prompt(asked)
+                answer_sample = replace(sample, messages=answer)
+                prompt_sample = replace(sample, messages=preference.prompt)
+                prompt = self._prompt(prompt_sample)
             prompt = [
                 token for token, _ in
                 repeat_placeholders([(token, token) for token in prompt], self._placeholders)
             ]
-            ids, labels = self.encode(own)
+            ids, labels = self.encode(answer_sample)
             if ids[: len(prompt)] != prompt[: len(ids)]:
                 raise text_error(
                     sample, "the tokens of the prompt change when an answer follows; end the "

@@ -77,8 +77,8 @@ class Skipped:
 def none_usable(skipped: Sequence[Skipped], of: str = "the step's") -> DataError:
     """Return the error for a step, or another set of samples (``of``), without a usable sample."""
     reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
-    what = f"none of {of} {len(skipped)} samples is usable: {reasons}"
-    error = DataError(what)
+    reason = f"none of {of} {len(skipped)} samples is usable: {reasons}"
+    error = DataError(reason)
     error.skipped = list(skipped)
     return error
 
@@ -299,15 +299,15 @@ class StepBuilder:
             texts = [self.text.encode(sample)]
         else:
             texts = self.text.encode_answers(sample)
-        kept = self._features
+        cached = self._features
         media = {
-            name: [*kept.features[name][sample.index]]
-            if name in kept.features else [self._item(name, sample, item) for item in items]
+            name: [*cached.features[name][sample.index]]
+            if name in cached.features else [self._item(name, sample, item) for item in items]
             for name, items in sample.media.items()
         }
         keys = {
-            name: of_samples[sample.index] for name, of_samples in kept.keys.items()
-            if name in media and name not in kept.features
+            name: sample_keys[sample.index] for name, sample_keys in cached.keys.items()
+            if name in media and name not in cached.features
         }
         # Prompts for generation come without a dataset.
         source = 0 if self.dataset is None else int(self.dataset.sources[sample.index])

@@ -44,8 +44,8 @@ class FeatureLookup:
                 sample.index: [item_key(item) for item in sample.media[name]]
                 for sample in samples if name in sample.media
             }
-            if (of_samples := _read(folder, keys[name])) is not None:
-                features[name] = of_samples
+            if (sample_features := _read(folder, keys[name])) is not None:
+                features[name] = sample_features
         return StepFeatures(keys, features)
 
 
@@ -53,13 +53,13 @@ def _read(
     folder: FeatureFolder, keys: Mapping[int, Sequence[str]]
 ) -> dict[int, list[Features]] | None:
     """Return the features of all items, or None if an item has none."""
-    every = [key for own in keys.values() for key in own]
+    every = [key for sample_keys in keys.values() for key in sample_keys]
     if not every or not all(key and folder.has(key) for key in every):
         return None
     read: dict[int, list[Features]] = {}
-    for sample, own in keys.items():
+    for sample, sample_keys in keys.items():
         read[sample] = []
-        for key in own:
+        for key in sample_keys:
             if (features := folder.read(key)) is None:
                 return None
             read[sample].append(features)

@@ -83,11 +83,11 @@ def describe_microbatches(
         describe(dict(microbatch), [str(row) for row in range(microbatch["input_ids"].shape[0])])
         for microbatch in microbatches
     ]
-    parts = []
+    stored_inputs = []
     for microbatch in microbatches:
         # The storage format of torch cannot be read back for all dtypes (uint16, float8).
-        part = {name: StoredTensors(microbatch[name]) for name in encoders if name in microbatch}
-        parts.append({**part, "text": text_inputs(microbatch)})
-    return parts, meta
+        stored = {name: StoredTensors(microbatch[name]) for name in encoders if name in microbatch}
+        stored_inputs.append({**stored, "text": text_inputs(microbatch)})
+    return stored_inputs, meta
 
 

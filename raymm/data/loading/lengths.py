@@ -92,11 +92,11 @@ def truncation_note(
         lengths = np.asarray(counted, np.int64)
     if not (longer := int((lengths > most).sum())):
         return None
-    seen = f"{longer:,} of {rows:,} rows" if len(lengths) == rows else (
+    share = f"{longer:,} of {rows:,} rows" if len(lengths) == rows else (
         f"{longer:,} of {len(lengths):,} sampled rows ({rows:,} in total)"
     )
     return (
-        f"{seen} have more tokens than data.max_length ({most:,}), the longest {lengths.max():,}: "
+        f"{share} have more tokens than data.max_length ({most:,}), the longest {lengths.max():,}: "
         "later tokens are not learned. Set a larger data.max_length, or split these rows"
     )
 

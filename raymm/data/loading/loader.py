@@ -180,8 +180,8 @@ class StepLoader:
         self._names, self._check_cluster = part_names(config), check_cluster
         checks = [] if check is None else [ray.put(check)]
         self._start = [
-            partial(start_worker, config, stored, shuffled, checks, place, features)
-            for place, _ in zip_longest(places, range(config.num_workers))
+            partial(start_worker, config, stored, shuffled, checks, worker_spec, features)
+            for worker_spec, _ in zip_longest(places, range(config.num_workers))
         ]
         self._workers = [start() for start in self._start]
         # Requested in advance, because a worker that hangs can no longer answer.
@@ -199,7 +199,7 @@ class StepLoader:
             if not self._pending:
                 self.close()
                 raise StopIteration
-            index, indices, state_after, (ref, *parts) = self._pending.popleft()
+            index, indices, state_after, (ref, *input_refs) = self._pending.popleft()
             stored = self._wait(index, indices, ref)
             if stored.meta or self._is_pass:
                 break
@@ -207,7 +207,7 @@ class StepLoader:
         number, self._taken = self._taken, self._taken + 1
         self._fill()
         return Step(
-            number, self._microbatches(stored.meta, parts), stored.meta, state_after,
+            number, self._microbatches(stored.meta, input_refs), stored.meta, state_after,
             self._left_out.take(stored.skipped), self._worker(index),
         )
 
@@ -259,14 +259,14 @@ class StepLoader:
 
     def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
         number = index % self.config.num_workers
-        who = f"data worker {number} of {self.config.num_workers}"
+        worker_label = f"data worker {number} of {self.config.num_workers}"
         step = self._before + self._taken + 1
-        what = f"step {step}, samples {flat(indices)} (counted from 0) of {self.path}"
+        load = f"step {step}, samples {flat(indices)} (counted from 0) of {self.path}"
         try:
             result = self._result(number, ref)
         except GetTimeoutError as late:
             ray.cancel(ref)
-            error = self._late(number, who, what, str(late))
+            error = self._late(number, worker_label, load, str(late))
             self._end_workers()
             raise error from None
         except RayError as error:
@@ -275,7 +275,7 @@ class StepLoader:
                 if not error.actor_init_failed:
                     self._look_for_culprit(number, flat(indices))
             self._end_workers()
-            failure = _load_failure(who, what, error)
+            failure = _load_failure(worker_label, load, error)
             failure.add_note(str(error))  # Ray's description: process, node, likely causes
             raise failure from None
         if isinstance(result, DataError):
@@ -322,15 +322,15 @@ class StepLoader:
         ``RayError`` if the worker has failed, and a ``GetTimeoutError`` with the reason if it takes
         too long."""
         patience = self.config.worker_timeout
-        due = time.monotonic() + patience
-        while (now := time.monotonic()) < due:
+        deadline = time.monotonic() + patience
+        while (now := time.monotonic()) < deadline:
             try:
-                return ray.get(ref, timeout=min(BEAT_S, due - now))
+                return ray.get(ref, timeout=min(BEAT_S, deadline - now))
             except GetTimeoutError:
                 self._check_cluster()
-                if (place := self._place(number)) is None:
+                if (process := self._place(number)) is None:
                     continue
-            look = partial(self._look, number, place["address"])
+            look = partial(self._look, number, process["address"])
             inquiry = inquire({number: self._workers[number]}, BEAT_S)
             if inquiry.dead:  # lost with its node, which Ray reports about 15 s later
                 raise inquiry.dead[number]
@@ -347,8 +347,8 @@ class StepLoader:
         """Return the address of a worker; None if it has not reported one within ``seconds``."""
         try:
             if number not in self._places:
-                place: Any = ray.get(self._described[number], timeout=seconds)
-                self._places[number] = place
+                process: Any = ray.get(self._described[number], timeout=seconds)
+                self._places[number] = process
             return self._places[number]
         except (GetTimeoutError, RayError):
             return None
@@ -365,16 +365,16 @@ class StepLoader:
                 f"{who} {late}: the worker has not started; check that "
                 f"{self.config.worker_cpus} CPUs (worker_cpus) are free"
             )
-        place = self._place(number, ANSWER_TIMEOUT_S)
-        if place is None:
+        process = self._place(number, ANSWER_TIMEOUT_S)
+        if process is None:
             return _worker_error(f"{who} {late}: the worker has never answered")
         inquiry = inquire({number: self._workers[number]}, BEAT_S)
-        looks = look_from_outside({number: place["address"]})
-        kill_from_outside({number: place["address"]})  # a worker that hangs does not react to Ray
+        looks = look_from_outside({number: process["address"]})
+        kill_from_outside({number: process["address"]})  # a worker that hangs does not react to Ray
         look = looks.get(number, Look("out of reach", ""))
         doing = inquiry.reports.get(number) or f"does not answer; it is {look.state}"
         return _worker_error(
-            f"{who} (process {place['pid']} on {place['host']}) {late}: it {doing}\n"
+            f"{who} (process {process['pid']} on {process['host']}) {late}: it {doing}\n"
             f"stacks: {keep({f'data-worker-{number}.txt': look.stacks})}"
         )
 
@@ -395,8 +395,8 @@ class _LeftOut:
 
     def take(self, skipped: Sequence[Skipped]) -> list[Skipped]:
         """Return and clear the collected samples, followed by ``skipped``."""
-        taken, self._skipped = [*self._skipped, *skipped], []
-        return taken
+        collected, self._skipped = [*self._skipped, *skipped], []
+        return collected
 
 
 def _worker_error(text: str, kind: FailureKind | None = None) -> RunFailedError:

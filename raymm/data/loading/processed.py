@@ -121,8 +121,8 @@ class ProcessedBuilder(StepBuilder):
             groups = [_shuffled(group, kind, random) for group in groups]
         microbatches, meta = [], []
         for group in groups:
-            microbatch, group, more = self._of_group(group)
-            skipped += more
+            microbatch, group, group_skipped = self._of_group(group)
+            skipped += group_skipped
             if microbatch is not None:
                 microbatches.append(microbatch)
                 meta.append(self._described(microbatch, group))
@@ -254,9 +254,9 @@ class ProcessedBuilder(StepBuilder):
         ids, mask = tensors[IDS], tensors[MASK]
         labels = torch.full_like(ids, IGNORE_INDEX)
         for row, sample in enumerate(group):
-            own = mask[row].bool()
-            tokens = ids[row][own].tolist()
-            labels[row, own] = torch.tensor(sample.labels(tokens))
+            valid = mask[row].bool()
+            tokens = ids[row][valid].tolist()
+            labels[row, valid] = torch.tensor(sample.labels(tokens))
             self._check_length(sample, len(tokens))
         most = self.config.max_length
         microbatch = {**tensors, "labels": labels}
@@ -326,13 +326,13 @@ class ProcessedBuilder(StepBuilder):
         # If cached features replace the inputs of a tower, these entries are their shapes.
         shapes = {
             f"{name}/{entry}": _digest(value)
-            for name, own in parts.items() if name != "text" and is_featured(own)
-            for entry, value in own.items() if not value.is_floating_point()
+            for name, tensors in parts.items() if name != "text" and is_featured(tensors)
+            for entry, value in tensors.items() if not value.is_floating_point()
         }
         most = self.config.max_length
         truncated = sum(
-            kept >= most and self.length(sample) > most
-            for kept, sample in zip(meta.lengths, group, strict=True)
+            length >= most and self.length(sample) > most
+            for length, sample in zip(meta.lengths, group, strict=True)
         )
         return replace(
             meta, digests=meta.digests | shapes, feature_keys=keys, truncated=truncated
@@ -361,9 +361,12 @@ class ProcessedSizes:
             tower = TOWER_OF[kind]
             total = sum(v.numel() for v in parts.get(tower, {}).values() if v.is_floating_point())
             # The total of a sample is divided evenly among its items, which always stay together.
-            own = sum(n for other, n in counts.items() if TOWER_OF[other] == tower)
-            each = [total * (n + 1) // max(own, 1) - total * n // max(own, 1) for n in range(count)]
-            items[kind] = [(size, 1, 1) for size in each]
+            in_tower = sum(n for other_kind, n in counts.items() if TOWER_OF[other_kind] == tower)
+            sizes = [
+                total * (n + 1) // max(in_tower, 1) - total * n // max(in_tower, 1)
+                for n in range(count)
+            ]
+            items[kind] = [(size, 1, 1) for size in sizes]
         return meta.tokens, items
 
 
@@ -385,9 +388,9 @@ def describe_whole(
         num_samples=len(ids), seq_len=ids.shape[1], tokens=sum(lengths), lengths=tuple(lengths),
         label_tokens=int((labels[:, 1:] != IGNORE_INDEX).sum()),
         items={name: list(rows) for name, rows in items.items()},
-        shapes={n: {k: tuple(v.shape) for k, v in own.items()} for n, own in parts.items()},
+        shapes={n: {k: tuple(v.shape) for k, v in tensors.items()} for n, tensors in parts.items()},
         sample_ids=tuple(sample_ids),
-        dtypes={n: {k: str(v.dtype) for k, v in own.items()} for n, own in parts.items()},
+        dtypes={n: {k: str(v.dtype) for k, v in tensors.items()} for n, tensors in parts.items()},
         digests={
             name: _digest(value) for name, value in sorted(microbatch.items())
             if not value.is_floating_point() and value.shape != ids.shape
@@ -413,7 +416,7 @@ def _shuffled(
         if not count:
             continue
         order = [rows[i] for i in random.permutation(len(rows))]
-        for row, other in zip(order, order[1:] + order[:1], strict=True):
-            media = {**group[row].media, kind: group[other].media[kind]}
+        for row, donor in zip(order, order[1:] + order[:1], strict=True):
+            media = {**group[row].media, kind: group[donor].media[kind]}
             result[row] = replace(group[row], media=media)
     return result

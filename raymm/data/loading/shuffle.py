@@ -23,8 +23,8 @@ def shuffle_modality(
     """
     if name not in microbatch:
         return microbatch
-    part = microbatch[name]
-    owners = part["sample_index"].tolist()
+    inputs = microbatch[name]
+    owners = inputs["sample_index"].tolist()
     copies = [[i for i, row in enumerate(owners) if row % rows == copy] for copy in range(rows)]
     owner = [owners[item] // rows for item in copies[0]]
     # A ring of all items in which samples, and the items of each sample, are in random order.
@@ -36,5 +36,5 @@ def shuffle_modality(
     source = torch.empty(len(owners), dtype=torch.int64)
     for items in map(torch.tensor, copies):
         source[items[ring]] = items[ring[shift:] + ring[:shift]]
-    moved = {k: value if k == "sample_index" else value[source] for k, value in part.items()}
+    moved = {k: value if k == "sample_index" else value[source] for k, value in inputs.items()}
     return {**microbatch, name: moved}

@@ -57,9 +57,9 @@ class TowerLookup(FeatureLookup):
         folder, form = self.folders[name], self.forms[name]
         items = []
         for key in keys:
-            if (own := folder.read(key)) is None or len(own) != len(form.kept):
+            if (stored := folder.read(key)) is None or len(stored) != len(form.kept):
                 return None
-            items.append([own[str(number)] for number in range(len(form.kept))])
+            items.append([stored[str(number)] for number in range(len(form.kept))])
         try:
             return form.together(items)
         except ModelError:

@@ -93,27 +93,27 @@ class DataWorker(ObservedActor):
             that another attempt may succeed.
         """
         names = part_names(self._builder.config)
-        parts: list[StoredTensors | None] = [None] * (groups * len(names))
+        stored: list[StoredTensors | None] = [None] * (groups * len(names))
         try:
             built = self._builder.build(indices, self._shuffled, stack=ItemStack)
             for number, microbatch in enumerate(built.microbatches):
-                own = self._builder.parts(microbatch)
+                inputs = self._builder.parts(microbatch)
                 if built.sources:
-                    own["text"][SOURCES] = torch.tensor(built.sources[number])
-                for name, part in own.items():
-                    parts[number * len(names) + names.index(name)] = StoredTensors(part)
-            return StoredStep(built.meta, built.skipped), *parts
+                    inputs["text"][SOURCES] = torch.tensor(built.sources[number])
+                for name, tensors in inputs.items():
+                    stored[number * len(names) + names.index(name)] = StoredTensors(tensors)
+            return StoredStep(built.meta, built.skipped), *stored
         except DataError as error:
             if failure_kind(error) is FailureKind.RESOURCE:
                 raise
             error.__cause__ = error.__context__ = None  # may not be picklable
-            return error, *parts
+            return error, *stored
         except USER_CODE_RAISES as error:
             if failure_kind(error).passes:
                 raise
             failure = DataError(f"a data worker failed: {type(error).__name__}: {error}")
             failure.add_note(traceback.format_exc())
-            return failure, *parts
+            return failure, *stored
 
 
 def start_worker(

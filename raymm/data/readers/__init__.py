@@ -54,20 +54,20 @@ def format_of(path: str | Path) -> str:
     """
     if str(path).startswith(HUB):
         return "hub"
-    place = located(path)
+    location = located(path)
     # The suffix of the link counts: its target may have none, as in the cache of the hub.
-    suffix = data_suffix(place if isinstance(place, RemotePath) else Path(path))
-    if isinstance(place, RemotePath):
+    suffix = data_suffix(location if isinstance(location, RemotePath) else Path(path))
+    if isinstance(location, RemotePath):
         if suffix in _SUFFIXES:
             return _SUFFIXES[suffix]
-        if place.is_file():
+        if location.is_file():
             return "json"
-        files = place.files() if place.url.in_bucket else []
-        if place.has_magic():
-            files = place.matches()
+        files = location.files() if location.url.in_bucket else []
+        if location.has_magic():
+            files = location.matches()
         if not files:
-            raise DataError(f"data file {str(place)!r} does not exist")
-        return _format_within(place, files)
+            raise DataError(f"data file {str(location)!r} does not exist")
+        return _format_within(location, files)
     path = Path(path)
     if suffix in _SUFFIXES and not path.is_dir():
         return _SUFFIXES[suffix]

@@ -58,8 +58,8 @@ def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPl
     def column(role: str) -> str:
         return options.text_columns.get(role, role)
 
-    own = set(options.text_columns.values())
-    texts = {name for name in present if name not in media or name in own}
+    configured = set(options.text_columns.values())
+    texts = {name for name in present if name not in media or name in configured}
     names = list(FORMS) if options.row_form is None else [options.row_form]
     forms = [
         form for form in names if all(column(role) in texts for role in FORMS[form].required)

@@ -125,18 +125,18 @@ class Reader(ABC):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {self.path}, which has {len(self)}")
         index = int(index) % len(self)
-        place = self.place(index)
+        location = self.place(index)
         if index in self._bad:
-            raise self._sample_error(place, place, self._bad[index])
-        sample_id = place
+            raise self._sample_error(location, location, self._bad[index])
+        sample_id = location
         try:
             row = self._row(index)
             if not isinstance(row, dict):
                 raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")
             value = row.get(self.options.text_columns.get(ID, ID))
-            sample_id = place if value is None else str(value)
+            sample_id = location if value is None else str(value)
             folders = self._media_folders(index)
-            parsed = parse_row(row, self.options, folders, place)
+            parsed = parse_row(row, self.options, folders, location)
             self._check_links(parsed.media, folders, parsed.column)
         except (OSError, ValueError) as error:
             if isinstance(error, DataError) and not isinstance(error, SampleError):
@@ -145,16 +145,16 @@ class Reader(ABC):
             if isinstance(error, SampleError) and (
                 error.outside or not self.checked_when_opened
             ):
-                raise self._sample_error(sample_id, place, error) from None
+                raise self._sample_error(sample_id, location, error) from None
             from raymm.actors.faults.failure_kind import failure_kind  # imports torch
 
             passes = failure_kind(error).passes
-            what = "cannot be read now" if passes else "changed while the run was reading it"
-            raise DataError(f"{place} {what}: {error}") from error
+            reason = "cannot be read now" if passes else "changed while the run was reading it"
+            raise DataError(f"{location} {reason}: {error}") from error
         text = parsed.text
         role = "messages" if text.text is None else "text"
         return Sample(
-            index, sample_id, text.messages, text.text, parsed.media, self.name, place,
+            index, sample_id, text.messages, text.text, parsed.media, self.name, location,
             text.preference,
             {
                 **self.options.text_columns, role: parsed.column, **self.columns,

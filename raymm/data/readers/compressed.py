@@ -89,12 +89,12 @@ def _zstd_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
     """Yield the decompressed content of all frames; raise an ``EOFError`` if the last frame is
     incomplete."""
     zstandard = require("zstandard", "zstd", f"reading {path}")
-    frame, whole = zstandard.ZstdDecompressor().decompressobj(), True
+    frame, complete = zstandard.ZstdDecompressor().decompressobj(), True
     while data := source.read(_ZSTD_BLOCK):
         while data:
             if frame.eof:
                 frame = zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(data)
-            whole, data = frame.eof, frame.unused_data
-    if not whole:
+            complete, data = frame.eof, frame.unused_data
+    if not complete:
         raise EOFError("its last frame is incomplete")

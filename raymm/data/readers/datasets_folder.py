@@ -73,22 +73,25 @@ class DatasetsFolder(Reader):
         selected = rows.select_columns(plan.text)
         for start in range(0, len(rows), _COUNT_ROWS):
             table = selected[start : start + _COUNT_ROWS]
-            part = {name: values[start : start + _COUNT_ROWS] for name, values in counts.items()}
-            index_batch(index, table, part, start, str(self.path), folders)
+            batch_counts = {
+                name: values[start : start + _COUNT_ROWS] for name, values in counts.items()
+            }
+            index_batch(index, table, batch_counts, start, str(self.path), folders)
             report(len(index), len(index) / len(rows))
         return index.finish()
 
     def _count(self, rows: Any, column: str) -> np.ndarray:
         frames = any(
-            name in self.options.frames for name, own in self.columns.items() if own == column
+            name in self.options.frames
+            for name, media_column in self.columns.items() if media_column == column
         )
-        parts = [np.zeros(0, np.int32)]
+        counts = [np.zeros(0, np.int32)]
         selected = rows.select_columns([column])
         for start in range(0, len(rows), _COUNT_ROWS):
             table = selected[start : start + _COUNT_ROWS]
             for chunk in table.column(0).chunks:
-                parts.append(count_column(_storage(chunk), column, frames))
-        return np.concatenate(parts)
+                counts.append(count_column(_storage(chunk), column, frames))
+        return np.concatenate(counts)
 
     def _loaded(self):
         """Load the ``datasets.Dataset``, with rows as Arrow tables."""

@@ -64,23 +64,23 @@ class Detected:
     @property
     def summary(self) -> str:
         """Summary in one line for the terminal."""
-        parts = [
+        phrases = [
             f"{self.rows:,} rows ("
             + ", ".join(f"{form} {count:,}" for form, count in self.forms.items()) + ")"
         ]
-        parts += [
+        phrases += [
             f"{self.items[kind]:,} {kind} items "
             + ("in messages" if column is None else f"in column {column!r}")
             for kind, column in self.modalities.items()
         ]
-        parts += [f"{self.tools:,} rows with tools"] if self.tools else []
+        phrases += [f"{self.tools:,} rows with tools"] if self.tools else []
         names = [
             f"{name} (names {self.names_media[name]} files; to use it, call the column "
             f"{self.names_media[name]!r} or name it in data.modalities)"
             if name in self.names_media else name for name in self.unused
         ]
-        parts += [f"not used: {', '.join(names)}"] if names else []
-        return "; ".join(parts)
+        phrases += [f"not used: {', '.join(names)}"] if names else []
+        return "; ".join(phrases)
 
 
 def detect(
@@ -153,8 +153,8 @@ def _members(reader: Reader) -> dict[str, str | None]:
     for name in sorted(reader.survey.media):
         if kind := _kind(name):
             pattern = name if "." not in name else f"*.{name.rpartition('.')[2]}"
-            before = columns.get(kind)
-            names = [*(before.split(";") if before else ()), pattern]
+            known = columns.get(kind)
+            names = [*(known.split(";") if known else ()), pattern]
             columns[kind] = ";".join(dict.fromkeys(names))
     return columns
 

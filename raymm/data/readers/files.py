@@ -23,15 +23,15 @@ def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
         return [path]
     if path.is_dir():
         files = [file for file in visible_files(path) if data_suffix(file) in suffixes]
-        what = "folder"
+        path_kind = "folder"
     else:
         files = sorted(Path(file) for file in glob.glob(str(path), recursive=True))
         files = [file for file in files if file.is_file()]
-        what = "data file" if not glob.has_magic(str(path)) else "pattern"
+        path_kind = "data file" if not glob.has_magic(str(path)) else "pattern"
     if not files:
         kinds = " or ".join(suffixes)
-        missing = "does not exist" if what == "data file" else f"has no {kinds} file"
-        raise DataError(f"{what} {str(path)!r} {missing}")
+        missing = "does not exist" if path_kind == "data file" else f"has no {kinds} file"
+        raise DataError(f"{path_kind} {str(path)!r} {missing}")
     return files
 
 
@@ -48,15 +48,15 @@ def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]
     if path.is_file():  # includes names that look like a pattern, as for local paths
         return [path]
     if path.has_magic():
-        files, what = path.matches(), "pattern"
+        files, path_kind = path.matches(), "pattern"
     else:
         below = path.files() if path.url.in_bucket else []
         files = [file for file in below if data_suffix(file) in suffixes]
-        what = "folder" if below else "data file"
+        path_kind = "folder" if below else "data file"
     if not files:
         kinds = " or ".join(suffixes)
-        missing = "does not exist" if what == "data file" else f"has no {kinds} file"
-        raise DataError(f"{what} {str(path)!r} {missing}")
+        missing = "does not exist" if path_kind == "data file" else f"has no {kinds} file"
+        raise DataError(f"{path_kind} {str(path)!r} {missing}")
     return files
 
 
@@ -65,9 +65,9 @@ def is_there(path: str | Path) -> bool:
     server does not answer."""
     if str(path).startswith(HUB):
         return True  # opening the dataset reports an error
-    place = located(path)
-    if isinstance(place, RemotePath):
-        return place.is_file() or (
-            bool(place.matches()) if place.has_magic() else place.is_dir()
+    location = located(path)
+    if isinstance(location, RemotePath):
+        return location.is_file() or (
+            bool(location.matches()) if location.has_magic() else location.is_dir()
         )
     return Path(path).exists() or bool(glob.glob(str(path), recursive=True))

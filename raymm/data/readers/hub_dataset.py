@@ -60,5 +60,5 @@ class HubDataset(DatasetsFolder):
         if not all(file.is_file() for file in self.files):
             return self._fetched(self._commit)
         datasets = datasets_package()
-        parts = [datasets.Dataset.from_file(str(file)) for file in self.files]
-        return datasets.concatenate_datasets(parts).with_format("arrow")
+        shards = [datasets.Dataset.from_file(str(file)) for file in self.files]
+        return datasets.concatenate_datasets(shards).with_format("arrow")

@@ -54,21 +54,21 @@ class JsonDataset(Reader):
 
     def _build(self, report: ProgressReport) -> RowIndex:
         index = RowIndex(self.options)
-        ranges, places, arrays = array("q"), array("q"), []
+        ranges, row_numbers, arrays = array("q"), array("q"), []
         total = max(sum(size_of(file) for file in self._plain), 1)
-        before = 0
+        bytes_read = 0
         for number, path in enumerate(self._plain):
             arrays.append(_is_array(path))
             folders = self._folders_of(number)
             rows = (_array_rows if arrays[-1] else _line_rows)(path, self.files[number])
-            for start, stop, place, row in rows:
-                index.add(row, self._where(number, place, arrays[-1]), folders)
+            for start, stop, row_number, row in rows:
+                index.add(row, self._where(number, row_number, arrays[-1]), folders)
                 ranges.extend((number, start, stop))
-                places.append(place)
-                report(len(places), (before + stop) / total)
-            before += size_of(path)
+                row_numbers.append(row_number)
+                report(len(row_numbers), (bytes_read + stop) / total)
+            bytes_read += size_of(path)
         return index.finish(
-            ranges=np.asarray(ranges).reshape(-1, 3), places=np.asarray(places),
+            ranges=np.asarray(ranges).reshape(-1, 3), places=np.asarray(row_numbers),
             arrays=np.asarray(arrays, np.bool_),
         )
 
@@ -239,9 +239,9 @@ def _elements(
         if (following := window.peek()) == ",":
             window.move(window.at + 1)
         elif following != "]":
-            what = "the file ends" if not following else f"{following!r} follows"
+            cause = "the file ends" if not following else f"{following!r} follows"
             raise DataError(
-                f"{name}:{window.line}: expected ',' or ']' after element {index - 1}, but {what}"
+                f"{name}:{window.line}: expected ',' or ']' after element {index - 1}, but {cause}"
             )
     window.move(window.at + 1)
     if following := window.peek():

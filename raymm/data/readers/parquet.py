@@ -95,11 +95,13 @@ class ParquetDataset(Reader):
                     index.add_counts(counts, rows, plan.forms[0])
                     continue
                 counts = {name: c for name, c in counts.items() if name in index.counts}
-                at = 0
+                offset = 0
                 for table in self._batches(file, number, plan.text):
-                    part = {name: c[at : at + table.num_rows] for name, c in counts.items()}
-                    index_batch(index, table, part, at, str(path), folders)
-                    at += table.num_rows
+                    batch_counts = {
+                        name: c[offset : offset + table.num_rows] for name, c in counts.items()
+                    }
+                    index_batch(index, table, batch_counts, offset, str(path), folders)
+                    offset += table.num_rows
                     report(len(index), len(index) / len(self))
         return index.finish()
 
@@ -133,7 +135,8 @@ class ParquetDataset(Reader):
         leaves = [path for path in columns if path.split(".")[0] == column]
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
         frames = any(
-            name in self.options.frames for name, own in self.columns.items() if own == column
+            name in self.options.frames
+            for name, media_column in self.columns.items() if media_column == column
         )
         counts = [np.zeros(0, np.int32)]
         for batch in self._batches(file, number, paths or [column]):
@@ -158,7 +161,7 @@ class ParquetDataset(Reader):
         return self.files[0].parent
 
     def _row(self, index: int) -> dict:
-        group, at = self._locate(index)
+        group, offset = self._locate(index)
         if group in self._refused:
             raise SampleError(self._refused[group])
         if group not in self._kept:
@@ -168,7 +171,7 @@ class ParquetDataset(Reader):
                 self._refused[group] = error.reason
                 raise
         self._kept.move_to_end(group)
-        return row_of(self._kept[group], at, self.options.limits)
+        return row_of(self._kept[group], offset, self.options.limits)
 
     def _keep(self, group: int) -> None:
         table = self._load(group)

@@ -36,15 +36,15 @@ class Repeated:
     ) -> None:
         self.reader = reader
         rows = np.arange(len(reader)) if rows is None else rows
-        whole, part = divmod(int(np.floor(repeat * len(rows) + 0.5)), len(rows))
-        if not whole and not part:
+        repeats, extra = divmod(int(np.floor(repeat * len(rows) + 0.5)), len(rows))
+        if not repeats and not extra:
             raise DataError(
                 f"repeat {repeat:g} of source {reader.name!r} leaves none of its {len(rows)} "
                 f"samples; accepted: {0.5 / len(rows):g} or more"
             )
         generator = np.random.default_rng([seed, zlib.crc32(reader.name.encode())])
-        chosen = np.sort(generator.choice(len(rows), part, replace=False))
-        self.rows = np.concatenate([*[rows] * whole, rows[chosen]]).astype(np.int64)
+        chosen = np.sort(generator.choice(len(rows), extra, replace=False))
+        self.rows = np.concatenate([*[rows] * repeats, rows[chosen]]).astype(np.int64)
         self.counts = {name: counts[self.rows] for name, counts in reader.counts.items()}
 
     def __len__(self) -> int:

@@ -120,8 +120,8 @@ class TarDataset(Reader):
                 matches = _matches(column, list(media))
                 if matches:
                     row[column] = [media[extension] for extension in matches]
-                named |= {name for part in column.split(";") for name in media
-                          if fnmatch.fnmatchcase(name, part)}
+                named |= {name for pattern in column.split(";") for name in media
+                          if fnmatch.fnmatchcase(name, pattern)}
         # Items of these members are in the column of a pattern, and JSON fields are columns.
         for extension in named - set(self.columns.values()):
             if isinstance(row.get(extension), MediaRange):
@@ -162,8 +162,8 @@ def _samples(path: DataPath) -> Iterator[tuple[str, list[tuple[str, int, int]]]]
                 if not member.isreg() or not dot or not stem:
                     continue
                 if member.issparse() or member.offset_data + member.size > size_of_shard:
-                    what = "is sparse" if member.issparse() else "is longer than the shard"
-                    raise DataError(f"{path}: member {member.name!r} {what}; is it cut off?")
+                    problem = "is sparse" if member.issparse() else "is longer than the shard"
+                    raise DataError(f"{path}: member {member.name!r} {problem}; is it cut off?")
                 member_key = folder + slash + stem
                 if members and member_key != key:
                     yield key, members

@@ -61,7 +61,7 @@ class RemoteFile(io.RawIOBase):
         if len(data) < size:
             start = self._start + self._at + len(data)
             try:
-                more = store_of(self._url).read(
+                remainder = store_of(self._url).read(
                     self._url, start, size - len(data), self._version
                 )
             except FileNotFoundError:
@@ -72,7 +72,7 @@ class RemoteFile(io.RawIOBase):
             except DataError as error:
                 self._failure = error
                 raise
-            data += more
+            data += remainder
         self._at += size
         return data
 

@@ -28,24 +28,24 @@ _lock = Lock()
 def _head(part: _Part, version: FileVersion | None) -> tuple[FileVersion, int, bytes]:
     """Return the version of the file, the size of the part in bytes, and its first bytes."""
     with _lock:
-        if (kept := _heads.get(part)) is not None:
+        if (cached := _heads.get(part)) is not None:
             _heads.move_to_end(part)
-            return kept
+            return cached
     text, start, size = part
     url = parse(text)
     if size is None:
         current, data = store_of(url).head(url, HEAD_BYTES)
-        kept = current, current.size, data
+        cached = current, current.size, data
     else:
         version = version or store_of(url).version(url)
         length = min(size, HEAD_BYTES)
         data = store_of(url).read(url, start, length, version) if length else b""
-        kept = version, size, data
+        cached = version, size, data
     with _lock:
-        _heads[part] = kept
+        _heads[part] = cached
         while len(_heads) > HEADS_KEPT:
             _heads.popitem(last=False)
-    return kept
+    return cached
 
 
 def item_size(url: str) -> int:
@@ -65,7 +65,7 @@ def open_item(
         FileNotFoundError: the file does not exist.
         DataError: the server does not answer, or denies access.
     """
-    current, whole, head = _head((url, start, size), version)
-    if len(head) >= whole:
+    current, length, head = _head((url, start, size), version)
+    if len(head) >= length:
         return io.BytesIO(head)
-    return buffered(RemoteFile(parse(url), current, start, whole, head), BLOCK)
+    return buffered(RemoteFile(parse(url), current, start, length, head), BLOCK)

@@ -54,9 +54,9 @@ class DataUrl:
 
     def within(self, folder: DataUrl) -> bool:
         """Return True if this URL is below ``folder``."""
-        same = (self.scheme, self.host) == (folder.scheme, folder.host)
+        same_host = (self.scheme, self.host) == (folder.scheme, folder.host)
         root = folder.key.strip("/")
-        return same and (not root or self.key.startswith(f"{root}/"))
+        return same_host and (not root or self.key.startswith(f"{root}/"))
 
 
 def parse(text: str) -> DataUrl:

@@ -95,14 +95,14 @@ class WebStore(Store):
 
     def _answer(self, url: DataUrl, start: int, size: int) -> Any:
         """Return the response of the server after redirects, with its body unread."""
-        place, named = str(url), f"{self._scheme}://{self._host}/"
+        location, named = str(url), f"{self._scheme}://{self._host}/"
         for _ in range(MOST_REDIRECTS + 1):
             # Without `auth`, requests adds credentials from the URL or from ~/.netrc, which ignores
             # ports.
-            auth = None if place.startswith(named) else _no_credentials
+            auth = None if location.startswith(named) else _no_credentials
             try:
                 answer = self._session().get(
-                    place, stream=True, allow_redirects=False, auth=auth,
+                    location, stream=True, allow_redirects=False, auth=auth,
                     timeout=(CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S),
                     headers={"Range": f"bytes={start}-{start + size - 1}",
                              "Accept-Encoding": "identity"},
@@ -117,13 +117,13 @@ class WebStore(Store):
                 ) from None
             if answer.status_code not in _REDIRECTS:
                 return answer
-            target = urljoin(place, answer.headers.get("Location", ""))
+            target = urljoin(location, answer.headers.get("Location", ""))
             answer.close()
             if not target.startswith(("https://", named)):
                 raise DataError(
                     f"{url}: the server redirects to {target[:80]!r}; accepted: https://"
                 )
-            place = target
+            location = target
         raise DataError(f"{url}: the server redirects more than {MOST_REDIRECTS} times")
 
     def _session(self) -> Any:
@@ -159,10 +159,10 @@ def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | N
 
 
 def _body(answer: Any, size: int) -> bytes:
-    parts, left = [], size
-    for part in answer.iter_content(_BLOCK):
-        parts.append(part[:left])
-        left -= len(parts[-1])
-        if not left:
+    blocks, remaining = [], size
+    for block in answer.iter_content(_BLOCK):
+        blocks.append(block[:remaining])
+        remaining -= len(blocks[-1])
+        if not remaining:
             break
-    return b"".join(parts)
+    return b"".join(blocks)

@@ -159,7 +159,7 @@ def split_parts(microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
 
 def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
     """Invert ``split_parts``."""
-    return {**parts["text"], **{name: part for name, part in parts.items() if name != "text"}}
+    return {**parts["text"], **{name: tensors for name, tensors in parts.items() if name != "text"}}
 
 
 def describe(
@@ -181,13 +181,13 @@ def describe(
         label_tokens=int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum()),
         items={k: v["sample_index"].tolist() for k, v in parts.items() if k != "text"},
         shapes={
-            part: {key: tuple(value.shape) for key, value in tensors.items()}
-            for part, tensors in parts.items()
+            part_name: {key: tuple(value.shape) for key, value in tensors.items()}
+            for part_name, tensors in parts.items()
         },
         sample_ids=tuple(sample_ids),
         dtypes={
-            part: {key: str(value.dtype) for key, value in tensors.items()}
-            for part, tensors in parts.items()
+            part_name: {key: str(value.dtype) for key, value in tensors.items()}
+            for part_name, tensors in parts.items()
         },
         places={
             name: _runs(microbatch["input_ids"] == token)

@@ -161,10 +161,10 @@ class BatchingConfig(Section):
 
     @model_validator(mode="after")
     def _options_are_of_the_method(self):
-        of_balanced = [n for n in ("budgets", "alike", "source_weight") if n in self.options]
-        of_balanced += ["rebalance"] if self.rebalance is not None else []
-        if self.method != "balanced" and of_balanced:
-            raise ValueError(f"{of_balanced[0]} needs method 'balanced', not {self.method!r}")
+        balanced_options = [n for n in ("budgets", "alike", "source_weight") if n in self.options]
+        balanced_options += ["rebalance"] if self.rebalance is not None else []
+        if self.method != "balanced" and balanced_options:
+            raise ValueError(f"{balanced_options[0]} needs method 'balanced', not {self.method!r}")
         if self.method == "random" and (self.units or self.cache):
             raise ValueError("units and cache are not accepted with method 'random'")
         return self
@@ -298,12 +298,12 @@ class DataConfig(Section):
     def _rows_are_held_out_once(self):
         if self.heldout_fraction is None:
             return self
-        same = [
+        train_sources = [
             source.model_copy(update={"weight": None, "repeat": 1.0}) for source in self.train
         ]
-        if self.heldout not in (None, same):
+        if self.heldout not in (None, train_sources):
             raise ValueError("heldout and heldout_fraction are both given; accepted: one of them")
-        self.heldout = same
+        self.heldout = train_sources
         return self
 
     @model_validator(mode="after")
@@ -354,9 +354,9 @@ class DataConfig(Section):
     def _batching_fits(self):
         batching = self.batching
         if self.preferences and (batching.method != "random" or self.processor is not None):
-            what = "a processor" if self.processor else f"batching {batching.method!r}"
+            conflict = "a processor" if self.processor else f"batching {batching.method!r}"
             raise ValueError(
-                f"preferences (rows with two answers) are not supported with {what}; accepted: "
+                f"preferences (rows with two answers) are not supported with {conflict}; accepted: "
                 "batching 'random', and a tokenizer with processors by modality"
             )
         if batching.method != "random" and not self.shuffle:
@@ -415,10 +415,10 @@ class DataConfig(Section):
 
     def sampling(self, modality: str) -> FrameSampling | None:
         """Return the frame selection for video files of a modality; None if their sound is read."""
-        own = self.modalities[modality].video
-        if own is None and self.processor is not None and modality == "video":
-            own = VideoConfig()
-        return None if own is None else own.sampling
+        video = self.modalities[modality].video
+        if video is None and self.processor is not None and modality == "video":
+            video = VideoConfig()
+        return None if video is None else video.sampling
 
     @property
     def columns(self) -> dict[str, str]:

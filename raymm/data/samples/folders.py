@@ -47,9 +47,9 @@ class MediaFolders:
         if is_url(name):
             return self._allowed_url(name, column)
         if isinstance(self.own, RemotePath) and not os.path.isabs(name):
-            own = self.own.url
-            url = own.with_key(posixpath.normpath(posixpath.join("/", own.key, name)).lstrip("/"))
-            if not url.within(own):
+            base = self.own.url
+            url = base.with_key(posixpath.normpath(posixpath.join("/", base.key, name)).lstrip("/"))
+            if not url.within(base):
                 raise self._outside(str(url), str(self.own), column)
             return str(url)
         path = os.path.normpath(os.path.join(str(self.own), name))

@@ -220,8 +220,8 @@ def pillow_limit(pixels: int | None) -> Iterator[None]:
     from PIL import Image
 
     with _PILLOW:
-        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, pixels
+        old_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, pixels
         try:
             yield
         finally:
-            Image.MAX_IMAGE_PIXELS = before
+            Image.MAX_IMAGE_PIXELS = old_limit

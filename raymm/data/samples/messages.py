@@ -80,13 +80,13 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
         raise SampleError(
             f"{where} needs a string 'role' (or 'from'); it has {sorted(map(str, message))}", column
         )
-    rest = {
+    other_fields = {
         key: value for key, value in message.items()
         if key not in (*names, *_FLAGS) and value is not None
     }
     rename = rename or names[0] == "from"
     if rename and role in _CALLS:
-        rest["tool_calls"] = _tool_calls(content, where, column)
+        other_fields["tool_calls"] = _tool_calls(content, where, column)
         role, content = "assistant", None
     elif rename:
         role = _ROLE_OF.get(role, role)
@@ -99,14 +99,17 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
             "answers (and 'user' for questions). Rename the roles, or rename the column to "
             "'conversations', whose roles are converted", column,
         )
-    _check_content(content, rest, where, names[1], column)
+    _check_content(content, other_fields, where, names[1], column)
     loss = _loss(message, where, column)
     if loss and role != LEARNED_ROLE:
         raise SampleError(
             f"{where} has the role {role!r} and a flag to be learned; only messages with the role "
             f"{LEARNED_ROLE!r} are learned. Remove the flag", column,
         )
-    return {"role": role, "content": content, **rest, **({} if loss is None else {"loss": loss})}
+    return {
+        "role": role, "content": content, **other_fields,
+        **({} if loss is None else {"loss": loss}),
+    }
 
 
 def _check_content(content: object, rest: dict, where: str, name: str, column: str) -> None:

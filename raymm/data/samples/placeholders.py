@@ -58,8 +58,8 @@ def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
     for name, modality in modalities.items():
         column = modality.column or name
         names = [name, column, column.removesuffix("s")] + ["image"] * (name == "vision")
-        for part in [modality.part] if modality.part else names:
-            types.setdefault(part, name)
+        for part_type in [modality.part] if modality.part else names:
+            types.setdefault(part_type, name)
     return types
 
 
@@ -70,17 +70,17 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
     items differ."""
     counts: Counter = Counter()
     for number, message in enumerate(sample.messages or ()):
-        for place, part in enumerate(_media_parts(message)):
-            where, kind = f"messages[{number}], media part {place}", part["type"]
+        for part_number, part in enumerate(_media_parts(message)):
+            where, kind = f"messages[{number}], media part {part_number}", part["type"]
             if kind not in types:
                 raise text_error(
                     sample,
                     f"{where} has type {kind!r}; accepted: {sorted(types) or 'none'}. To accept "
                     "another type, set data.modalities.NAME.part",
                 )
-            own = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
-            if own:
-                reason = f"{where} has {own[0]!r}; media belong in a column of the row"
+            media_keys = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
+            if media_keys:
+                reason = f"{where} has {media_keys[0]!r}; media belong in a column of the row"
                 raise text_error(sample, reason)
             counts[types[kind]] += 1
     for name in sorted(set(types.values())) if counts else ():

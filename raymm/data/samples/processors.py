@@ -46,9 +46,11 @@ def read_video(
 ) -> Clip:
     """Decode the selected frames of a video file; errors are those of
     :func:`raymm.data.video.frames.read_clip`, or an ``OSError``."""
-    own = FrameLimits(limits.max_image_pixels, limits.max_video_seconds, limits.max_video_frames)
+    frame_limits = FrameLimits(
+        limits.max_image_pixels, limits.max_video_seconds, limits.max_video_frames
+    )
     with open_media(media) as file:
-        return read_clip(file, sampling, own)
+        return read_clip(file, sampling, frame_limits)
 
 
 def load_processor(
@@ -124,7 +126,7 @@ def read_audio(path: File, rate: int) -> np.ndarray:
     source_rate, sound = _sound(path)
     if not np.isfinite(sound).all():
         wrong = np.argwhere(~np.isfinite(sound))
-        frame, channel = (int(place) for place in wrong[0])
+        frame, channel = (int(index) for index in wrong[0])
         raise ValueError(
             f"{len(wrong):,} of {sound.size:,} samples are not finite, the first "
             f"({sound[frame, channel]}) in frame {frame:,}"
@@ -177,7 +179,7 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
     def extract(sound: np.ndarray) -> Any:
         return sounds(sound, sampling_rate=sounds.sampling_rate, return_tensors="pt")
 
-    whole = WholeSounds(sounds.sampling_rate if sounds else 0)
+    sound_check = WholeSounds(sounds.sampling_rate if sounds else 0)
 
     def process(item: File | list | Clip) -> dict[str, torch.Tensor]:
         if isinstance(item, list | Clip):
@@ -187,7 +189,7 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
         kind = next(iter(kinds)) if len(kinds) == 1 else kind_of(item)
         if kind in (AUDIO, VIDEO) and sounds:
             sound = read_audio(item, sounds.sampling_rate)
-            whole.check(sound, extract)
+            sound_check.check(sound, extract)
             tensors = extract(sound)
         else:
             tensors = images(images=read_image(item), return_tensors="pt")
@@ -208,14 +210,14 @@ def frames_of(item: list | Clip) -> list:
 def _kinds_in(folder: Path, field: str) -> set[str]:
     """Return the kinds that a folder has a processor for, by the files that ``save_pretrained``
     writes."""
-    single, both = folder / "preprocessor_config.json", folder / "processor_config.json"
+    single, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     kinds = set()
     try:
         if single.is_file():
             config = json.loads(single.read_text())
             kinds.add(AUDIO if "feature_extractor_type" in config else IMAGE)
-        if both.is_file():
-            config = json.loads(both.read_text())
+        if combined.is_file():
+            config = json.loads(combined.read_text())
             kinds |= {IMAGE} if config.get("image_processor") else set()
             kinds |= {AUDIO} if config.get("feature_extractor") else set()
     except (OSError, ValueError, AttributeError) as error:

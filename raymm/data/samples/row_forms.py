@@ -152,9 +152,9 @@ def _from_messages(values: RoleValues) -> RowText:
     column = values.column(MESSAGES)
     messages = _with_system(values, read_messages(values.get(MESSAGES), column, False))
     if "rejected_messages" in values:
-        other = values.column("rejected_messages")
-        rejected = read_messages(values.get("rejected_messages"), other, False)
-        return _split_prompt(messages, _with_system(values, rejected), column, other)
+        rejected_column = values.column("rejected_messages")
+        rejected = read_messages(values.get("rejected_messages"), rejected_column, False)
+        return _split_prompt(messages, _with_system(values, rejected), column, rejected_column)
     if "rejected_response" in values:
         return _pair(messages[:-1], messages[-1:], _answer(values, "rejected_response"), column)
     return RowText(messages, None)
@@ -190,9 +190,11 @@ def _from_preference(values: RoleValues) -> RowText:
         if pair.preference and pair.preference.prompt[-1]["content"] == values.get(PROMPT):
             return pair
     if strings:
-        what = "only texts, or messages" if PROMPT in values else "texts with a prompt, or messages"
+        accepted = (
+            "only texts, or messages" if PROMPT in values else "texts with a prompt, or messages"
+        )
         column = values.column(strings[0])
-        raise SampleError(f"{column!r} is a text; accepted: {what}, in all of {names}", column)
+        raise SampleError(f"{column!r} is a text; accepted: {accepted}, in all of {names}", column)
     if PROMPT not in values:
         return _common_prompt(values)
     prompt, chosen, rejected = (
@@ -259,10 +261,10 @@ def _from_prompt_completion(values: RoleValues) -> RowText:
             raise SampleError(f"{system!r} needs messages, and the row has text", system)
         return RowText(None, prompt + completion, prompt_characters=len(prompt))
     if isinstance(prompt, str) or isinstance(completion, str):
-        other = values.column("completion")
+        completion_column = values.column("completion")
         raise SampleError(
-            f"one of {column!r} and {other!r} is a text and the other is not; accepted: both "
-            "texts, or both messages", column,
+            f"one of {column!r} and {completion_column!r} is a text and the other is not; "
+            "accepted: both texts, or both messages", column,
         )
     messages = _with_system(values, one_or_more_messages(prompt, column))
     answer = one_or_more_messages(completion, values.column("completion"))
@@ -276,13 +278,13 @@ def _from_alpaca(values: RoleValues) -> RowText:
 
 def _instruction(values: RoleValues) -> list[dict]:
     texts = [values.string("instruction"), values.string("input", "")]
-    asked = "\n".join(text for text in texts if text)
-    return _with_system(values, [*_history(values), {"role": "user", "content": asked}])
+    question = "\n".join(text for text in texts if text)
+    return _with_system(values, [*_history(values), {"role": "user", "content": question}])
 
 
 def _from_query(values: RoleValues) -> RowText:
-    asked = {"role": "user", "content": values.string("query")}
-    prompt = _with_system(values, [*_history(values), asked])
+    question = {"role": "user", "content": values.string("query")}
+    prompt = _with_system(values, [*_history(values), question])
     answer = [{"role": "assistant", "content": values.string("response")}]
     if "rejected_response" in values:
         rejected = _answer(values, "rejected_response")

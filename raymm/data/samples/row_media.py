@@ -110,8 +110,8 @@ class PartMedia:
             {
                 **message,
                 "content": [
-                    self._part(part, f"{self._column}[{number}].content[{at}]")
-                    for at, part in enumerate(message["content"])
+                    self._part(part, f"{self._column}[{number}].content[{index}]")
+                    for index, part in enumerate(message["content"])
                 ],
             }
             if isinstance(message["content"], list) else message
@@ -133,9 +133,9 @@ class PartMedia:
         kind = _KINDS.get(type_name, type_name)
         names = (type_name, kind, f"{kind}_url", *_ITEM_KEYS)
         sources = {key: fields[key] for key in names if fields.get(key) not in (None, "", [])}
-        parts = self._rules.parts or {}
-        place = type_name if type_name in parts else kind
-        self._check_index(fields.get("index"), place, where, bool(sources))
+        modality_of = self._rules.parts or {}
+        part_type = type_name if type_name in modality_of else kind
+        self._check_index(fields.get("index"), part_type, where, bool(sources))
         # Times are only used for lists of frames; video files contain times.
         is_list = any(isinstance(value, list | tuple) for value in sources.values())
         timing = {"fps", "times"} & set(fields) if is_list else set()
@@ -144,19 +144,19 @@ class PartMedia:
             if key not in (*names, "index", *timing) and (key, value) != ("text", "")
         }
         if not sources:
-            return {"type": place}
-        if place not in parts:
+            return {"type": part_type}
+        if part_type not in modality_of:
             raise SampleError(
                 f"{where} has an item of type {type_name!r}, but no modality accepts it; accepted "
-                f"types: {sorted(parts) or 'none'}. Add the modality to data.modalities",
+                f"types: {sorted(modality_of) or 'none'}. Add the modality to data.modalities",
                 self._column,
             )
-        modality = parts[place]
+        modality = modality_of[part_type]
         item = self._item(sources, modality, where)
         if timing:
             item = _timed(cast(tuple, item), fields, where, self._column)
         self.items.setdefault(modality, []).append(item)
-        return {"type": place}
+        return {"type": part_type}
 
     def _check_index(self, index: Any, place: str, where: str, inline: bool) -> None:
         if inline:
@@ -299,19 +299,19 @@ def _decoded(text: str, column: str, limits: Limits) -> bytes:
 def _check_path(value: str, column: str) -> None:
     """Raise a ``SampleError`` for a text that cannot be the path of a file."""
     if value.startswith("data:"):
-        what, cure = "a data: URI without base64", "accepted: data:TYPE;base64,..."
+        problem, cure = "a data: URI without base64", "accepted: data:TYPE;base64,..."
     elif (match := _URL.match(value)) is not None and not is_url(value):
-        what, cure = f"a {match[1]} URL", "it is not fetched: download it and give its path"
+        problem, cure = f"a {match[1]} URL", "it is not fetched: download it and give its path"
     elif len(value) > LONGEST_PATH:
-        what = f"a text of {len(value):,} characters, not a path"
+        problem = f"a text of {len(value):,} characters, not a path"
         cure = "it is not base64 of a known format either; accepted: a path, bytes or base64"
     elif "\0" in value:
-        what, cure = "a path with a null character", "give the path of a file"
+        problem, cure = "a path with a null character", "give the path of a file"
     elif not value:
-        what, cure = "an empty path", "give the path of a file"
+        problem, cure = "an empty path", "give the path of a file"
     else:
         return
-    raise SampleError(f"column {column!r} has {what} ({value[:60]!r}); {cure}", column)
+    raise SampleError(f"column {column!r} has {problem} ({value[:60]!r}); {cure}", column)
 
 
 def _short(value: object) -> str:

@@ -99,10 +99,10 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
     form = find_form(values, rules.row_form, present)
     column = values.column(FORMS[form].main)
     media_rules = MediaRules(folders, rules.limits, place, rules.frames, rules.parts)
-    parts = PartMedia(media_rules, column)
-    text = _without_media(convert_row(values, form), parts, column)
+    part_media = PartMedia(media_rules, column)
+    text = _without_media(convert_row(values, form), part_media, column)
     _check_characters(text, rules.limits.max_text_characters, column)
-    media = {modality: tuple(items) for modality, items in parts.items.items()}
+    media = {modality: tuple(items) for modality, items in part_media.items.items()}
     for modality, name in rules.columns.items():
         items = items_of(row.get(name), name, media_rules, modality in rules.frames)
         if items and modality in media:
@@ -114,9 +114,9 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
             media[modality] = items
     used = rules.form_columns(form) | set(rules.columns.values())
     names = {str(key) for key, value in row.items() if value not in (None, "", [], {})}
-    unused = (names - used | parts.unused) - ignored
+    unused = (names - used | part_media.unused) - ignored
     return ParsedRow(
-        form, text, media, frozenset(parts.items), frozenset(names & used), frozenset(unused),
+        form, text, media, frozenset(part_media.items), frozenset(names & used), frozenset(unused),
         column,
     )
 
@@ -129,11 +129,11 @@ def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:
         return replace(text, messages=parts.take(text.messages))
     pair = text.preference
     prompt = parts.take(pair.prompt)
-    before = {modality: len(items) for modality, items in parts.items.items()}
+    prompt_items = {modality: len(items) for modality, items in parts.items.items()}
     pair = replace(
         pair, prompt=prompt, chosen=parts.take(pair.chosen), rejected=parts.take(pair.rejected)
     )
-    if before != {modality: len(items) for modality, items in parts.items.items()}:
+    if prompt_items != {modality: len(items) for modality, items in parts.items.items()}:
         raise SampleError("an answer has media; accepted: media in the prompt", column)
     return replace(text, messages=pair.answers[0], preference=pair)
 
@@ -142,8 +142,8 @@ def _check_characters(text: RowText, most: int, column: str) -> None:
     """Raise a ``SampleError`` if the texts of the row are longer than ``most`` characters in total.
     """
     pair = text.preference
-    parts = text.text, text.messages, text.tools, pair and pair.rejected
-    if (characters := _characters(parts)) > most:
+    texts = text.text, text.messages, text.tools, pair and pair.rejected
+    if (characters := _characters(texts)) > most:
         raise SampleError(
             f"its text has {characters:,} characters, above data.max_text_characters ({most:,})",
             column,

@@ -144,12 +144,12 @@ def as_sources(value: Any) -> list[Any]:
         if isinstance(source, dict) and isinstance(source.get("path"), str)
     ]
     stems = Counter(_stem(source["path"]) for source in plain if not source.get("name"))
-    seen: Counter = Counter()
+    stem_counts: Counter = Counter()
     for source in plain:
         stem = _stem(source["path"])
         if not source.get("name") and stems[stem] > 1 and len(plain) > 1:
-            seen[stem] += 1
-            sources[sources.index(source)] = {**source, "name": f"{stem}-{seen[stem]}"}
+            stem_counts[stem] += 1
+            sources[sources.index(source)] = {**source, "name": f"{stem}-{stem_counts[stem]}"}
     return sources
 
 

@@ -46,11 +46,11 @@ class WholeSounds:
                 f"the sound is {length} long, and the processor crops its beginning; split the "
                 "sound into several items or rows"
             )
-        taken = len(sound) if self._is_open(sound, noise, features, extract) else self._taken(
+        used = len(sound) if self._is_open(sound, noise, features, extract) else self._taken(
             sound, features, extract
         )
-        if len(sound) - taken > _FRAME_S * self._rate:
-            most = f"{taken / self._rate:.2f} s"
+        if len(sound) - used > _FRAME_S * self._rate:
+            most = f"{used / self._rate:.2f} s"
             raise SampleError(
                 f"the sound is {length} long, but the processor uses only its first {most}; "
                 f"accepted: sounds of up to {most}. Split the sound into several items or rows"

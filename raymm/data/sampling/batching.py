@@ -104,14 +104,14 @@ def sample_sizes(
     units: dict[str, Units] = {}
     text = samples.text_tokens.copy()
     for name, counts in samples.counts.items():
-        of_item = tokens.get(name, ItemTokens())
-        text += counts * of_item.prepended
+        per_item = tokens.get(name, ItemTokens())
+        text += counts * per_item.prepended
         if name in config.batching.units:
             units[name] = _units(name, config.batching.units[name])
         elif config.processor is not None:  # the scan has counted the tower inputs of each item
             units[name] = lambda items: items[:, 0]
         else:
-            units[name] = lambda items, each=of_item.encoder: np.full(len(items), each, np.int64)
+            units[name] = lambda items, each=per_item.encoder: np.full(len(items), each, np.int64)
     sizes = samples.sizes(units)
     values = np.concatenate([sizes.values[:, :-1], text[:, None]], axis=1)
     return replace_values(sizes, values)

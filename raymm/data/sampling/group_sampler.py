@@ -117,47 +117,48 @@ class GroupSampler:
             DataError: the state does not fit this dataset.
             PlanError: the sizes cannot be planned.
         """
-        epoch, taken = self.check(state)
-        *before, last = taken or [{**self.planner, "steps": 0}]
+        epoch, entries = self.check(state)
+        *earlier, last = entries or [{**self.planner, "steps": 0}]
         costs = self._costs(last.get("costs"))
         how = self.planner if costs is None else {**self.planner, "costs": costs}
         steps = last["steps"]
         if steps and {**last, "steps": 0} != {**how, "steps": 0}:
-            before, steps = taken, 0
-        left = self._left(epoch, before)
+            earlier, steps = entries, 0
+        remaining = self._left(epoch, earlier)
         position = Position(
-            epoch, tuple(before), how, left, self._planned(epoch, left, len(before), how), steps
+            epoch, tuple(earlier), how, remaining,
+            self._planned(epoch, remaining, len(earlier), how), steps,
         )
         if steps > len(position.steps):
-            raise self._misfit({"epoch": epoch, "taken": taken})
+            raise self._misfit({"epoch": epoch, "taken": entries})
         return position
 
     def state(self, position: Position) -> GroupState:
         """Return a position as plain JSON that :meth:`open` restores."""
-        epoch, taken = position.epoch, position.entries
+        epoch, entries = position.epoch, position.entries
         if position.taken == len(position.steps):
             # The next epoch only needs the costs that are known now.
-            epoch, taken = epoch + 1, [{**position.how, "steps": 0}]
-            taken = taken if "costs" in position.how else []
-        return {"epoch": epoch, "sizes": self.digest, "taken": taken}
+            epoch, entries = epoch + 1, [{**position.how, "steps": 0}]
+            entries = entries if "costs" in position.how else []
+        return {"epoch": epoch, "sizes": self.digest, "taken": entries}
 
     def settled(self, position: Position) -> Position:
         """Return the position, or the beginning of the next epoch if all its steps are taken."""
         while position.taken == len(position.steps):
-            epoch, left = position.epoch + 1, np.arange(len(self.sizes))
+            epoch, samples = position.epoch + 1, np.arange(len(self.sizes))
             how = position.how
-            position = Position(epoch, (), how, left, self._planned(epoch, left, 0, how))
+            position = Position(epoch, (), how, samples, self._planned(epoch, samples, 0, how))
         return position
 
     def replanned(self, position: Position, costs: dict[str, Any]) -> Position:
         """Plan the remaining samples of the epoch of a position again with measured costs."""
-        gone = [sample for step in position.steps[: position.taken] for sample in flat(step)]
-        left = np.setdiff1d(position.left, gone, assume_unique=True)
-        before = tuple(position.entries)
+        used = [sample for step in position.steps[: position.taken] for sample in flat(step)]
+        remaining = np.setdiff1d(position.left, used, assume_unique=True)
+        earlier = tuple(position.entries)
         how = {**position.how, "costs": costs}
         return Position(
-            position.epoch, before, how, left,
-            self._planned(position.epoch, left, len(before), how),
+            position.epoch, earlier, how, remaining,
+            self._planned(position.epoch, remaining, len(earlier), how),
         )
 
     def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -167,14 +168,14 @@ class GroupSampler:
 
     def _left(self, epoch: int, taken: Sequence[Taken]) -> np.ndarray:
         """Return the samples of the epoch that were not taken yet, ascending."""
-        left = np.arange(len(self.sizes))
+        remaining = np.arange(len(self.sizes))
         for number, entry in enumerate(taken):
-            planned = self._planned(epoch, left, number, entry)
+            planned = self._planned(epoch, remaining, number, entry)
             if entry["steps"] > len(planned):
                 raise self._misfit({"epoch": epoch, "taken": taken})
-            gone = [sample for step in planned[: entry["steps"]] for sample in flat(step)]
-            left = np.setdiff1d(left, gone, assume_unique=True)
-        return left
+            used = [sample for step in planned[: entry["steps"]] for sample in flat(step)]
+            remaining = np.setdiff1d(remaining, used, assume_unique=True)
+        return remaining
 
     def _planned(
         self, epoch: int, left: np.ndarray, number: int, how: dict[str, Any]
@@ -222,17 +223,17 @@ class GroupSampler:
                 "to a run with 'random'; resume with 'random', or start a new run"
             )
         try:
-            epoch, digest, taken = state["epoch"], state["sizes"], state["taken"]
-            good = len(state) == 3 and epoch >= 0 and all(map(_is_taken, taken))
+            epoch, digest, entries = state["epoch"], state["sizes"], state["taken"]
+            good = len(state) == 3 and epoch >= 0 and all(map(_is_taken, entries))
         except (KeyError, TypeError, AttributeError):
             good = False
         if not good:
             raise self._misfit(state)
         if digest != self.digest:
-            if any(entry["steps"] for entry in taken):
+            if any(entry["steps"] for entry in entries):
                 raise self._misfit(state)
-            taken = []  # costs that were measured with other units do not apply
-        return epoch, [dict(entry) for entry in taken]
+            entries = []  # costs that were measured with other units do not apply
+        return epoch, [dict(entry) for entry in entries]
 
     def _misfit(self, state: object) -> DataError:
         return DataError(
@@ -270,6 +271,6 @@ def _cut(samples: np.ndarray, groups: int, per_group: int) -> list[Groups]:
     size."""
     steps = -(-len(samples) // (groups * per_group))
     return [
-        [part.tolist() for part in np.array_split(step, min(groups, len(step)))]
+        [group.tolist() for group in np.array_split(step, min(groups, len(step)))]
         for step in (np.array_split(samples, steps) if steps else ())
     ]

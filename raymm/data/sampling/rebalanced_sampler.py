@@ -63,11 +63,11 @@ class RebalancedSampler(GroupSampler):
         last."""
         self._handed.clear()
         self._live = self.open(state)
-        due = deque(d for d in self._decisions if d[:2] >= self.place)
+        pending = deque(d for d in self._decisions if d[:2] >= self.place)
         while True:
             costs = None
-            while due and due[0][:2] <= self.place:
-                costs = self._costs(due.popleft().costs)
+            while pending and pending[0][:2] <= self.place:
+                costs = self._costs(pending.popleft().costs)
             if costs is not None:
                 self._live = self.replanned(self._live, costs)
             position = self.settled(self._live)
@@ -105,13 +105,13 @@ class RebalancedSampler(GroupSampler):
         """Return steps as they would be planned with ``costs``; from a random subset of large data.
         """
         live = self.live
-        gone = [sample for step in live.steps[: live.taken] for sample in flat(step)]
-        left = np.setdiff1d(live.left, gone, assume_unique=True)
-        if len(left) <= TRIAL_SAMPLES:
+        used = [sample for step in live.steps[: live.taken] for sample in flat(step)]
+        remaining = np.setdiff1d(live.left, used, assume_unique=True)
+        if len(remaining) <= TRIAL_SAMPLES:
             position = self.replanned(live, costs.to_dict())
             return [groups for groups, _ in islice(self.walk(position), steps)]
         some = np.random.default_rng([live.how["seed"], *self.place]).choice(
-            left, TRIAL_SAMPLES, replace=False
+            remaining, TRIAL_SAMPLES, replace=False
         )
         how = {**live.how, "costs": costs.to_dict()}
         return self._plan(live.epoch, np.sort(some), len(live.entries), how)[:steps]

@@ -44,9 +44,9 @@ class EpochSampler:
         while True:
             indices: list[int] = []
             while len(indices) < self.batch_size:
-                taken = order[position : position + self.batch_size - len(indices)]
-                indices.extend(taken.tolist())
-                position += len(taken)
+                chunk = order[position : position + self.batch_size - len(indices)]
+                indices.extend(chunk.tolist())
+                position += len(chunk)
                 if position == self.length:
                     epoch, position = epoch + 1, 0
                     order = self.order(epoch)
@@ -59,8 +59,8 @@ class EpochSampler:
         while position < self.length:
             indices = order[position : position + self.batch_size].tolist()
             position += len(indices)
-            done = position == self.length
-            yield indices, {"epoch": epoch + done, "position": 0 if done else position}
+            is_last = position == self.length
+            yield indices, {"epoch": epoch + is_last, "position": 0 if is_last else position}
 
     def check(self, state: State | None) -> tuple[int, int]:
         """Return (epoch, position) of a state; None is the beginning.
@@ -116,5 +116,5 @@ def split_evenly(samples: Sequence, parts: int) -> list[list]:
     """Split ``samples`` into ``parts`` non-empty runs whose lengths differ by at most one; fewer
     runs if there are fewer samples."""
     parts = min(parts, len(samples))
-    cuts = [len(samples) * part // parts for part in range(parts + 1)] if parts else [0]
+    cuts = [len(samples) * number // parts for number in range(parts + 1)] if parts else [0]
     return [list(samples[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]

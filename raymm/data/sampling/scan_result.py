@@ -53,10 +53,10 @@ class SampleScan:
         for name, counts in self.counts.items():
             function = (units or {}).get(name)
             items = self.items[name]
-            each = np.ones(len(items), np.int64) if function is None else function(items)
+            item_sizes = np.ones(len(items), np.int64) if function is None else function(items)
             owner = np.repeat(np.arange(len(self)), counts)
             sums = np.zeros(len(self), np.int64)
-            np.add.at(sums, owner, np.asarray(each, np.int64))
+            np.add.at(sums, owner, np.asarray(item_sizes, np.int64))
             columns.append(sums)
         values = np.stack([*columns, self.text_tokens], axis=1)
         return SampleSizes((*self.counts, "text"), values, self.sources, ("text",))

@@ -96,7 +96,7 @@ class _Scanner:
 
     def scan(self, start: int, stop: int) -> _Part:
         names = list(self.config.modalities)
-        part = _Part([], {name: [] for name in names}, {name: [] for name in names}, [])
+        chunk = _Part([], {name: [] for name in names}, {name: [] for name in names}, [])
         for index in range(start, stop):
             try:
                 tokens, items = self._sizes(self.dataset[index])
@@ -106,15 +106,15 @@ class _Scanner:
                 if failure_kind(error) is FailureKind.RESOURCE:
                     raise  # the process lacks a resource; the sample is not at fault
                 error.__cause__ = error.__context__ = None  # may not be picklable
-                part.unusable.append((index, error))
+                chunk.unusable.append((index, error))
                 tokens, items = 0, {name: [] for name in names}
                 if self.config.on_error == "raise":
-                    return part
-            part.tokens.append(tokens)
+                    return chunk
+            chunk.tokens.append(tokens)
             for name in names:
-                part.counts[name].append(len(items[name]))
-                part.items[name].extend(items[name])
-        return part
+                chunk.counts[name].append(len(items[name]))
+                chunk.items[name].extend(items[name])
+        return chunk
 
 
 class HeaderSizes:
@@ -160,19 +160,19 @@ def _parts(
     dataset: Dataset, config: DataConfig, workers: int | None, progress: Progress | None,
     measure: Measure,
 ) -> Iterator[_Part]:  # fmt: skip
-    total, done = len(dataset), 0
+    total, scanned = len(dataset), 0
     ranges = [(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
     if workers is None:
         workers = min(len(os.sched_getaffinity(0)), total // _SAMPLES_PER_WORKER, _MAX_WORKERS)
     run = _in_this_process if workers <= 1 else _in_workers
-    parts = run(dataset, config, ranges, workers, measure)
-    for (start, stop), part in zip(ranges, parts, strict=True):
-        if part.unusable and config.on_error == "raise":
-            raise part.unusable[0][1]
-        done += stop - start
+    chunks = run(dataset, config, ranges, workers, measure)
+    for (start, stop), chunk in zip(ranges, chunks, strict=True):
+        if chunk.unusable and config.on_error == "raise":
+            raise chunk.unusable[0][1]
+        scanned += stop - start
         if progress is not None:
-            progress(done, total)
-        yield part
+            progress(scanned, total)
+        yield chunk
 
 
 def _in_this_process(dataset, config, ranges, _workers, measure) -> Iterator[_Part]:
@@ -212,11 +212,11 @@ def _joined(dataset: Dataset, config: DataConfig, parts: list[_Part]) -> SampleS
         flat = np.asarray([value for numbers in lists for value in numbers], dtype=np.int64)
         return flat.reshape(-1, width) if width else flat
 
-    unusable = [pair for part in parts for pair in part.unusable]
+    unusable = [pair for chunk in parts for pair in chunk.unusable]
     return SampleScan(
-        joined([part.tokens for part in parts]),
-        {name: joined([part.counts[name] for part in parts]) for name in config.modalities},
-        {name: joined([part.items[name] for part in parts], 3) for name in config.modalities},
+        joined([chunk.tokens for chunk in parts]),
+        {name: joined([chunk.counts[name] for chunk in parts]) for name in config.modalities},
+        {name: joined([chunk.items[name] for chunk in parts], 3) for name in config.modalities},
         np.asarray(dataset.sources, np.int64),
         tuple(dataset.names),
         np.asarray([index for index, _ in unusable], np.int64),

@@ -69,19 +69,19 @@ class WeightedSampler:
     def batches(self, state: State | None = None) -> Iterator[tuple[list[int], State]]:
         """Yield (indices of one step, state after the step) endlessly; errors are those of
         :meth:`check`."""
-        step, taken = self.check(state)
+        step, positions = self.check(state)
         while True:
             generator = np.random.default_rng([self.seed, _MIX, step])
             edges = self._cumulated(step) * self.batch_size + generator.random()
             counts = np.diff(np.minimum(np.floor(edges), self.batch_size), prepend=0).astype(int)
             indices = [
-                self._sample(source, taken[source] + number)
+                self._sample(source, positions[source] + number)
                 for source, count in enumerate(counts) for number in range(count)
             ]
             order = np.random.default_rng([self.seed, _ORDER, step]).permutation(len(indices))
-            step, taken = step + 1, [a + int(b) for a, b in zip(taken, counts, strict=True)]
-            after = {"step": step, "taken": dict(zip(self.names, taken, strict=True))}
-            yield [indices[place] for place in order], after
+            step, positions = step + 1, [a + int(b) for a, b in zip(positions, counts, strict=True)]
+            after = {"step": step, "taken": dict(zip(self.names, positions, strict=True))}
+            yield [indices[position] for position in order], after
 
     def check(self, state: State | None) -> tuple[int, list[int]]:
         """Return (step, samples taken from each source) of a state; None is the beginning.
@@ -105,10 +105,10 @@ class WeightedSampler:
     def _sample(self, source: int, number: int) -> int:
         """Return the sample of a source at position ``number``, counted over all its epochs."""
         size = int(self._sizes[source])
-        epoch, place = divmod(number, size)
+        epoch, position = divmod(number, size)
         if source not in self._orders or self._orders[source][0] != epoch:
             self._orders[source] = epoch, self._order(source, epoch, size)
-        return int(self._starts[source] + self._orders[source][1][place])
+        return int(self._starts[source] + self._orders[source][1][position])
 
     def _order(self, source: int, epoch: int, size: int) -> np.ndarray:
         """Return the order of an epoch of a source. The seed contains the name of the source, so

@@ -117,10 +117,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except errors.FFmpegError as error:
-        what = "it is cut off, or damaged" if isinstance(
+        cause = "it is cut off, or damaged" if isinstance(
             error, errors.EOFError | errors.InvalidDataError
         ) else "FFmpeg cannot read it"
-        raise SampleError(f"{what} ({error.strerror or type(error).__name__})") from error
+        raise SampleError(f"{cause} ({error.strerror or type(error).__name__})") from error
 
 
 def pictures_of(container: Any) -> Any:

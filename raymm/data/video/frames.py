@@ -160,17 +160,17 @@ _NO_KEY_FRAME = "its key frames are not at the indexed times"
 def _check_end(container: Any, header: VideoHeader) -> None:
     """Raise a ``SampleError`` if the file ends before its announced duration."""
     stream = pictures_of(container)
-    due = header.start + header.seconds
-    if not _seek(container, stream, due):
+    announced_end = header.start + header.seconds
+    if not _seek(container, stream, announced_end):
         _seek(container, stream, header.start)
     end = None
     for packet in container.demux(stream):
-        at = packet.pts if packet.pts is not None else packet.dts
-        if at is not None and packet.size and not packet.is_corrupt:
-            end = max(end or 0.0, float((at + (packet.duration or 0)) * packet.time_base))
+        timestamp = packet.pts if packet.pts is not None else packet.dts
+        if timestamp is not None and packet.size and not packet.is_corrupt:
+            end = max(end or 0.0, float((timestamp + (packet.duration or 0)) * packet.time_base))
     if end is None:
         raise SampleError("it has no frames, or is cut off before the first")
-    if end < due - max(_SHORT_S, _SHORT_FRAMES / header.rate):
+    if end < announced_end - max(_SHORT_S, _SHORT_FRAMES / header.rate):
         raise SampleError(
             f"it is cut off: its header announces {header.seconds:.2f} s, it has "
             f"{max(end - header.start, 0.0):.2f}"
@@ -184,8 +184,8 @@ def _key_before(container: Any, time: float) -> float:
     if not _seek(container, stream, time):
         return -math.inf
     packet = next(iter(container.demux(stream)))
-    at = packet.pts if packet.pts is not None else packet.dts
-    return -math.inf if at is None else float(at * packet.time_base)
+    timestamp = packet.pts if packet.pts is not None else packet.dts
+    return -math.inf if timestamp is None else float(timestamp * packet.time_base)
 
 
 def _seek(container: Any, stream: Any, time: float) -> bool:

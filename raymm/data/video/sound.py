@@ -33,29 +33,30 @@ def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
         rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
         if not rate or not channels:
             raise SampleError(f"its sound track has {channels} channels at {rate} Hz")
-        due = round(float(seconds_of(container, stream)) * rate)
+        announced = round(float(seconds_of(container, stream)) * rate)
         # Codecs return different sample formats; this converts all of them, at unchanged channels
         # and rate.
-        same = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
-        parts: list[np.ndarray] = []
+        resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
+        chunks: list[np.ndarray] = []
         count = 0
         for frame in container.decode(stream):
-            for part in same.resample(frame):
-                parts.append(_samples(part))
-                count += parts[-1].shape[1]
-                if count > due + rate:
+            for converted in resampler.resample(frame):
+                chunks.append(_samples(converted))
+                count += chunks[-1].shape[1]
+                if count > announced + rate:
                     raise SampleError(
-                        f"its sound track is longer than the {due / rate:.2f} s that it announces"
+                        f"its sound track is longer than the {announced / rate:.2f} s that it "
+                        "announces"
                     )
-        parts += [_samples(part) for part in same.resample(None)]
+        chunks += [_samples(converted) for converted in resampler.resample(None)]
     if not count:
         raise SampleError("the file holds no sound")
-    if count < due - _SHORT_S * rate:
+    if count < announced - _SHORT_S * rate:
         raise SampleError(
-            f"its sound track is cut off: it announces {due / rate:.2f} s and has "
+            f"its sound track is cut off: it announces {announced / rate:.2f} s and has "
             f"{count / rate:.2f}"
         )
-    return rate, np.concatenate(parts, axis=1).T
+    return rate, np.concatenate(chunks, axis=1).T
 
 
 def _samples(frame: Any) -> np.ndarray:
