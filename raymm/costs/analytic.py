@@ -113,10 +113,10 @@ def analytic_layers(
     run = forward_run(module, load, dtype, causal)
     blocks = count_blocks(module, load, causal, run)
     layers = seconds.costs(count_layers(module, load, causal, run), run and run.layers)
-    of_blocks = [None] * len(blocks) if run is None else run.blocks
+    block_bytes = [None] * len(blocks) if run is None else run.blocks
     return tuple(
         replace(layer, options=seconds.options(block, bytes_, layer.activation_bytes))
-        for layer, block, bytes_ in zip(layers, blocks, of_blocks, strict=True)
+        for layer, block, bytes_ in zip(layers, blocks, block_bytes, strict=True)
     ) if blocks else layers
 
 
@@ -211,8 +211,8 @@ class _Roofline:
             hidden = max(0.0, way - cost.forward) + max(0.0, way - backward)
             candidates.append((OFFLOAD, hidden, 0.0))
         return tuple(
-            LayerOption(name, seconds, outside + round(held))
-            for name, seconds, held in candidates if held < kept
+            LayerOption(name, seconds, outside + round(held_bytes))
+            for name, seconds, held_bytes in candidates if held_bytes < kept
         )
 
     def cost(self, count: LayerCount, kept: float | None) -> LayerCost:

@@ -85,8 +85,8 @@ def forward_run(
         saved, flops, attended = (saved[i * third : (i + 1) * third] for i in range(3))
         mixing = tuple(zip(flops[1:-2], (share > 0.5 for share in attended[1:-2]), strict=True))
     labels = load.total if load.labels is None else load.labels
-    before, *blocks, after, head = saved
-    return ForwardRun(before, tuple(blocks), after + head * labels / load.total, mixing)
+    embeddings, *blocks, after, head = saved
+    return ForwardRun(embeddings, tuple(blocks), after + head * labels / load.total, mixing)
 
 
 def kept_elements(
@@ -124,18 +124,18 @@ def _of_rows(module: nn.Module, samples: int, tokens: int, dtype: str) -> Figure
         if run is None:
             return None
         weight = 1.0
-        for other in lengths:
-            if other != length:
-                weight *= (tokens - other) / (length - other)
-        total = [before + weight * size for before, size in zip(total, run, strict=True)]
+        for node in lengths:
+            if node != length:
+                weight *= (tokens - node) / (length - node)
+        total = [value + weight * size for value, size in zip(total, run, strict=True)]
     return tuple(max(0.0, size) for size in total)
 
 
 def _language_run(module: nn.Module, samples: int, tokens: int, dtype: str) -> Figures | None:
     key = _configuration(module), samples, tokens, dtype
     if key not in _RUNS:
-        seen = _observed_language(module, samples, tokens, dtype)
-        figures = () if seen is None else (*seen.kept, *seen.mixing, *seen.attended)
+        observed = _observed_language(module, samples, tokens, dtype)
+        figures = () if observed is None else (*observed.kept, *observed.mixing, *observed.attended)
         _remember(key, tuple(map(float, figures)) or None)
     return _RUNS[key]
 
@@ -157,8 +157,8 @@ def _observed_language(
         "embeddings": torch.empty(samples, tokens, width, device="meta"),
         "targets": torch.zeros(samples * tokens, dtype=torch.int64),
     }
-    (seen,) = observe(run, inputs, copy, masks=False, dtype=DTYPES[dtype], few=True)
-    return None if seen.output is None else seen
+    (observation,) = observe(run, inputs, copy, masks=False, dtype=DTYPES[dtype], few=True)
+    return None if observation.output is None else observation
 
 
 def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Figures | None:
@@ -177,10 +177,10 @@ def _example_bytes(module: nn.Module, dtype: str) -> Figures | None:
         inputs = _example(copy)
     except USER_CODE_RAISES:  # the module may be of any kind
         return None
-    (seen,) = observe(copy, inputs, copy, masks=False, dtype=DTYPES[dtype])
-    if seen.output is None or not seen.tokens:
+    (observation,) = observe(copy, inputs, copy, masks=False, dtype=DTYPES[dtype])
+    if observation.output is None or not observation.tokens:
         return None
-    return tuple(size / (seen.rows * seen.tokens) for size in seen.kept)
+    return tuple(size / (observation.rows * observation.tokens) for size in observation.kept)
 
 
 def _example(module: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, 
     """Return a microbatch with every modality, from the first step that has one. Of several, the
     one with the most items is chosen, then the one with the most text. Raises PlanError if there is
     none in the first :data:`MAX_STEPS` steps."""
-    seen: set[str] = set()
+    found_modalities: set[str] = set()
     for step in local_steps(config, steps=MAX_STEPS):
         complete = [
             (sum(map(len, meta.items.values())), meta.num_samples * meta.seq_len, -index)
@@ -24,7 +24,7 @@ def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, 
         ]
         if complete:
             return step.microbatches[-max(complete)[2]]
-        seen |= {name for meta in step.meta for name in meta.items}
-    missing = sorted(set(modalities) - seen)
-    what = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"
-    raise PlanError(f"the first {MAX_STEPS} steps of data.train have {what}; nothing to run")
+        found_modalities |= {name for meta in step.meta for name in meta.items}
+    missing = sorted(set(modalities) - found_modalities)
+    shortage = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"
+    raise PlanError(f"the first {MAX_STEPS} steps of data.train have {shortage}; nothing to run")

@@ -136,16 +136,16 @@ def count_layers(
         run: a forward of the same load; ``mixing_flops`` are 0 without.
     """
     counter = _LayerCounter(module, load, causal, run)
-    places = counter.places()
-    layers = [counter.layer(place) for place in places or [""]]
-    if places and counter.path is not None:
+    blocks = counter.places()
+    layers = [counter.layer(block) for block in blocks or [""]]
+    if blocks and counter.path is not None:
         before, after = counter.outside(counter.path)
         layers[0] += counter.own(before)
         layers[0] = replace(layers[0], data_elements=counter.read(before))
         layers[-1] += counter.own(after)
-        layers[-1] = replace(layers[-1], tied=counter.tied(places[0], places[-1]))
+        layers[-1] = replace(layers[-1], tied=counter.tied(blocks[0], blocks[-1]))
     relayed = round(load.relayed * load.total)
-    layers = [replace(each, output_elements=each.output_elements + relayed) for each in layers]
+    layers = [replace(layer, output_elements=layer.output_elements + relayed) for layer in layers]
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
     elif load.handed is not None:
@@ -159,7 +159,7 @@ def count_blocks(
     """Return the counts of the blocks alone, for the arguments of :func:`count_layers`. Empty for a
     module that cannot be cut."""
     counter = _LayerCounter(module, load, causal, run)
-    return tuple(counter.layer(place) for place in counter.places())
+    return tuple(counter.layer(block) for block in counter.places())
 
 
 def count_attention(
@@ -168,7 +168,7 @@ def count_attention(
     """Return FLOPs of a forward's attention per visible pair of a query and a key, by layer and
     window (None: no window), for the arguments of :func:`count_layers`."""
     counter = _LayerCounter(module, Load(1, 1), causal, run)
-    return tuple(counter.pair_flops(place) for place in counter.places() or [""])
+    return tuple(counter.pair_flops(block) for block in counter.places() or [""])
 
 
 def count_products(
@@ -180,8 +180,8 @@ def count_products(
     counter = _LayerCounter(module, load, causal)
     products: dict[str, tuple[float, float]] = {}
     for name, child in module.named_modules():
-        if child._parameters and (own := list(counter.matmuls.of(name))):
-            products[name] = sum(m.flops for m in own), sum(m.flops for m in own if m.base)
+        if child._parameters and (matmuls := list(counter.matmuls.of(name))):
+            products[name] = sum(m.flops for m in matmuls), sum(m.flops for m in matmuls if m.base)
     return products
 
 
@@ -211,12 +211,12 @@ class _LayerCounter:
         The order of registration decides, except that the head is always after the blocks, and
         modules tied to it also count before.
         """
-        before, after, seen = [], [], False
+        before, after, past_blocks = [], [], False
         for name, module in self.module.named_modules():
             if name == path or name.startswith(path + "."):
-                seen = True
+                past_blocks = True
             elif module._parameters:
-                late = seen or module is self.loaded.head
+                late = past_blocks or module is self.loaded.head
                 (after if late else before).append(name)
         return before, after
 
@@ -296,9 +296,9 @@ class _LayerCounter:
     def _norm_flops(self, name: str) -> float:
         """Return FLOPs of the product of an adapter's two matrices, which row norms are computed
         from."""
-        own = self.module.get_submodule(name)._parameters
-        low, high = own.get(LOW), own.get(HIGH)
-        if own.get(MAGNITUDE) is None or low is None or high is None:
+        parameters = self.module.get_submodule(name)._parameters
+        low, high = parameters.get(LOW), parameters.get(HIGH)
+        if parameters.get(MAGNITUDE) is None or low is None or high is None:
             return 0.0
         return 2.0 * high.shape[0] * low.numel()
 
@@ -320,13 +320,15 @@ class _LayerCounter:
         for outside, block in zip(self.outside(self.path), (first, last), strict=True):
             modules = [self.module.get_submodule(name) for name in outside]
             modules += self.module.get_submodule(block).modules()
-            own = (p for module in modules for p in module._parameters.values() if p is not None)
-            ends.append({id(p): p.numel() for p in own})
+            parameters = (
+                p for module in modules for p in module._parameters.values() if p is not None
+            )
+            ends.append({id(p): p.numel() for p in parameters})
         return sum(size for key, size in ends[0].items() if key in ends[1])
 
     def _attention(self, place: str) -> LayerCount:
         flops, attentions = self._mixing(place)
-        count = sum((self._one_attention(each) for each in attentions), LayerCount())
+        count = sum((self._one_attention(attention) for attention in attentions), LayerCount())
         return replace(count, mixing_flops=flops)
 
     def _mixing(self, place: str) -> tuple[float, list[Attention]]:
@@ -338,8 +340,8 @@ class _LayerCounter:
         flops, attended = self.mixing[self.places().index(place)]
         if attended or not attentions:
             return flops, attentions
-        seen = any(is_within(name, (place,)) for name in self.loaded.seen)
-        if not seen and any(attended for _, attended in self.mixing):
+        is_observed = any(is_within(name, (place,)) for name in self.loaded.seen)
+        if not is_observed and any(attended for _, attended in self.mixing):
             return flops, []  # linear attention, in a model that also has observed attention
         return 0.0, attentions  # the model's own products, which include masked pairs
 

@@ -133,9 +133,9 @@ class MatmulCounter:
         out)."""
         first, second = weight.shape[1:]
         narrow = self.loaded.hidden if self.loaded.hidden in (first, second) else second
-        other = first if narrow == second else second
-        comes_back = any(part in leaf for part in ("down", "w2", "out"))
-        inner, outer = (other, narrow) if comes_back else (narrow, other)
+        wide = first if narrow == second else second
+        comes_back = any(fragment in leaf for fragment in ("down", "w2", "out"))
+        inner, outer = (wide, narrow) if comes_back else (narrow, wide)
         rows = self.loaded.rows(name) * self.per_token
         touched = min(float(self.experts), rows)
         return Matmul(

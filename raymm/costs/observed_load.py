@@ -109,10 +109,10 @@ class Observation:
             return None
         total = self.rows * self.tokens
         complete = self.output is not None
-        seen = self.attention.items() if complete else ()
+        attention = self.attention.items() if complete else ()
         return Load(
             self.rows * times, self.tokens, places=self.places_per(total),
-            attention=tuple((name, each.over(total)) for name, each in seen),
+            attention=tuple((name, sizes.over(total)) for name, sizes in attention),
             handed=first_tensor(self.output).numel() / total if complete else None,
             streams=tuple(count / total for count in self.streams) if complete else (),
             mixing=self.mixing_per(total) if complete else (),
@@ -162,8 +162,8 @@ class Observation:
             name: name of the module.
             cross: True if the keys are not the queries' own tokens, or the call is not causal.
         """
-        before = self.attention.get(name)
-        self.attention[name] = sizes if before is None else sizes.joined(before)
+        earlier = self.attention.get(name)
+        self.attention[name] = sizes if earlier is None else sizes.joined(earlier)
         self.attended[self._bucket] = True
         if cross:
             self.cross.add(name)
@@ -207,7 +207,7 @@ def observe(
         few: True to run only the first two blocks of every kind, and to count others as the second
             of their kind. The first block also saves what all blocks read, such as rotary tables.
     """
-    seen = [Observation(module, leave) for module in modules]
+    observations = [Observation(module, leave) for module in modules]
     if not leave:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         for module in modules:
@@ -220,19 +220,19 @@ def observe(
         with ExitStack() as stack, torch.set_grad_enabled(not leave):
             stack.enter_context(torch.autocast("cpu", dtype, enabled=dtype != torch.float32))
             stack.enter_context(_GroupedFallback())
-            for module, each in zip(modules, seen, strict=True):
-                stack.callback(each.close)
-                stack.enter_context(_noted_attention(module, each, masks))
+            for module, observation in zip(modules, observations, strict=True):
+                stack.callback(observation.close)
+                stack.enter_context(_noted_attention(module, observation, masks))
                 if few:
-                    stack.enter_context(_few_blocks(module, each))
-            running = stack.enter_context(_running(modules, seen))
+                    stack.enter_context(_few_blocks(module, observation))
+            running = stack.enter_context(_running(modules, observations))
             stack.enter_context(_saved_bytes(modules, running))
             if not leave:
                 stack.enter_context(_Mixing(modules, running))
             run(**inputs)
     except USER_CODE_RAISES:  # not every forward runs without values; blocks may have run
         pass
-    return seen
+    return observations
 
 
 def _channels(module: nn.Module) -> int | None:
@@ -257,11 +257,11 @@ def _make_fake(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> N
         for key, parameter in child._parameters.items():
             if parameter is not None:
                 is_float = parameter.is_floating_point()
-                own = dtype if cast_once and is_float else parameter.dtype
-                identity = id(parameter), own
+                fake_dtype = dtype if cast_once and is_float else parameter.dtype
+                identity = id(parameter), fake_dtype
                 if identity not in fakes:
                     with mode:
-                        fake = torch.empty(parameter.shape, dtype=own)
+                        fake = torch.empty(parameter.shape, dtype=fake_dtype)
                     trained = is_float and (not adapted or is_adapter(key))
                     fakes[identity] = nn.Parameter(fake, requires_grad=trained)
                 child._parameters[key] = fakes[identity]
@@ -348,11 +348,11 @@ class _Mixing(TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         storages = [s for t in tree_leaves((args, kwargs)) if (s := _storage(t)) is not None]
-        of_state = [s._cdata in self._state for s in storages]
-        if all(of_state) and of_state:
+        is_state = [s._cdata in self._state for s in storages]
+        if all(is_state) and is_state:
             results = (s for t in tree_leaves(output) if (s := _storage(t)) is not None)
             self._state.update((s._cdata, s) for s in results)
-        elif not any(of_state) and (flops := self._FLOPS.get(func._overloadpacket)) is not None:
+        elif not any(is_state) and (flops := self._FLOPS.get(func._overloadpacket)) is not None:
             self._running[-1].add_mixing(flops(*args, **kwargs, out_val=output))
         return output
 
@@ -370,13 +370,13 @@ def _few_blocks(module: nn.Module, observation: Observation) -> Iterator[None]:
     kinds: dict[Any, list[int]] = {}
     copied: dict[int, int] = {}
     for index, block in enumerate(blocks):
-        alike = kinds.setdefault(_kind(module, index, block), [])
-        if len(alike) < 2:
-            alike.append(index)
+        same_kind = kinds.setdefault(_kind(module, index, block), [])
+        if len(same_kind) < 2:
+            same_kind.append(index)
             continue
-        copied[index] = alike[1]
+        copied[index] = same_kind[1]
 
-        def repeat(*args: Any, block: nn.Module = block, like: int = alike[1], **kwargs: Any):
+        def repeat(*args: Any, block: nn.Module = block, like: int = same_kind[1], **kwargs: Any):
             hidden, output = hidden_state(block, args, kwargs), outputs[like]
             return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
@@ -408,7 +408,7 @@ def _kind(module: nn.Module, index: int, block: nn.Module) -> Any:
         (name, str(value[index])) for name, value in sorted(vars(config or object).items())
         if isinstance(value, list | tuple) and len(value) > index
     ]
-    parts = [
+    modules = [
         (
             name, type(child),
             tuple((k, str(v)) for k, v in sorted(vars(child).items())
@@ -417,7 +417,7 @@ def _kind(module: nn.Module, index: int, block: nn.Module) -> Any:
         )
         for name, child in block.named_modules()
     ]
-    return tuple(lists), tuple(parts)
+    return tuple(lists), tuple(modules)
 
 
 class _GroupedFallback(TorchFunctionMode):

@@ -37,26 +37,26 @@ def with_optimizer(
         spec = model.spec(name)
         sums = [[0.0, 0.0, 0.0, 0.0] for _ in layers]
         projector = getattr(spec, "projector", None)
-        parts = [("module.", spec.source.skeleton())]
+        skeletons = [("module.", spec.source.skeleton())]
         if projector is not None:
-            parts.append(("projector.", projector.skeleton()))
-        for prefix, skeleton in parts:
+            skeletons.append(("projector.", projector.skeleton()))
+        for prefix, skeleton in skeletons:
             rule, matrices = config.rule_of(name, prefix), matrices_of([skeleton])
-            places, products = _layers(skeleton, spec.num_blocks), products_of([skeleton])
-            for layer, parameter in places:
+            parameters, products = _layers(skeleton, spec.num_blocks), products_of([skeleton])
+            for layer, parameter in parameters:
                 if parameter.requires_grad:
-                    own = sums[layer if prefix == "module." else len(layers) - 1]
-                    own[0] += parameter.numel()
-                    own[1] += parameter.numel() * _moments(rule, parameter, matrices)
-                    own[1] += parameter.numel() * (config.ema is not None)
+                    layer_sums = sums[layer if prefix == "module." else len(layers) - 1]
+                    layer_sums[0] += parameter.numel()
+                    layer_sums[1] += parameter.numel() * _moments(rule, parameter, matrices)
+                    layer_sums[1] += parameter.numel() * (config.ema is not None)
                     if id(parameter) in products:
-                        own[1] += parameter.numel() * (rule.parameters == MASTER)
-                        own[2 if rule.parameters != FP32 else 3] += parameter.numel()
+                        layer_sums[1] += parameter.numel() * (rule.parameters == MASTER)
+                        layer_sums[2 if rule.parameters != FP32 else 3] += parameter.numel()
         modules[name] = tuple(
             replace(
-                cost, moments=kept / count, in_bf16=halved / count, copied=copied / count
+                cost, moments=moment_sum / count, in_bf16=halved / count, copied=copied / count
             ) if count else cost
-            for cost, (count, kept, halved, copied) in zip(layers, sums, strict=True)
+            for cost, (count, moment_sum, halved, copied) in zip(layers, sums, strict=True)
         )
     return replace(profile, modules=modules)
 
@@ -77,12 +77,12 @@ def _layers(module: nn.Module, count: int) -> Iterator[tuple[int, nn.Parameter]]
     get = getattr(module, "get_output_embeddings", None)
     head = get() if get else None
     last = {id(p) for p in head.parameters()} if head is not None else set()
-    seen, first = False, set()
+    past_blocks, first = False, set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name.startswith(path + "."):
-            seen = True
+            past_blocks = True
             yield int(name.removeprefix(path + ".").split(".")[0]), parameter
-        elif seen or id(parameter) in last and id(parameter) in first:
+        elif past_blocks or id(parameter) in last and id(parameter) in first:
             yield count - 1, parameter
         elif id(parameter) in last and not _is_embedding(module, parameter):
             yield count - 1, parameter

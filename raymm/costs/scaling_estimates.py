@@ -198,13 +198,13 @@ def batch_workload(
             raise PlanError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
     workload = {}
     for shape in shapes:
-        each = tokens.get(shape.name)
-        if each is None:
+        item_tokens = tokens.get(shape.name)
+        if item_tokens is None:
             try:
-                each = default_tokens(shape.module)
+                item_tokens = default_tokens(shape.module)
             except PlanError as error:
                 raise PlanError(f"tokens of {shape.name!r} are not given: {error}") from None
-        workload[shape.name] = Load(batch, each)
+        workload[shape.name] = Load(batch, item_tokens)
     return workload
 
 
@@ -246,8 +246,8 @@ def estimated_surface(
     check_steps(device.name, steps)
     degrees = [1 << j for j in range(min(gpus, load.samples).bit_length())]
     works = [_work(shape, local_load(load, d), device, dtype, factor) for d in degrees]
-    parts = MULTIPROCESSORS.get(device.name)
-    quotas = tuple(range(1, steps + 1)) if parts else (steps,)
+    layout = MULTIPROCESSORS.get(device.name)
+    quotas = tuple(range(1, steps + 1)) if layout else (steps,)
     reduced = math.fsum(
         cost.trained_bytes
         for cost, trained in zip(
@@ -308,12 +308,12 @@ def measured_factor(
 
 def check_steps(device: str, steps: int) -> None:
     """Raise a PlanError if a step of a quota is smaller than the device's granularity."""
-    parts = MULTIPROCESSORS.get(device)
-    if parts is not None and 1 / steps < parts.smallest_quota:
+    layout = MULTIPROCESSORS.get(device)
+    if layout is not None and 1 / steps < layout.smallest_quota:
         raise PlanError(
-            f"steps is {steps}: a step of quota would be {parts.total / steps:.1f} of the "
-            f"{parts.total} multiprocessors of {device}, which sets {parts.granularity} apart at a "
-            f"time; accepted: 1 to {parts.groups}"
+            f"steps is {steps}: a step of quota would be {layout.total / steps:.1f} of the "
+            f"{layout.total} multiprocessors of {device}, which sets {layout.granularity} apart at "
+            f"a time; accepted: 1 to {layout.groups}"
         )
 
 
@@ -331,12 +331,12 @@ def _work(
     compute, memory = max(compute, _LEAST_SECONDS), max(memory, _LEAST_SECONDS)
     ridge = (compute**RIDGE + memory**RIDGE) ** (1 / RIDGE)
     scale = factor * max(shape.seconds(layers), _LEAST_SECONDS) / ridge
-    parts = MULTIPROCESSORS.get(device.name)
+    layout = MULTIPROCESSORS.get(device.name)
     profile = CostProfile({shape.name: layers}, device.name, dtype)
     flags = list(zip(layers, shape.trainable, shape.before, strict=True))
     return ModuleWork(
         shape.name, compute * scale, memory * scale,
-        parallel=1.0 if parts is None else min(1.0, shape.tiles(load) / parts.total),
+        parallel=1.0 if layout is None else min(1.0, shape.tiles(load) / layout.total),
         state_bytes=sum(profile.state_bytes(cost, trained) for cost, trained, _ in flags),
         activation_bytes=sum(
             cost.activation_bytes for cost, trained, earlier in flags if trained or earlier

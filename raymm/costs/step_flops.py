@@ -75,8 +75,8 @@ def module_flops(
         before: by layer, True if an earlier layer is trained.
     """
     total = ModuleFlops()
-    whole = _products(module, causal, count_layers)
-    blocks = _products(module, causal, count_blocks) or whole
+    layer_products = _products(module, causal, count_layers)
+    blocks = _products(module, causal, count_blocks) or layer_products
     base = _products(module, causal, count_layers, "base_flops")
     activations = activation_flops(module, causal)
     for layer, (trained, earlier) in enumerate(zip(trainable, before, strict=True)):
@@ -84,7 +84,7 @@ def module_flops(
             continue
         backward = float(trained or earlier)
         # Modules before the blocks pass no gradient back if nothing before them is trained.
-        outside = whole[layer] + blocks[layer] * -1.0
+        outside = layer_products[layer] + blocks[layer] * -1.0
         first = layer == 0 and len(trainable) > 1
         total += blocks[layer] * (1 + backward + trained)
         total += outside * (1 + (earlier if first else backward) + trained)
@@ -146,12 +146,12 @@ class StepFlops:
     def __init__(self, model: MultimodalModule) -> None:
         self._model = model
         graph = module_graph(model)
-        before = trainable_before(graph)
+        trained_before = trainable_before(graph)
         self._flops: dict[str, ModuleFlops] = {}
         self._featured: dict[str, ModuleFlops] = {}
         self._projectors: dict[str, ModuleFlops] = {}
         for node in graph.nodes:
-            name, earlier = node.name, list(before[node.name])
+            name, earlier = node.name, list(trained_before[node.name])
             trainable = list(node.trainable)
             causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
             spec = model.spec(name)
@@ -201,8 +201,8 @@ class StepFlops:
             flops.per_token * sum(length for length, _ in rows) + flops.per_sample * len(rows)
             + flops.per_label * meta.label_tokens
             + sum(
-                each * self._row_pairs(length, spans, window)
-                for window, each in (flops.per_pair or {}).items() for length, spans in rows
+                pair_flops * self._row_pairs(length, spans, window)
+                for window, pair_flops in (flops.per_pair or {}).items() for length, spans in rows
             )
         )
         return result
@@ -258,19 +258,19 @@ class StepFlops:
         several spans."""
         spans = []
         for kind, name in enumerate(self._model.encoder_names, start=1):
-            left = handed_on.get(name, 0)
-            for at, start, stop in meta.places.get(name, ()):
-                while at == row and start < stop:
-                    end = min(stop, start + left)
+            tokens_left = handed_on.get(name, 0)
+            for item_row, start, stop in meta.places.get(name, ()):
+                while item_row == row and start < stop:
+                    end = min(stop, start + tokens_left)
                     spans.append(Span(start, end, kind))
-                    left -= end - start
-                    left, start = left or handed_on[name], end
+                    tokens_left -= end - start
+                    tokens_left, start = tokens_left or handed_on[name], end
         return tuple(sorted(spans, key=lambda span: span.start))
 
     def _row_pairs(self, length: int, spans: tuple[Span, ...], window: int | None) -> int:
         if self._model.mask is None:
-            seen = min(window or length, length)
-            return seen * length - seen * (seen - 1) // 2
+            visible = min(window or length, length)
+            return visible * length - visible * (visible - 1) // 2
         key = (length, spans, window)
         if key not in self._pairs:
             if len(self._pairs) >= _MASKS_KEPT:

@@ -86,8 +86,8 @@ class WholeStepFlops:
     def _language(self, meta: MicrobatchMeta) -> float:
         flops = self._flops[LANGUAGE_MODEL]
         pairs = sum(
-            each * sum(visible_pairs(length, window) for length in meta.lengths)
-            for window, each in (flops.per_pair or {}).items()
+            pair_flops * sum(visible_pairs(length, window) for length in meta.lengths)
+            for window, pair_flops in (flops.per_pair or {}).items()
         )
         return (
             flops.per_token * sum(meta.lengths) + flops.per_sample * len(meta.lengths)
@@ -101,12 +101,12 @@ def _step_flops(
     """Count a training step of a module, whose submodules run in the order of registration.
     ``earlier`` is True if something is trained before the module; ``example`` is its load on the
     example."""
-    places = () if example is None else example.places
-    seen = () if example is None else example.attention
-    most_pairs = max((sizes.pairs for _, sizes in seen), default=0.0)
+    example_places = () if example is None else example.places
+    attention = () if example is None else example.attention
+    most_pairs = max((sizes.pairs for _, sizes in attention), default=0.0)
 
     def products(samples: int, tokens: int, labels: int) -> dict[str, tuple[float, float]]:
-        return count_products(module, Load(samples, tokens, labels, places), causal)
+        return count_products(module, Load(samples, tokens, labels, example_places), causal)
 
     # One token of one sample, two tokens of one sample, and one token with a label, since counts
     # are linear.
@@ -128,17 +128,17 @@ def _step_flops(
         onward = onward or trained
         onward_at[name] = onward
     path = find_blocks(module)
-    for index, of_block in enumerate(activation_flops(module, causal, example)):
+    for index, block_flops in enumerate(activation_flops(module, causal, example)):
         block = f"{path}.{index}"
         inside = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
         backward = any(inside) if inside else onward
         windowed = sum(
-            sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in seen
+            sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in attention
             if is_within(name, (block,)) and sizes.pairs < most_pairs
         )
         if windowed:
-            of_block = ModuleFlops(of_block.per_token + windowed)
-        total += of_block * (1 + ATTENTION_BACKWARD * backward)
+            block_flops = ModuleFlops(block_flops.per_token + windowed)
+        total += block_flops * (1 + ATTENTION_BACKWARD * backward)
     return total
 
 
@@ -156,5 +156,5 @@ def _unit(model: WholeModel, name: str, load: Load) -> _TowerUnit:
 def visible_pairs(length: int, window: int | None) -> int:
     """Return the visible pairs of a query and a key in a causal row of ``length`` tokens.
     ``window`` is the number of keys that a query sees, itself included; None for all."""
-    seen = min(window or length, length)
-    return seen * length - seen * (seen - 1) // 2
+    visible = min(window or length, length)
+    return visible * length - visible * (visible - 1) // 2

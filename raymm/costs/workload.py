@@ -81,14 +81,14 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
     tokens of its largest input's rows, or for images those of its config."""
     loads, notes = {}, []
     for name in model.tower_names:
-        own = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
-        inputs = max(own, key=lambda value: value.numel(), default=None)
+        tower_inputs = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
+        inputs = max(tower_inputs, key=lambda value: value.numel(), default=None)
         if inputs is None:
             loads[name] = Load(1, 1)
             notes.append(f"tower {name!r} has nothing to do: no sample of the microbatch has items")
             continue
-        if (seen := tower_load(model, name, microbatch)) is not None:
-            loads[name] = seen
+        if (observed := tower_load(model, name, microbatch)) is not None:
+            loads[name] = observed
             continue
         if inputs.dim() == FLAT_ROWS:  # patches of all items, one after another
             loads[name] = Load(1, len(inputs))
@@ -114,15 +114,15 @@ def tower_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> L
     tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
     inputs = {**(tower.inputs(microbatch) or {}), **dict(tower.constants)}
     model_part = of_zeros(source)
-    (seen,) = observe(model_part, inputs, model_part)
-    if not seen.tokens:
+    (observation,) = observe(model_part, inputs, model_part)
+    if not observation.tokens:
         model_part = of_zeros(source)
-        (seen,) = observe(model_part, inputs, model_part, leave=True)
-    load = seen.load()
-    if load is not None and seen.output is not None:
+        (observation,) = observe(model_part, inputs, model_part, leave=True)
+    load = observation.load()
+    if load is not None and observation.output is not None:
         (halved,) = observe(model_part, inputs, model_part, dtype=torch.bfloat16)
-        load = replace(load, kept=kept_elements(seen, halved, load.total))
-        tensors, _ = tower.form.like(seen.output).packed(seen.output)
+        load = replace(load, kept=kept_elements(observation, halved, load.total))
+        tensors, _ = tower.form.like(observation.output).packed(observation.output)
         load = replace(load, handed=sum(t.numel() for t in tensors) / load.total)
     return load
 
@@ -146,13 +146,13 @@ def encoder_load(
         return None
     halved, *projected_halved = observe(run, first, *modules, dtype=torch.bfloat16)
     load = replace(load, kept=kept_elements(observed, halved, load.total // count))
-    for seen, half in zip(projected, projected_halved, strict=True):
+    for observation, half in zip(projected, projected_halved, strict=True):
         item_total = load.total // count
-        load = replace(load, projector_places=seen.places_per(item_total))
-        if seen.output is not None:
-            handed = first_tensor(seen.output).numel() / item_total
-            kept = kept_elements(seen, half, item_total)
-            load = replace(load, projector_handed=handed, projector_kept=kept)
+        load = replace(load, projector_places=observation.places_per(item_total))
+        if observation.output is not None:
+            handed = first_tensor(observation.output).numel() / item_total
+            saved_elements = kept_elements(observation, half, item_total)
+            load = replace(load, projector_handed=handed, projector_kept=saved_elements)
     return load
 
 
@@ -169,24 +169,24 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
     relayed: dict[str, int] = {}
 
     def observed(dtype: torch.dtype, few: bool) -> Observation:
-        whole = of_zeros(PartSource(model.source, (), True))
+        full_model = of_zeros(PartSource(model.source, (), True))
 
         def run(**inputs: Any) -> None:
             for tower in model.towers:
                 if (own := tower.inputs(inputs)) is not None:
                     with torch.no_grad():
-                        features = tower.output(whole, own)
+                        features = tower.output(full_model, own)
                     # Ranks of the language model receive the features instead of computing them.
                     features = tree_map_only(torch.Tensor, _received, features)
                     tensors, _ = tower.form.like(features).packed(features)
                     relayed[tower.name] = sum(tensor.numel() for tensor in tensors)
-                    tower.call.replace(whole, lambda *_, features=features, **__: features)
-            logits = whole(**inputs, use_cache=False).logits
+                    tower.call.replace(full_model, lambda *_, features=features, **__: features)
+            logits = full_model(**inputs, use_cache=False).logits
             token_cross_entropy_sum(logits.flatten(0, 1), torch.zeros(rows * length).long())
 
-        return observe(run, inputs, whole, masks=False, dtype=dtype, few=few)[0]
+        return observe(run, inputs, full_model, masks=False, dtype=dtype, few=few)[0]
 
-    seen, halved = observed(torch.float32, False), observed(torch.bfloat16, True)
+    observation, halved = observed(torch.float32, False), observed(torch.bfloat16, True)
     try:
         relays = model.cut_language_spec().relays
     except ProbeError:  # the model stays on one stage
@@ -195,13 +195,15 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
     return replace(
         load,
         relayed=relays * sum(relayed.values()) / load.total,
-        kept=kept_elements(seen, halved, load.total),
-        mixing=() if seen.output is None else seen.mixing_per(load.total),
+        kept=kept_elements(observation, halved, load.total),
+        mixing=() if observation.output is None else observation.mixing_per(load.total),
         places=tuple(
-            (name, each) for name, each in seen.places_per(load.total) if f"{name}.weight" in own
+            (name, count) for name, count in observation.places_per(load.total)
+            if f"{name}.weight" in own
         ),
         attention=tuple(
-            (name, seen.attention[name].over(load.total)) for name in sorted(seen.cross)
+            (name, observation.attention[name].over(load.total))
+            for name in sorted(observation.cross)
             if any(is_within(parameter, (name,)) for parameter in own)
         ),
     )
@@ -256,11 +258,11 @@ def token_workload(
                 f"e.g. {LANGUAGE_MODEL}=4096"
             )
         prepends = isinstance(model.merge, Prepend)
-        more = sum(lengths[name] for name in model.encoder_names) if prepends else 0
-        lengths[LANGUAGE_MODEL] = text + more
+        extra = sum(lengths[name] for name in model.encoder_names) if prepends else 0
+        lengths[LANGUAGE_MODEL] = text + extra
         notes.append(
-            f"a sample is assumed to have {text + more} tokens in the language model: the longest "
-            "text allowed" + (" and all of the encoders' tokens" if more else "")
+            f"a sample is assumed to have {text + extra} tokens in the language model: the longest "
+            "text allowed" + (" and all of the encoders' tokens" if extra else "")
         )
     return ModuleWorkloads({name: Load(samples, lengths[name]) for name in names}, tuple(notes))
 
@@ -300,15 +302,15 @@ def encoder_tokens(
     assert module is not None  # a whole chain has one
     if items:
         inputs = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
-        seen = Observation(module)
+        observation = Observation(module)
         try:
             with torch.no_grad():
                 handed_on = stage.run(inputs, {}, MicrobatchContext(1)).tensors[0].shape[1]
-            return seen.tokens or handed_on, handed_on
+            return observation.tokens or handed_on, handed_on
         except USER_CODE_RAISES:  # not every forward runs without data; the config decides then
             pass
         finally:
-            seen.close()
+            observation.close()
     try:
         tokens = default_tokens(module)
     except PlanError:

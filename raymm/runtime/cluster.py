@@ -115,8 +115,8 @@ def _wait_for_server(host: str, port: int) -> None:
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:
-            left = max(1.0, deadline - time.monotonic())
-            socket.create_connection((host, port), timeout=left).close()
+            timeout = max(1.0, deadline - time.monotonic())
+            socket.create_connection((host, port), timeout=timeout).close()
             return
         except OSError as error:
             if time.monotonic() + RETRY_S > deadline:

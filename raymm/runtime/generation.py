@@ -210,19 +210,19 @@ def generate(
     """
     check_generates(parallel)
     writing = _Writing(parallel, prompts, under_way)
-    done: dict[int, list[int]] = {}
+    finished: dict[int, list[int]] = {}
     given_out = 0
     while (step := writing.next_step()) is not None:
         for text, token in step:
             if token not in ends:
                 text.tokens.append(token)
             if token in ends or len(text.tokens) >= max_tokens:
-                done[text.number] = text.tokens
+                finished[text.number] = text.tokens
                 writing.end(text)
             else:
                 writing.go_on(text)
-        while given_out in done:
-            yield done.pop(given_out)
+        while given_out in finished:
+            yield finished.pop(given_out)
             given_out += 1
 
 
@@ -280,13 +280,13 @@ class _Writing:
         decode = Decode(tuple(text.number for text in texts), first, tuple(self._ended))
         self._ended.clear()
         prompt = texts[0].prompt
-        parts, meta, keep = prompt.parts, prompt.meta, prompt.keep
+        inputs, meta, keep = prompt.parts, prompt.meta, prompt.keep
         if not first:
-            parts = {"text": _text(torch.tensor([text.tokens[-1:] for text in texts]))}
+            inputs = {"text": _text(torch.tensor([text.tokens[-1:] for text in texts]))}
             ids = [name for text in texts for name in text.prompt.meta.sample_ids]
-            meta, keep = describe(dict(parts["text"]), ids), None
+            meta, keep = describe(dict(inputs["text"]), ids), None
         self._pending.append((texts, self._parallel.submit(
-            ([parts], [meta]), forward_only=True, keep=keep, decode=decode
+            ([inputs], [meta]), forward_only=True, keep=keep, decode=decode
         )))
 
 

@@ -30,18 +30,18 @@ def check_head_dims(
     if options.device != "cuda" or options.kernels == "auto":
         return
     for name in modules:
-        for place, head_dim in _head_dims(model.spec(name).source.skeleton()):
+        for layer, head_dim in _head_dims(model.spec(name).source.skeleton()):
             if head_dim > LARGEST_HEAD_DIM:
                 raise ModelError(
-                    f"{name}: {place} has head dimension {head_dim}; accepted on cuda: at most "
+                    f"{name}: {layer} has head dimension {head_dim}; accepted on cuda: at most "
                     f"{LARGEST_HEAD_DIM}, or run.kernels: auto, which selects a suitable kernel"
                 )
 
 
 def _head_dims(module: nn.Module) -> Iterable[tuple[str, int]]:
     """Yield (name, head dimension) of attention modules that state it."""
-    for place, child in module.named_modules():
+    for layer, child in module.named_modules():
         if "attention" in type(child).__name__.lower():
             for name in _HEAD_DIMS:
                 if isinstance(head_dim := getattr(child, name, None), int):
-                    yield place, head_dim
+                    yield layer, head_dim

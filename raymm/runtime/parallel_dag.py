@@ -93,13 +93,13 @@ class DagParallelModule(PlannedModule):
         nodes = self.model.nodes
         samples = [Samples(self.model.batch_size(microbatch)) for microbatch in prepared]
         inputs = [
-            (stage.id, index, _entries(microbatch, node.reads.values(), own[0]))
+            (stage.id, index, _entries(microbatch, node.reads.values(), sample_ranges[0]))
             for index, microbatch in enumerate(prepared)
             for name, node in nodes.items() if node.reads
             for stage in self._readers(name, index)
-            if (own := stage_samples(self.plan, stage, samples[index]))
+            if (sample_ranges := stage_samples(self.plan, stage, samples[index]))
         ]
-        sizes = [of_microbatch.size for of_microbatch in samples]
+        sizes = [microbatch_samples.size for microbatch_samples in samples]
         noisy = any(node.noise for node in nodes.values())
         step = StepMeta(
             step=self._step, label_tokens=0, keys=tuple(map(_layout_key, prepared)),

@@ -73,14 +73,14 @@ class StepOutput:
     def _repr_html_(self) -> str:
         from raymm.draw.notebook import bars_html  # takes half a second; only notebooks need it
 
-        busy, whole = self.timeline.stage_busy(), self.timeline.makespan or 1.0
-        facts = [f"loss {self.loss:.4f}", f"{self.label_tokens} label tokens", f"{whole:.3g} s"]
+        busy, makespan = self.timeline.stage_busy(), self.timeline.makespan or 1.0
+        facts = [f"loss {self.loss:.4f}", f"{self.label_tokens} label tokens", f"{makespan:.3g} s"]
         if self.grad_norm is not None:
             facts.append(f"gradient norm {self.grad_norm:.3g}")
         if self.skipped is not None:
             facts.append(f"not applied: {self.skipped}")
         modules = {str(stage): stage.module for stage in busy}
-        shares = {str(stage): seconds / whole for stage, seconds in busy.items()}
+        shares = {str(stage): seconds / makespan for stage, seconds in busy.items()}
         return bars_html("  ·  ".join(facts) + "  ·  busy:", shares, modules)
 
 
@@ -293,8 +293,11 @@ class ParallelModule(ABC):
             text += f"; the processes have ended: {reason}"
             return html_table([{"processes": "none"}], text)
         rows = [
-            {"process": str(rank), "runs": at.label, "node": at.host, "pid": str(at.pid)}
-            for rank, at in enumerate(self.group.places)
+            {
+                "process": str(rank), "runs": process.label, "node": process.host,
+                "pid": str(process.pid),
+            }
+            for rank, process in enumerate(self.group.places)
         ]
         return html_table(rows, text)
 
@@ -326,8 +329,8 @@ class ParallelOptimizer:
 
 def not_finite_weights(names: Sequence[str]) -> ModelError:
     """Return an error about initial weights that are not finite."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ModelError(
-        f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{more}; accepted: finite "
+        f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{suffix}; accepted: finite "
         "numbers. Check the file or the module that they come from"
     )

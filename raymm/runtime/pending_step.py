@@ -67,9 +67,9 @@ class PendingStep:
         results = self._handle.result()
         pairs = list(zip(self._processes, results, strict=True))
         # FSDP and CP processes hold parts of the loss; TP processes hold the same value.
-        parts = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
+        partials = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
         losses: dict[str, float] = {}
-        for (stage, _), value in sorted(parts, key=lambda part: (part[0][0].module, part[0][1])):
+        for (stage, _), value in sorted(partials, key=lambda part: (part[0][0].module, part[0][1])):
             losses[stage.module] = losses.get(stage.module, 0.0) + value
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
         peaks: dict[int, int] = {}
@@ -98,12 +98,12 @@ def source_losses(results: Iterable[StepResult]) -> dict[int, tuple[float, int]]
     Args:
         results: results of processes that hold different parts of the loss.
     """
-    parts = [part for result in results for part in result.by_source.items()]
+    partial_sums = [part for result in results for part in result.by_source.items()]
     sums: dict[int, tuple[float, int]] = {}
-    for _, of_sources in sorted(parts, key=lambda part: part[0][1]):
-        for source, (total, count) in of_sources.items():
-            before, labels = sums.get(source, (0.0, 0))
-            sums[source] = before + total, labels + count
+    for _, sums_by_source in sorted(partial_sums, key=lambda part: part[0][1]):
+        for source, (total, count) in sums_by_source.items():
+            total_before, labels = sums.get(source, (0.0, 0))
+            sums[source] = total_before + total, labels + count
     return {source: (total / count, count) for source, (total, count) in sorted(sums.items())}
 
 
@@ -117,6 +117,6 @@ def _expert_loads(results: Sequence[StepResult]) -> dict[str, tuple[int, ...]]:
     loads: dict[str, tuple[int, ...]] = {}
     for result in results:
         for name, load in result.loads.items():
-            before = loads.get(name, (0,) * len(load))
-            loads[name] = tuple(map(sum, zip(before, load, strict=True)))
+            summed = loads.get(name, (0,) * len(load))
+            loads[name] = tuple(map(sum, zip(summed, load, strict=True)))
     return loads

@@ -197,14 +197,14 @@ class MultimodalParallelModule(PlannedModule):
     ) -> PendingStep:  # fmt: skip
         """Start a step. ``references``: (B,) per microbatch of preference pairs; empty to compute
         them."""
-        parts, meta = prepared
-        self._tried.check(parts, meta)
+        inputs_by_module, meta = prepared
+        self._tried.check(inputs_by_module, meta)
         samples, offsets = self._samples(meta)
         inputs: list[tuple[StageId, int, Any]] = []
-        for index, (part, microbatch) in enumerate(zip(parts, meta, strict=True)):
+        for index, (tensors, microbatch) in enumerate(zip(inputs_by_module, meta, strict=True)):
             rows = {name: torch.tensor(i, device="cpu") for name, i in microbatch.items.items()}
             read = [
-                (LANGUAGE_MODEL if name == "text" else name, data) for name, data in part.items()
+                (LANGUAGE_MODEL if name == "text" else name, data) for name, data in tensors.items()
             ]
             inputs += [
                 (stage.id, index, data)
@@ -255,8 +255,8 @@ class MultimodalParallelModule(PlannedModule):
             {name: _offsets(name, microbatch) for name in microbatch.items} for microbatch in meta
         )
         samples = tuple(
-            filled_samples(self.plan, microbatch.num_samples, of_modules)
-            for microbatch, of_modules in zip(meta, offsets, strict=True)
+            filled_samples(self.plan, microbatch.num_samples, module_offsets)
+            for microbatch, module_offsets in zip(meta, offsets, strict=True)
         )
         return samples, offsets
 
@@ -268,7 +268,7 @@ class MultimodalParallelModule(PlannedModule):
             return key
         # Messages hold parts of the items, whose sizes do not follow from the totals.
         sizes = [
-            sum(rows_of(part, offsets[source.module]).size for part in ranges)
+            sum(rows_of(span, offsets[source.module]).size for span in ranges)
             for source, target in self.plan.stage_edges if source.module in offsets
             for ranges in [carried_samples(self.plan, source, [target], samples)]
         ]
@@ -289,24 +289,24 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
 
 def model_name(stage: StageId, name: str) -> str:
     """``(StageId("vision", 0), "module.x")`` -> ``"vision_encoder.module.x"``."""
-    whole = module_kind(stage.module) is ModuleKind.LANGUAGE_MODEL
-    return f"{'language_model' if whole else stage.module + '_encoder'}.{name}"
+    is_language = module_kind(stage.module) is ModuleKind.LANGUAGE_MODEL
+    return f"{'language_model' if is_language else stage.module + '_encoder'}.{name}"
 
 
 def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
     """Return a key that determines the layout of all messages of a microbatch."""
     tensors = [
-        (part, name, tuple(shape), meta.dtypes[part][name])
-        for part, shapes in sorted(meta.shapes.items())
+        (module, name, tuple(shape), meta.dtypes[module][name])
+        for module, shapes in sorted(meta.shapes.items())
         for name, shape in sorted(shapes.items())
     ]
     items = tuple((name, tuple(rows)) for name, rows in sorted(meta.items.items()))
     lengths = tuple(meta.lengths)
     longest = max(lengths, default=0)
-    whole = all(length == longest for length in lengths)
+    is_unpadded = all(length == longest for length in lengths)
     structure = (
-        [(part, name, len(shape), dtype) for part, name, shape, dtype in tensors],
-        [name for name, _ in items], whole,
+        [(module, name, len(shape), dtype) for module, name, shape, dtype in tensors],
+        [name for name, _ in items], is_unpadded,
     )
     sizes = [
         *(size for _, _, shape, _ in tensors for size in shape),

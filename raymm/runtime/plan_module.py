@@ -198,15 +198,15 @@ class PlannedModule(ParallelModule):
         split = tuple(samples) if self.plan.splits_samples else ()
         features = tuple(map(tuple, featured)) if any(featured) else ()
         key = self._program(pattern, ops, not meta.training, split, features)
-        of_process: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
+        process_inputs: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
         for stage, index, data in inputs:
             for number in self._processes.of_rank(self.plan.by_id[stage].rank):
-                of_process[number].append((stage, index, data))
+                process_inputs[number].append((stage, index, data))
         meta = meta._replace(step=self._step, seed=self.options.seed, batch=self._accumulated)
         if meta.training and self._counts_first(len(present)):
             counting = self._program(pattern, (), True, split, features)
-            meta = self._counted(counting, meta, of_process)
-        handle = self.group.submit(key, meta, of_process)
+            meta = self._counted(counting, meta, process_inputs)
+        handle = self.group.submit(key, meta, process_inputs)
         noted = self._note_batch(batches, update) if meta.training else ()
         if update:
             self._step += 1
@@ -230,8 +230,8 @@ class PlannedModule(ParallelModule):
         """Run the counting pass and return the step metadata with its counts."""
         results = self.group.submit(key, meta._replace(counting=True), inputs).result()
         pairs = zip(self._processes.all, results, strict=True)
-        parts = [r.router_counts for p, r in pairs if p.tp == 0 and r.router_counts is not None]
-        return meta._replace(router_counts=tuple(map(sum, zip(*parts, strict=True))))
+        counts = [r.router_counts for p, r in pairs if p.tp == 0 and r.router_counts is not None]
+        return meta._replace(router_counts=tuple(map(sum, zip(*counts, strict=True))))
 
     def _skipped_step(
         self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,
@@ -314,35 +314,35 @@ class PlannedModule(ParallelModule):
     def gradients(self) -> dict[str, torch.Tensor | None]:
         self._mend()
         named: dict[str, torch.Tensor | None] = {}
-        for number, part in enumerate(self.group.call("gradients")):
-            for (stage, name), tensor in part.items():
+        for number, tensors in enumerate(self.group.call("gradients")):
+            for (stage, name), tensor in tensors.items():
                 shard_spec = self._shard_specs[stage.module]
-                place = place_of(self._processes, number, shard_spec)
-                whole = shard_spec.sharers(name, place) == (place,)
-                if whole and shard_spec.is_replica(name, place):
+                shard = place_of(self._processes, number, shard_spec)
+                is_complete = shard_spec.sharers(name, shard) == (shard,)
+                if is_complete and shard_spec.is_replica(name, shard):
                     continue  # complete and counted already
                 full = self._full_name(stage, name)
                 total = named.get(full)
                 named[full] = (
-                    total if tensor is None else self._add(total, stage, name, place, tensor)
+                    total if tensor is None else self._add(total, stage, name, shard, tensor)
                 )
         return named
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
         self._mend()
         named: dict[str, torch.Tensor] = {}
-        of_copies: dict[str, StageId] = {}
-        for number, part in enumerate(self.group.call("parameters", trainable_only)):
+        first_stage: dict[str, StageId] = {}
+        for number, tensors in enumerate(self.group.call("parameters", trainable_only)):
             process = self._processes.all[number]
-            for (stage, name), tensor in part.items():
+            for (stage, name), tensor in tensors.items():
                 full = self._full_name(stage, name)
                 shard_spec = self._shard_specs[stage.module]
-                place = place_of(self._processes, number, shard_spec)
+                shard = place_of(self._processes, number, shard_spec)
                 has_all = shard_spec.shards == 1 and process.cp > 0  # cp process 0 holds the same
-                if has_all or shard_spec.is_replica(name, place):
+                if has_all or shard_spec.is_replica(name, shard):
                     continue
-                if of_copies.setdefault(full, stage) == stage:
-                    named[full] = self._add(named.get(full), stage, name, place, tensor)
+                if first_stage.setdefault(full, stage) == stage:
+                    named[full] = self._add(named.get(full), stage, name, shard, tensor)
         return named
 
     def _add(
@@ -365,6 +365,6 @@ def process_labels(processes: Processes) -> list[str]:
     for process in processes.all:
         stages = ", ".join(str(stage.id) for stage in processes.plan.rank_stages(process.rank))
         degrees = processes.plan.degrees(process.rank)._asdict()
-        places = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
-        labels.append(f"{stages}, {', '.join(places)}" if places else stages)
+        positions = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
+        labels.append(f"{stages}, {', '.join(positions)}" if positions else stages)
     return labels

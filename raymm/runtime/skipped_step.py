@@ -59,8 +59,8 @@ class Origin:
         if self.batch:
             text += f" of batch {self.batch}"
         if self.sample_ids:
-            more = ", ..." if len(self.sample_ids) > MAX_NAMED else ""
-            text += f", samples {', '.join(map(repr, self.sample_ids[:MAX_NAMED]))}{more}"
+            ellipsis = ", ..." if len(self.sample_ids) > MAX_NAMED else ""
+            text += f", samples {', '.join(map(repr, self.sample_ids[:MAX_NAMED]))}{ellipsis}"
         return text
 
 
@@ -97,7 +97,7 @@ class SkippedStep:
         return {
             "loss": None if self.loss is None else f"{self.loss:g}",
             "grad_norm": f"{self.grad_norm:g}", "beginnings": self.beginnings,
-            "began": [asdict(place) for place in self.began],
+            "began": [asdict(origin) for origin in self.began],
         }
 
 
@@ -120,12 +120,12 @@ def skipped_step(
     not_finite = [report for report in reports if report is not None]
     if not not_finite:
         return None
-    began = _beginnings({place for report in not_finite for place in report}, edges)
+    began = _beginnings({origin for report in not_finite for origin in report}, edges)
     merged: dict[Place, set[int]] = {}
-    for place in began:
-        merged.setdefault(place._replace(rows=()), set()).update(place.rows)
+    for origin in began:
+        merged.setdefault(origin._replace(rows=()), set()).update(origin.rows)
     origins = [
-        _origin(place, sorted(rows), batches) for place, rows in merged.items()
+        _origin(origin, sorted(rows), batches) for origin, rows in merged.items()
     ]
     norm = math.nan if grad_norm is None else grad_norm
     return SkippedStep(step, loss, norm, tuple(origins[:MAX_NAMED]), len(origins))
@@ -138,11 +138,11 @@ def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
     for kind, sources in (
         ("output", edges), ("gradient", [(dst, src) for src, dst in edges]), ("parameters", ()),
     ):
-        of_kind = [place for place in places if place.kind == kind]
-        there = {(place.stage, place.batch, place.microbatch) for place in of_kind}
+        candidates = [place for place in places if place.kind == kind]
+        affected = {(place.stage, place.batch, place.microbatch) for place in candidates}
         began = [
-            place for place in of_kind
-            if not any((src, place.batch, place.microbatch) in there
+            place for place in candidates
+            if not any((src, place.batch, place.microbatch) in affected
                        for src, dst in sources if dst == place.stage)
         ]  # fmt: skip
         if began:
@@ -155,13 +155,13 @@ def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
 
 def _in_order(edges: Sequence[Edge]) -> list[StageId]:
     """Return the stages in topological order."""
-    left = dict.fromkeys(stage for edge in edges for stage in edge)
+    pending = dict.fromkeys(stage for edge in edges for stage in edge)
     ordered: list[StageId] = []
-    while left:
-        ready = [node for node in left if not any(d == node and s in left for s, d in edges)]
+    while pending:
+        ready = [node for node in pending if not any(d == node and s in pending for s, d in edges)]
         ordered += ready
         for node in ready:
-            del left[node]
+            del pending[node]
     return ordered
 
 
@@ -183,8 +183,8 @@ def _origin(
 
 def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
     module = place.of.module
-    whole = module_kind(module) is ModuleKind.LANGUAGE_MODEL
-    owners = range(meta.num_samples) if whole else meta.items.get(module, ())
+    is_language = module_kind(module) is ModuleKind.LANGUAGE_MODEL
+    owners = range(meta.num_samples) if is_language else meta.items.get(module, ())
     if not rows or place.count != len(owners):
         return meta.sample_ids
     return [meta.sample_ids[row] for row in sorted({owners[row] for row in rows})]
@@ -192,7 +192,7 @@ def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequenc
 
 def warn_of(skipped: SkippedStep) -> None:
     """Issue the warning at the line of the user's program that took the step."""
-    own, frame, level = f"{Path(__file__).parents[1]}{os.sep}", inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(own):
+    package_folder, frame, level = f"{Path(__file__).parents[1]}{os.sep}", inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(package_folder):
         frame, level = frame.f_back, level + 1
     warnings.warn(str(skipped), SkippedStepWarning, stacklevel=level)

@@ -110,7 +110,7 @@ class ParallelSpec:
                 f"sharding is 'fsdp' and tp {self.tp}; with tp above 1, sharding may be none or "
                 "zero1"
             )
-        for name, expected, what in (
+        for name, expected, unit in (
             ("layers", self.stages, "stage"), ("ranks", self.pp * self.module_replicas, "rank"),
         ):
             value = getattr(self, name)
@@ -118,13 +118,13 @@ class ParallelSpec:
                 check_number(name, number, 1 if name == "layers" else 0)
             if value is not None and len(value) != expected:
                 factors = f"pp={self.pp}"
-                other = ("dp", self.module_replicas)
+                factor = ("dp", self.module_replicas)
                 if name == "layers":
-                    other = ("chunks", self.chunks)
-                if other[1] > 1:
-                    factors += f", {other[0]}={other[1]}"
+                    factor = ("chunks", self.chunks)
+                if factor[1] > 1:
+                    factors += f", {factor[0]}={factor[1]}"
                 raise PlanError(
-                    f"{name} is {tuple(value)}; it needs one entry per {what} ({factors})"
+                    f"{name} is {tuple(value)}; it needs one entry per {unit} ({factors})"
                 )
 
     def _check_range(self, most: int) -> None:
@@ -267,8 +267,8 @@ def plan_of(
         graph, {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
         num_microbatches, schedule, recompute=recompute,
     )
-    taken = {rank for spec in specs.values() for rank in spec.ranks or ()}
-    free = iter(rank for rank in range(10**6) if rank not in taken)
+    used_ranks = {rank for spec in specs.values() for rank in spec.ranks or ()}
+    free = iter(rank for rank in range(10**6) if rank not in used_ranks)
     stages: list[Stage] = []
     for name, spec in specs.items():
         options = _layer_options(graph.node(name), spec)
@@ -303,9 +303,9 @@ def _with_quotas(
         for stage in stages
     )
     for name, spec in specs.items():
-        own = [stage for stage in with_quotas if stage.module == name]
-        if spec.quota is not None and all(stage.quota is None for stage in own):
-            ranks = sorted({stage.rank for stage in own})
+        module_stages = [stage for stage in with_quotas if stage.module == name]
+        if spec.quota is not None and all(stage.quota is None for stage in module_stages):
+            ranks = sorted({stage.rank for stage in module_stages})
             raise PlanError(
                 f"quota of {name!r} is {spec.quota}, but no other module with a quota is on its "
                 f"ranks {ranks}; accepted: quotas of modules that name the same ranks"
@@ -340,9 +340,9 @@ def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:
             )
         return tuple(pairwise(accumulate(spec.layers, initial=0)))
     if spec.stages > node.num_blocks:
-        what = "pp" if spec.chunks == 1 else "pp * chunks"
+        option = "pp" if spec.chunks == 1 else "pp * chunks"
         raise PlanError(
-            f"{what} of {node.name!r} is {spec.stages}, but it can be cut into at most "
+            f"{option} of {node.name!r} is {spec.stages}, but it can be cut into at most "
             f"{node.num_blocks} stages"
         )
     *first, (last, _) = even_layers(node.num_blocks, spec.stages)

@@ -41,8 +41,8 @@ def why_not_written(source: ModuleSource) -> str | None:
     texts = [torch.tensor([text]) % vocabulary for text in _TEXTS]
     try:
         with torch.no_grad():
-            whole = [_at_once(copy.deepcopy(model), text) for text in texts]
-            return _one_by_one(model, source, texts, whole)
+            full_logits = [_at_once(copy.deepcopy(model), text) for text in texts]
+            return _one_by_one(model, source, texts, full_logits)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         return f"{name} cannot continue from cached keys and values{because(error)}"
 
@@ -60,9 +60,9 @@ def _one_by_one(
     blocks, logits = num_blocks(model), _Logits(model)
     stage = LanguageStage(LanguageSpec(LANGUAGE_MODEL, source, blocks, Prepend()), 0, blocks, model)
     prompts = [(((n,), True), text[:, : -_LAST]) for n, text in enumerate(texts)]
-    rest = [torch.cat([text[:, -b, None] for text in texts]) for b in range(_LAST, 0, -1)]
-    seen = [0] * len(texts)
-    for (numbers, first), ids in [*prompts, *((((0, 1), False), ids) for ids in rest)]:
+    last_tokens = [torch.cat([text[:, -b, None] for text in texts]) for b in range(_LAST, 0, -1)]
+    lengths = [0] * len(texts)
+    for (numbers, first), ids in [*prompts, *((((0, 1), False), ids) for ids in last_tokens)]:
         inputs = {
             "input_ids": ids, "attention_mask": torch.ones_like(ids),
             "labels": torch.full_like(ids, -100), "sample_index": {},
@@ -70,12 +70,12 @@ def _one_by_one(
         logits.rows.clear()
         stage.run(inputs, {}, MicrobatchContext(1, decode=Decode(numbers, first)))
         for number, row in zip(numbers, logits.rows[-len(numbers) :], strict=True):
-            seen[number] += ids.shape[1]
-            due = whole[number]
-            apart = float((row - due[seen[number] - 1]).abs().max() / due.abs().max())
+            lengths[number] += ids.shape[1]
+            expected = whole[number]
+            apart = float((row - expected[lengths[number] - 1]).abs().max() / expected.abs().max())
             if not apart <= _ALIKE:
                 return (
-                    f"{type(model).__name__} computes different logits for token {seen[number]} "
+                    f"{type(model).__name__} computes different logits for token {lengths[number]} "
                     f"from cached keys and values than from all tokens at once (by {apart:.1e} of "
                     "the largest)"
                 )

@@ -29,8 +29,8 @@ def session_processes(driver: int) -> set[int]:
     session = re.compile(rf"/session_[^/]*_{driver}(/|$)")
     parents = _parents()
     processes = {pid for pid in parents if _writes_into(pid, session)} - {driver, os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in processes} - processes:
-        processes |= more
+    while children := {pid for pid, parent in parents.items() if parent in processes} - processes:
+        processes |= children
     return processes - {driver, os.getpid()}
 
 
@@ -39,13 +39,13 @@ def end_session(driver: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     clean = 0  # consecutive checks without processes; one may be between fork and exec
     while clean < 3 and time.monotonic() < deadline:
-        left = session_processes(driver)
-        for pid in left:
+        remaining = session_processes(driver)
+        for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass
-        clean = 0 if left else clean + 1
+        clean = 0 if remaining else clean + 1
         time.sleep(INTERVAL_S)
 
 

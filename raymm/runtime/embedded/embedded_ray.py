@@ -91,33 +91,33 @@ def _unhindered() -> Iterator[None]:
 @contextmanager
 def _on_loopback() -> Iterator[None]:
     """Keep 127.0.0.1 as the address. Ray replaces it unless multi-node clusters are disabled."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    setting = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        ray_constants.ENABLE_RAY_CLUSTER = setting
 
 
 @contextmanager
 def _in_sessions_of_their_own() -> Iterator[None]:
-    before = services.ConsolePopen
-    services.ConsolePopen = partial(before, start_new_session=True)
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
     try:
         yield
     finally:
-        services.ConsolePopen = before
+        services.ConsolePopen = popen
 
 
 @contextmanager
 def _without_log_monitor() -> Iterator[None]:
     """Start Ray without the log monitor, which polls the output of all workers."""
-    before = node.Node.start_log_monitor
+    start_log_monitor = node.Node.start_log_monitor
     node.Node.start_log_monitor = lambda self: None
     try:
         yield
     finally:
-        node.Node.start_log_monitor = before
+        node.Node.start_log_monitor = start_log_monitor
 
 
 def _did_not_come_up(error: Exception) -> str:

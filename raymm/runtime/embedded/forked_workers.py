@@ -135,14 +135,14 @@ def single_threaded() -> Iterator[None]:
     The thread count of torch is set afterwards as usual; numpy's linear algebra keeps one thread.
     """
     name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
         del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        if old_value is not None:
+            os.environ[name] = old_value
 
 
 def _address() -> str:
@@ -312,14 +312,14 @@ def _serve(listener: socket.socket, lives: int, task: dict) -> None:
         except ConnectionError:  # the requesting process was killed, or is not the user's
             connection.close()
             continue
-        asked = _ray_settings(request["environment"])
+        requested = _ray_settings(request["environment"])
         if not task["ray"]:
-            settings = asked
+            settings = requested
         elif settings is None:
-            settings = asked
+            settings = requested
             os.environ.update(request["environment"])
             _import(task["ray"])
-        if asked != settings:
+        if requested != settings:
             for file in outputs:
                 os.close(file)
             connection.close()
@@ -363,9 +363,9 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
     head, outputs, _, _ = socket.recv_fds(connection, 8, 3)
     message = bytearray()
     while len(message) < int.from_bytes(head, "little"):
-        if not (part := connection.recv(1 << 16)):
+        if not (chunk := connection.recv(1 << 16)):
             raise ConnectionError("the request ends early")
-        message += part
+        message += chunk
     if len(outputs) != 3:
         raise ConnectionError("the request has no outputs")
     return json.loads(message), list(outputs)
@@ -384,8 +384,9 @@ def _become_worker(connection: socket.socket, request: dict, outputs: list[int])
         if module in sys.modules:
             sys.modules[module].seed()
     connection.sendall(b"1")
-    own = ("--language", "--serialized-runtime-env-context")  # arguments for the setup script only
-    sys.argv = [text for text in request["arguments"] if not text.startswith(own)]
+    # Only the setup script reads these arguments.
+    setup_arguments = ("--language", "--serialized-runtime-env-context")
+    sys.argv = [text for text in request["arguments"] if not text.startswith(setup_arguments)]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -121,17 +121,17 @@ class WholeParallelModule(PlannedModule):
                 f"a step has {len(batches)} microbatches; accepted: 1 to "
                 f"{self.plan.num_microbatches}, as in the plan"
             )
-        parts, meta = [], []
+        microbatches, meta = [], []
         for microbatch in batches:
             self._check(microbatch)
-            own = text_parts(self.model.tower_inputs, microbatch)
+            inputs = text_parts(self.model.tower_inputs, microbatch)
             ids = [str(row) for row in range(len(microbatch["input_ids"]))]
-            present = {name: [0] for name in own if name != TEXT}
-            parts.append(own)
-            meta.append(describe_whole(microbatch, own, ids, present))
-        if not sum(each.label_tokens for each in meta):
+            present = {name: [0] for name in inputs if name != TEXT}
+            microbatches.append(inputs)
+            meta.append(describe_whole(microbatch, inputs, ids, present))
+        if not sum(metadata.label_tokens for metadata in meta):
             raise DataError("labels of the step are all -100; accepted: at least one label")
-        return parts, meta
+        return microbatches, meta
 
     def _split(self, batch: Mapping[str, Any]) -> list[Batch]:
         index = batch.get("sample_index", {})
@@ -150,44 +150,44 @@ class WholeParallelModule(PlannedModule):
         Args:
             decode: texts of a generation step; None for other steps.
         """
-        parts, meta = prepared
+        microbatches, meta = prepared
         inputs = [
-            (stage.id, index, own)
-            for index, of_modules in enumerate(parts)
-            for name, own in of_modules.items()
+            (stage.id, index, tensors)
+            for index, module_inputs in enumerate(microbatches)
+            for name, tensors in module_inputs.items()
             for stage in self._readers(LANGUAGE_MODEL if name == TEXT else name, index)
         ]
         inputs += [
             (stage.id, index, {KEYS: keys})
-            for index, each in enumerate(meta)
-            for name, keys in each.feature_keys.items() if name in self.options.features
+            for index, metadata in enumerate(meta)
+            for name, keys in metadata.feature_keys.items() if name in self.options.features
             for stage in self._readers(name, index)
         ]
         step = StepMeta(
-            step=self._step, label_tokens=sum(each.label_tokens for each in meta),
+            step=self._step, label_tokens=sum(metadata.label_tokens for metadata in meta),
             keys=tuple(
-                _layout_key(each, self.model.packing).decoding(decode) for each in meta
+                _layout_key(metadata, self.model.packing).decoding(decode) for metadata in meta
             ),
-            sample_ids=tuple(tuple(each.sample_ids) for each in meta),
+            sample_ids=tuple(tuple(metadata.sample_ids) for metadata in meta),
             training=not forward_only, decode=decode,
         )
-        present = [each.items for each in meta]
+        present = [metadata.items for metadata in meta]
         return self._submitted(present, inputs, step, meta, update, keep)
 
     def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
         """Return the checked program of a training step on microbatches with this metadata."""
-        return self.program([sorted(each.items) for each in meta])
+        return self.program([sorted(metadata.items) for metadata in meta])
 
 
 def _layout_key(meta: MicrobatchMeta, packing: bool) -> LayoutKey:
     """Return a key that determines the shapes of all messages: shapes, per-item numbers (grids,
     sizes), and for packed rows their lengths."""
     tensors = [
-        (part, name, tuple(shape), meta.dtypes[part][name])
-        for part, shapes in sorted(meta.shapes.items())
+        (module, name, tuple(shape), meta.dtypes[module][name])
+        for module, shapes in sorted(meta.shapes.items())
         for name, shape in sorted(shapes.items())
     ]
-    structure = [(part, name, len(shape), dtype) for part, name, shape, dtype in tensors]
+    structure = [(module, name, len(shape), dtype) for module, name, shape, dtype in tensors]
     sizes = [size for _, _, shape, _ in tensors for size in shape]
     digests = sorted(meta.digests.items())
     lengths = tuple(meta.lengths) if packing else ()
