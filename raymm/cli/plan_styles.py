@@ -81,12 +81,8 @@ def planned_precision(config: TrainConfig, request: PlanRequest) -> str:
 
 
 def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
-    """Return the plan of the configuration's layouts or file; None without.
-
-    Raises:
-        ConfigError: the plan is a multiplexed mapping, which is complete already.
-        PlanError: the plan cannot run.
-    """
+    """Return the plan of the configuration's layouts or file; None without. Raises ConfigError for
+    a multiplexed mapping, which is complete already, and PlanError if the plan cannot run."""
     from raymm.config.build import build_plan
     from raymm.scheduler.plan.rank_quotas import SLOTS
 

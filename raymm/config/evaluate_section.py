@@ -82,7 +82,6 @@ class EvaluateSection(Section):
 
     @property
     def smallest(self) -> bool:
-        """True if the best checkpoint has the lowest value."""
         if self.lower_is_better is not None:
             return self.lower_is_better
         return self.best in LOWER_IS_BETTER

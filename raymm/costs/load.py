@@ -44,7 +44,6 @@ class SeenAttention(NamedTuple):
         )
 
     def over(self, tokens: int) -> SeenAttention:
-        """Return the sizes divided by a number of tokens."""
         return self._replace(
             rows=self.rows / tokens, keys=self.keys / tokens, pairs=self.pairs / tokens
         )
@@ -90,7 +89,6 @@ class Load:
     projector_kept: tuple[tuple[float, float], ...] = ()
 
     def of_projector(self) -> Load:
-        """Return the load of the encoder's projector."""
         return replace(
             self, places=self.projector_places, attention=(), handed=self.projector_handed,
             streams=(), kept=self.projector_kept, mixing=(),

@@ -148,20 +148,14 @@ class Observation:
         self._bucket = bucket
 
     def add_bytes(self, size: int) -> None:
-        """Count bytes that autograd saves in the running layer."""
         self.kept[self._bucket] += size
 
     def add_mixing(self, flops: int) -> None:
-        """Count FLOPs of a product of activations in the running layer."""
         self.mixing[self._bucket] += flops
 
     def add_attention(self, name: str, sizes: SeenAttention, cross: bool) -> None:
-        """Count a call of an attention module in the running layer.
-
-        Args:
-            name: name of the module.
-            cross: True if the keys are not the queries' own tokens, or the call is not causal.
-        """
+        """Count a call of an attention module. ``cross`` is True if the keys are not the queries'
+        own tokens, or the call is not causal."""
         earlier = self.attention.get(name)
         self.attention[name] = sizes if earlier is None else sizes.joined(earlier)
         self.attended[self._bucket] = True
@@ -183,7 +177,6 @@ class Observation:
             self.tokens = tokens.numel()
 
     def close(self) -> None:
-        """Stop taking notes."""
         for handle in self._handles:
             handle.remove()
 

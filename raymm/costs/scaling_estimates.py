@@ -183,15 +183,9 @@ def _before(trainable: Sequence[bool], earlier: bool) -> tuple[bool, ...]:
 def batch_workload(
     shapes: Sequence[ModuleShape], tokens: Mapping[str, int], batch: int
 ) -> dict[str, Load]:
-    """Return the loads of a batch with one item per sample.
-
-    Args:
-        tokens: tokens per item by module; the default is from an encoder's config.
-        batch: samples.
-
-    Raises:
-        PlanError: unknown module, a number below 1, or an unknown length.
-    """
+    """Return the loads of a batch with one item per sample. ``tokens`` are per item; the default is
+    from an encoder's config. Raises PlanError for an unknown module, a number below 1, or an
+    unknown length."""
     names = [shape.name for shape in shapes]
     for name in tokens:
         if name not in names:
@@ -232,9 +226,7 @@ def estimated_surface(
     Args:
         load: load of the whole batch.
         device: CPUs have no quotas: their only quota is the whole device.
-        gpus: number of GPUs.
         steps: resolution of quotas.
-        dtype: compute dtype.
         links: links of the gradient all-reduce; None for no cost.
         factor: factor of all times, such as measured over estimated time.
         sums: share of the gradient all-reduce in the seconds; below 1 for one of several

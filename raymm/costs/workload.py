@@ -232,14 +232,9 @@ def token_workload(
 ) -> ModuleWorkloads:
     """Return the loads of microbatches with known lengths.
 
-    Args:
-        tokens: tokens per sample by module (an encoder has one item per sample); the default is
-            from an encoder's config.
-        samples: per microbatch.
-        text: tokens of the longest text of a sample, for a language model that ``tokens`` lacks.
-
-    Raises:
-        PlanError: unknown module, a number below 1, or an unknown length.
+    ``tokens`` are per sample (an encoder has one item per sample), and default to those of an
+    encoder's config. ``text`` is the longest text of a sample, for a language model without
+    ``tokens``. Raises PlanError for an unknown module, a number below 1, or an unknown length.
     """
     check_tokens(model, tokens)
     names = model.module_names

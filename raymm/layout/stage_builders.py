@@ -155,11 +155,7 @@ def stage_builders(
 
 @plain_torch()
 def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
-    """Return the builders of a graph of modules.
-
-    Raises:
-        ProbeError, PlanError: as for :func:`stage_builders`.
-    """
+    """Return the builders of a graph of modules. Raises as :func:`stage_builders` does."""
     builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
         first = plan.replicas(node.name)[0][0]

@@ -116,12 +116,8 @@ def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> frozenset[str]:
 
 
 def probe_tensor_of(model: WholeModel, spec: AnySpec, tp: int) -> TensorPlan:
-    """Return the shards of a module's parameters under ``tp`` processes.
-
-    Raises:
-        ProbeError: the module's code does not allow it.
-        PlanError: the module's sizes do not allow it.
-    """
+    """Return the shards of a module's parameters under ``tp`` processes. Raises ProbeError if the
+    module's code does not allow it, and PlanError if its sizes do not."""
     return probe_whole_tensor(spec, tp, *_tried_with(model, spec.name))
 
 

@@ -143,7 +143,7 @@ class ModuleDag(nn.Module):
 
     def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the factor of each loss's sum over the samples of all batches. Raises ModelError
-        if a batch is not accepted, or its ``divide_by`` sums to 0."""
+        if ``divide_by`` sums to 0."""
         size = sum(self.batch_size(batch) for batch in batches)
         scales = {}
         for name, node in self.nodes.items():
@@ -191,7 +191,6 @@ class ModuleDag(nn.Module):
         )
 
     def stage_spec(self, name: str) -> NodeStageSpec:
-        """Return the spec that stages of a module are built from."""
         return self.nodes[name].stage_spec(name, self.specs()[name])
 
     def specs(self) -> dict[str, NodeSpec]:

@@ -180,7 +180,6 @@ class MultimodalModule(nn.Module):
         return self.encoder_spec(name)
 
     def encoder_spec(self, name: str) -> EncoderSpec:
-        """Return the spec of an encoder for the ranks."""
         encoder = self.encoders[name]
         source = encoder.source()
         projector = None if encoder.projector is None else LiveSource.of(encoder.projector)
@@ -201,7 +200,6 @@ class MultimodalModule(nn.Module):
         return self.preference is not None and self.preference.disable_dropout
 
     def language_spec(self) -> LanguageSpec:
-        """Return the spec of the language model for the ranks."""
         source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
         return self._language_spec(source, num_blocks(source.skeleton()))
 

@@ -124,20 +124,14 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 class WholeModel:
-    """A whole model, split into towers and a language model.
-
-    Args:
-        source: source of the model's weights.
-        example, train, packing, seed, new_rows: see :func:`from_pretrained`.
+    """A whole model, split into towers and a language model. See :func:`from_pretrained` for
+    arguments and errors.
 
     Attributes:
         towers: in the order of the forward's calls.
         train: training mode by part; parts that are absent are fully trained.
         changing: modules whose parts a run freezes or unfreezes while it trains; their weights are
             in all checkpoints, frozen or not.
-
-    Raises:
-        ProbeError, ModelError: see :func:`from_pretrained`.
     """
 
     def __init__(
@@ -190,7 +184,6 @@ class WholeModel:
 
     @property
     def adapters(self) -> dict[str, LoraConfig]:
-        """Adapters by part."""
         return {name: how for name, how in self.train.items() if isinstance(how, LoraConfig)}
 
     def _find(self, model: nn.Module) -> tuple[Tower, ...]:
@@ -218,7 +211,6 @@ class WholeModel:
         return {tower.name: dict(tower.arguments) for tower in self.towers}
 
     def tower(self, name: str) -> Tower:
-        """Return a tower by name."""
         return next(tower for tower in self.towers if tower.name == name)
 
     def tower_spec(self, name: str) -> TowerSpec:

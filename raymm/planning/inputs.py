@@ -77,7 +77,6 @@ class PlanInputs:
     """Inputs of a search for a plan.
 
     Attributes:
-        workload: the work of a step.
         ranks: number of devices; a plan may use fewer.
         memory_limit: bytes per rank; None for no limit.
 
@@ -128,7 +127,6 @@ class PlanInputs:
 
     @property
     def graph(self) -> ModuleGraph:
-        """Graph of the model."""
         return self.model.graph
 
 

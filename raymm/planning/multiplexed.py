@@ -41,10 +41,7 @@ class PlannedMultiplexed:
 
     Attributes:
         mapping: convert it to a plan with :func:`raymm.plan_of_mapping` to run it.
-        source: description of the source of the times.
-        estimated: True if the times are estimates rather than measurements.
-        interference: description of the interference model.
-        batch: samples of an iteration; None if unknown.
+        source, estimated, interference, batch, notes: see :class:`MappingInputs`.
         unfit: reason why the mapping does not fit in memory; None if it fits.
         needs: bytes on each GPU by the memory model of all plans, with messages, system memory and
             optimizer updates; empty where only surfaces are known.
@@ -72,7 +69,6 @@ class PlannedMultiplexed:
 
     @classmethod
     def of(cls, inputs: MappingInputs) -> PlannedMultiplexed:
-        """Search for a mapping."""
         problem, request = inputs.problem, inputs.request
         mapping = solve(
             problem, request.solver, seed=request.seed, deadline_seconds=request.deadline_seconds
@@ -186,7 +182,6 @@ def plan_multiplexed(
 
     Args:
         model: encoders and a language model, or any graph of modules.
-        gpus: number of GPUs.
         batch: samples of an iteration. Estimates require it; surfaces must have been measured with
             it.
         dtype: compute dtype of estimates.

@@ -59,7 +59,6 @@ class Planned:
 
     @property
     def network(self) -> Network:
-        """Links that the plan was evaluated with."""
         return self.costs.network
 
     @cached_property

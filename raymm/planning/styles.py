@@ -53,10 +53,8 @@ class StyleComparison:
     """A pipelined plan and a multiplexed mapping of the same model, batch and devices.
 
     Attributes:
-        pipelined, multiplexed: None where the style was refused.
-        refused: reason by style.
-        batch: samples of a step.
-        microbatches: microbatches of the pipelined plan.
+        pipelined, multiplexed: None where the style was refused, with the reason in ``refused``.
+        batch, microbatches: samples of a step, and microbatches of the pipelined plan.
         between: the search that continues from both styles; None if nothing fits, or if the
             surfaces do not cover what pipelines need.
     """
@@ -256,11 +254,7 @@ def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
 
 def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
     """Return the multiplexed mapping of :func:`compare_styles`, for all samples of a step at once.
-
-    Raises:
-        NoPlanError: a module fits on no GPU.
-        PlanError: names what is wrong and what is accepted.
-    """
+    Raises NoPlanError if a module fits on no GPU, and PlanError for invalid inputs."""
     return _Basis.of(inputs).multiplexed(inputs.request)
 
 
