@@ -5,15 +5,20 @@
   of a module per rank;
 - encoders colocated (Megatron style): one chain, whose first ranks each hold a stage of every
   encoder; modules after the language model are whole on its last rank;
-- encoders replicated (Llama style): every rank of the language model holds all encoders whole.
-  Llama's cross-attention needs the features on every rank and encodes each image on all of them;
-  here the replicas split the microbatches.
+- encoders replicated (Llama style): every rank of the language model, or a window of its ranks,
+  holds all encoders whole. Llama's cross-attention needs the features on every rank and encodes
+  each image on all of them; here the replicas split the microbatches.
+
+The two layouts that share ranks may have degrees if they are those of all modules: replicas of all
+modules are equal parts of the plan, and all stages on a rank have its processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from raymm.errors import NoPlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
@@ -91,31 +96,46 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
     return replace(plan, stages=stages, shared_ranks=None)
 
 
-def replicated(space: StageSpace, ranks: int) -> Plan:
+def replicated(
+    space: StageSpace, ranks: int, windows: Mapping[str, range] | None = None
+) -> Plan:
     """Return a plan in Llama style: the language model over all ranks, and on each of them a
-    replica of every encoder, which processes its share of the microbatches.
+    replica of every encoder, which processes its share of the microbatches. The language model has
+    fewer layers on ranks with more work of other modules.
+
+    Args:
+        ranks: stages of the language model. The ``ranks`` of the space are ignored.
+        windows: consecutive ranks with replicas, for each module before the language model; by
+            default all ranks for all encoders.
 
     Raises:
-        NoPlanError: the model is not encoders that feed one module, or that module has fewer layers
-            than ranks.
+        NoPlanError: without ``windows``, the model is not encoders that feed one module; or that
+            module has fewer layers than ranks.
     """
     graph = space.graph
-    encoders = encoders_into_backbone(graph)
+    if windows is None:
+        windows = dict.fromkeys(encoders_into_backbone(graph), range(ranks))
     _check_stages(graph, graph.backbone, ranks)
-    partitions: dict[str, Ranges] = {name: ((0, graph.node(name).num_layers),) for name in encoders}
-    partitions |= _followers_whole(graph)
-    partitions[graph.backbone] = partition_matrix(space.stage_seconds(graph.backbone), ranks, None)
+    # More replicas than microbatches would have nothing to do.
+    microbatches = space.num_microbatches // space.parts
+    shared = {name: window[:microbatches] for name, window in windows.items()}
+    shared |= {name: range(ranks - 1, ranks) for name in graph.followers}
+    partitions: dict[str, Ranges] = {
+        name: ((0, graph.node(name).num_layers),) for name in shared
+    }
+    added = np.zeros(ranks)
+    for name, window in shared.items():
+        added[window.start : window.stop] += space.stage_seconds(name)[0, -1] / len(window)
+    seconds = space.stage_seconds(graph.backbone)
+    partitions[graph.backbone] = partition_matrix(seconds + added[:, None, None], ranks)
     plan = space.made_of(partitions)
-    copies = min(ranks, space.num_microbatches)
     stages = [
-        replace(stage, rank=copy, replica=copy)
-        for name in encoders
-        for copy in range(copies)
+        replace(stage, rank=rank, replica=replica)
+        for name, window in shared.items()
+        for replica, rank in enumerate(window)
         for stage in plan.module_stages(name)
     ]
     stages += [replace(s, rank=s.index) for s in plan.module_stages(graph.backbone)]
-    for name in graph.followers:
-        stages += [replace(s, rank=ranks - 1) for s in plan.module_stages(name)]
     return replace(plan, stages=tuple(stages), shared_ranks=None)
 
 

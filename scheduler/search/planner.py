@@ -5,13 +5,14 @@ The planner searches stage counts exactly under 1F1B
 better schedules and several chunks per rank, and the other layouts. All plans are compared by
 simulated iteration time with messages, within the memory limit. If degrees may be searched, it then
 looks for degrees of tensor, context and data parallelism with which pipelines are faster still
-(:mod:`~raymm.scheduler.search.degree_search`).
+(:mod:`~raymm.scheduler.search.degree_search`). Modules that share ranks have the same degrees.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +32,12 @@ from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import stage_layers
 from raymm.scheduler.search.degree_search import are_few, estimates, search_degrees
 from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
-from raymm.scheduler.search.layouts import chunked, colocated, replicated
+from raymm.scheduler.search.layouts import (
+    chunked,
+    colocated,
+    encoders_into_backbone,
+    replicated,
+)
 from raymm.scheduler.search.module_degrees import ALONE, DegreeChoices
 from raymm.scheduler.search.options import LAYERS, RECOMPUTE, PlanProblem
 from raymm.scheduler.search.partition import cost_matrix
@@ -46,10 +52,17 @@ from raymm.scheduler.search.stage_space import ROUNDING, StageSpace
 
 # Name, next to layouts, of pipelines with replicas and ranks of several processes.
 DEGREES = "degrees"
+# Reasons not to list a layout's plans.
+SLOWER = "it cannot beat the best plan so far"
+SLOWER_OR_TOO_LARGE = "no plan that fits in memory can beat the best plan so far"
+SHARED_LAYOUTS = ("colocated", "replicated")
 # Number of plans with degrees to try with every schedule.
 DEGREE_FINALISTS = 2
-# Number of plans of the stage search to try with every schedule.
+# Number of plans of the stage search, and of each layout that shares ranks, to try with every
+# schedule.
 FINALISTS = 3
+# Up to this many combinations of windows of ranks with encoders, all are tried.
+MOST_WINDOWS = 40
 # On more ranks than this, the search ignores improvements below this fraction, and does not create
 # plans that bounds rule out.
 MANY_RANKS, GAP = 32, 0.005
@@ -91,8 +104,15 @@ def propose(
             by_part=problem.ranks > MANY_RANKS,
         )
         within = partial(within_memory, adaptive=again == LAYERS)
-        layouts = tuple(layout for layout in left if (layout, again) not in done)
-        left = _Planner(space, within, candidates, layouts, problem.chunks, degrees).run()
+        # Partitions of layouts that share ranks do not adapt to memory, so these layouts would be
+        # the same as without recomputation.
+        same = SHARED_LAYOUTS if again == LAYERS else ()
+        layouts = tuple(
+            layout for layout in left
+            if (layout, again) not in done and not (layout in same and (layout, False) in done)
+        )
+        same = tuple(layout for layout in left if layout in same and layout not in layouts)
+        left = _Planner(space, within, candidates, layouts, problem.chunks, degrees).run() + same
         done |= {(layout, again) for layout in layouts}
         if not left or problem.memory_limit is None or candidates.control.should_stop():
             break
@@ -121,9 +141,7 @@ class _Planner:
             if self.candidates.control.should_stop():
                 break
             self.candidates.control.searching(layout + self._memory_text)
-            if layout != DEGREES and self._is_hopeless(layout):
-                pass
-            elif layout == "modality_parallel":
+            if layout == "modality_parallel":
                 self._try_modality_parallel()
             elif layout == DEGREES:
                 self._try_degrees()
@@ -158,20 +176,21 @@ class _Planner:
         options = self.candidates.options if self._many and self.degrees else []
         return min((option.seconds for option in options), default=math.inf)
 
-    def _is_hopeless(self, layout: str) -> bool:
-        """Return True if no plan without degrees can be faster than the incumbent, because it
-        cannot use more ranks than there are layers."""
-        space = self.space
-        works = layer_work(space.graph, space.profile).values()
-        ranks = min(space.ranks, sum(map(len, works)))
+    def _is_hopeless(self, space: StageSpace, incumbent: float) -> bool:
+        """Return True if no plan of a space without degrees, or with equal degrees of all modules,
+        can be faster than the incumbent, because it cannot use more ranks than there are layers."""
+        degrees = space.shared(space.graph.backbone)
+        works = layer_work(space.graph, space.process_profile).values()
+        ranks = min(self.space.ranks // degrees.devices, sum(map(len, works)))
         work = sum(layer.total for layers in works for layer in layers)
-        if space.num_microbatches * work / ranks * (1 - ROUNDING) < self._incumbent:
-            return False
-        self.candidates.refused.append((layout, "it cannot beat the best plan so far"))
-        return True
+        steps = space.num_microbatches // degrees.dp
+        return steps * work / ranks * (1 - ROUNDING) >= incumbent
 
     def _try_modality_parallel(self) -> None:
         candidates = self.candidates
+        if self._is_hopeless(self.space, self._incumbent):
+            candidates.refused.append(("modality_parallel", SLOWER))
+            return
         try:
             search = joint_search(
                 self.space, candidates.seconds, candidates.bound, candidates.fits,
@@ -180,7 +199,8 @@ class _Planner:
             )
         except NoPlanError as error:  # other layouts may need less memory
             if not candidates.control.should_stop():
-                candidates.refused.append((f"modality_parallel{self._memory_text}", str(error)))
+                reason = str(error) if self._incumbent == math.inf else SLOWER_OR_TOO_LARGE
+                candidates.refused.append((f"modality_parallel{self._memory_text}", reason))
             return
         candidates.count(search)
         for choice in (search.best, *search.alternatives):
@@ -209,7 +229,7 @@ class _Planner:
         candidates, space = self.candidates, self.space
         estimated = estimates(
             space, self.degrees, candidates.network.ranks_per_node,
-            "none" if space.memory_limit is None else "zero1",
+            self._sharding,
         )
         if not self._many and are_few(space, estimated):
             results = search_degrees(
@@ -237,40 +257,95 @@ class _Planner:
             candidates.add_schedules("modality_parallel", result.best.plan)
 
     def _try_shared(self, layout: str) -> None:
-        """Try a layout in which modules share ranks: the plan that fits and is fastest under 1F1B,
-        or else the most promising one, to report why it does not fit."""
+        """Try a layout in which modules share ranks, with all degrees that it may have: the
+        fastest plans under 1F1B that fit, with every schedule. If none fits, add the most promising
+        one, to report why it does not fit."""
+        candidates = self.candidates
         plans, reason = [], f"it needs at least 2 ranks; ranks is {self.space.ranks}"
-        for make in self._makers(layout):
-            try:
-                plans.append(make())
-            except NoPlanError as error:  # this variant does not exist for the model
-                reason = str(error)
+        for space in self._shared_spaces():
+            options = candidates.options if space.degrees else []
+            incumbent = min((option.seconds for option in options), default=self._incumbent)
+            if self._is_hopeless(space, incumbent):
+                reason = SLOWER
+                continue
+            for make in self._makers(layout, space):
+                try:
+                    plan = make()
+                except NoPlanError as error:  # this variant does not exist for the model
+                    reason = str(error)
+                    continue
+                if step_bound(plan, candidates.network) * (1 - ROUNDING) < incumbent:
+                    plans.append(plan)
+                else:
+                    reason = SLOWER
         if not plans:
-            self.candidates.refused.append((layout, reason))
+            candidates.refused.append((layout, reason))
             return
-        incumbent = self._incumbent
-        plans = [plan for plan in plans if step_bound(plan, self.candidates.network) < incumbent]
-        if not plans:
-            self.candidates.refused.append((layout, "it cannot beat the best plan so far"))
-            return
-        fitting = [plan for plan in plans if self.candidates.fits(plan)]
-        best = (
-            min(fitting, key=self.candidates.seconds) if fitting
-            else min(plans, key=self.candidates.bound)
-        )
-        self.candidates.add_schedules(layout, best)
+        bounded = sorted((candidates.bound(plan), at, plan) for at, plan in enumerate(plans))
+        found: list[tuple[float, int, Plan]] = []
+        for bound, at, plan in bounded:
+            full = len(found) >= FINALISTS
+            if full and bound * (1 - ROUNDING) >= found[FINALISTS - 1][0]:
+                break
+            if found and candidates.control.should_stop():
+                break
+            if candidates.fits(plan):
+                found = sorted([*found, (candidates.seconds(plan), at, plan)])
+        for _, _, plan in found[:FINALISTS] or bounded[:1]:
+            candidates.add_schedules(layout, plan)
 
-    def _makers(self, layout: str) -> list[Callable[[], Plan]]:
-        space, ranks, graph = self.space, self.space.ranks, self.space.graph
+    def _shared_spaces(self) -> Iterator[StageSpace]:
+        """Yield the space without degrees, then with those that all modules may have together:
+        stages on a rank have the same processes, and replicas of all modules are equal parts."""
+        yield self.space
+        space, graph = self.space, self.space.graph
+        if not self.degrees:
+            return
+        choices = {n.name: self.degrees.get(n.name, DegreeChoices()) for n in graph.nodes}
+        for shared in choices[graph.backbone].within(
+            space.ranks, self.candidates.network.ranks_per_node, space.num_microbatches,
+            self._sharding,
+        ):
+            if shared.devices > 1 and all(
+                shared.tp in some.tp and shared.cp in some.cp for some in choices.values()
+            ):
+                yield replace(
+                    space, degrees=dict.fromkeys(choices, shared), by_part=True, memory=None,
+                    ranks=max(space.ranks, shared.devices * len(choices)),  # modules share ranks
+                )
+
+    @property
+    def _sharding(self) -> str:
+        return "none" if self.space.memory_limit is None else "zero1"
+
+    def _makers(self, layout: str, space: StageSpace) -> Iterator[Callable[[], Plan]]:
+        graph = space.graph
+        ranks = self.space.ranks // space.shared(graph.backbone).devices  # of an equal part
         most = graph.node(graph.backbone).num_layers  # most stages of the backbone
+        try:
+            encoders = encoders_into_backbone(graph)
+        except NoPlanError:  # the layouts themselves raise it, too
+            encoders = []
         if layout == "replicated":
-            return [partial(replicated, space, min(ranks, most))]
-        after = {graph.backbone, *graph.followers}
-        longest = max((n.num_layers for n in graph.nodes if n.name not in after), default=1)
-        return [
-            partial(colocated, space, first, min(ranks - first, most))
-            for first in range(1, min(longest, ranks - 1) + 1)
-        ]
+            stages = min(ranks, most)
+            for windows in _windows(stages, encoders) if encoders else [None]:
+                yield partial(replicated, space, stages, windows)
+            return
+        longest = max((graph.node(name).num_layers for name in encoders), default=1)
+        for first in range(1, min(longest, ranks - 1) + 1):
+            yield partial(colocated, space, first, min(ranks - first, most))
+
+
+def _windows(ranks: int, encoders: Sequence[str]) -> Iterator[dict[str, range]]:
+    """Yield windows of ranks with replicas of each encoder: all combinations if they are few, else
+    the first ranks for all encoders together."""
+    every = [range(a, b) for a in range(ranks) for b in range(a + 1, ranks + 1)]
+    if len(every) ** len(encoders) <= MOST_WINDOWS:
+        for chosen in itertools.product(every, repeat=len(encoders)):
+            yield dict(zip(encoders, chosen, strict=True))
+        return
+    for width in {ranks, *(1 << n for n in range(ranks.bit_length()))}:
+        yield dict.fromkeys(encoders, range(min(width, ranks)))
 
 
 def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:

@@ -1,14 +1,21 @@
 """Copies of modules, of different degrees, equal one process: every microbatch goes through
 one copy of each module, and gradients are summed over copies exactly once."""
 
+from dataclasses import replace
+
 import parity_models as pm
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
-from raymm.model.multimodal import MultimodalModule
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.search.layouts import replicated
+from raymm.scheduler.search.module_degrees import ModuleDegrees
+from raymm.scheduler.search.stage_space import StageSpace
 
 
 def model_of(frozen: bool = False) -> MultimodalModule:
@@ -51,6 +58,24 @@ def test_degrees(ray_cluster, vision, audio, llm):
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, step())
         check_gradients(parallel, oracle, step()[2:], step()[:2])  # fewer than planned
+        check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
+
+
+@pytest.mark.parametrize("window", [range(2), range(1)], ids=["every rank", "first rank"])
+def test_replicas_of_a_layout_that_shares_ranks(ray_cluster, window):
+    """Encoders next to stages of the language model, in two equal parts, as planned."""
+    model = model_of()
+    oracle = oracle_of(model)
+    graph = module_graph(model)
+    costs = {n.name: (LayerCost(1.0, 1.0, 1.0),) * n.num_layers for n in graph.nodes}
+    degrees = dict.fromkeys(costs, ModuleDegrees(dp=2, sharding="zero1"))
+    space = StageSpace(graph, CostProfile(costs), 6, 4, degrees=degrees, by_part=True)
+    plan = replicated(space, 2, {"vision": window, "audio": window}).whole()
+    assert plan.num_ranks == 4 and len(plan.replicas("llm")) == 2
+    assert len(plan.replicas("vision")) == len(plan.replicas("audio")) == 2 * len(window)
+    plan = replace(plan, schedule="zero_bubble")
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER, timeout_s=120) as parallel:
+        check_gradients(parallel, oracle, step())
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
 
 

@@ -28,7 +28,7 @@ from raymm.scheduler.search.evaluation import Proposal, evaluate, step_timeline
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.options import LAYOUTS, PlanProblem
-from raymm.scheduler.search.planner import propose, within_memory
+from raymm.scheduler.search.planner import FINALISTS, MOST_WINDOWS, propose, within_memory
 from raymm.scheduler.search.stage_space import StageSpace
 from tests.scheduler.random_models import models, spaces
 from tests.scheduler.random_plans import contents
@@ -291,7 +291,15 @@ def test_other_layouts_are_the_best_that_fit(model: Model, more: int, limit: int
     layers = graph.node("llm").num_layers
     plans = {"colocated": [], "replicated": []}
     if encoders:
-        plans["replicated"] = [replicated(space, min(ranks, layers))]
+        stages = min(ranks, layers)
+        windows = [range(a, b) for a in range(stages) for b in range(a + 1, stages + 1)]
+        chosen = list(itertools.product(windows, repeat=len(encoders)))
+        if len(chosen) > MOST_WINDOWS:
+            chosen = [(range(n),) * len(encoders) for n in {1, 2, 4, stages} if n <= stages]
+        names = [node.name for node in encoders]
+        plans["replicated"] = [
+            replicated(space, stages, dict(zip(names, some, strict=True))) for some in chosen
+        ]
         plans["colocated"] = [
             colocated(space, first, second)
             for first in range(1, max(n.num_layers for n in encoders) + 1)
@@ -309,7 +317,7 @@ def test_other_layouts_are_the_best_that_fit(model: Model, more: int, limit: int
             assert not fitting
         else:
             assert [o.seconds for o in found.options] == pytest.approx(
-                [min(fitting)], abs=1e-5
+                sorted(fitting)[:FINALISTS], abs=1e-5
             )
 
 
@@ -352,7 +360,7 @@ def test_a_layout_that_does_not_fit_leaves_the_others() -> None:
         profile, modules={**profile.modules, "vision": (LayerCost(1, 1, 1),) * 3}
     )
     found = propose(PlanProblem(graph, short, 2, 4, memory_limit=8, schedules=("1f1b",), chunks=()))
-    assert [o.layout for o in found.options] == ["replicated"]
+    assert {o.layout for o in found.options} == {"replicated"}
     refused = dict(found.refused)
     assert "fits in memory" in refused["modality_parallel"]
     (reason,) = {why for label, why in refused.items() if label.startswith("colocated")}
