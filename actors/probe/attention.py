@@ -91,8 +91,8 @@ def mixing_layers(
     mixing -= set(blocks)
 
     def outer(layer: nn.Module) -> set[str]:
-        own = [{type(c).__name__} if c in mixing else outer(c) for c in layer.children()]
-        return set().union(*own)
+        class_names = [{type(c).__name__} if c in mixing else outer(c) for c in layer.children()]
+        return set().union(*class_names)
 
     inner = {m for m in mixing if not mixing & set(islice(m.modules(), 1, None))}
     candidates = [set().union(*map(outer, blocks)), {type(each).__name__ for each in inner}]
@@ -109,9 +109,9 @@ def _carries_over(
     hidden = next((v for v in tensors if v.dim() == 3 and v.shape[0] == 1), None)
     if hidden is None or hidden.shape[1] <= start:
         return False
-    other = hidden.clone()
-    other[:, start - 1] += torch.randn(hidden.shape[2], generator=torch.Generator().manual_seed(1))
-    changed = [other if value is hidden else value for value in values]
+    noisy = hidden.clone()
+    noisy[:, start - 1] += torch.randn(hidden.shape[2], generator=torch.Generator().manual_seed(1))
+    changed = [noisy if value is hidden else value for value in values]
     try:
         first, second = (
             layer(*each[: len(args)], **dict(zip(kwargs, each[len(args) :], strict=True)))
@@ -139,13 +139,13 @@ def probe_mask(source: ModuleSource, mixers: Collection[str] = ()) -> None:
     model.train(source.skeleton().training)
     half = _TOKENS // 2
     embeds = _embeddings(model)
-    other = embeds.clone()
+    noisy = embeds.clone()
     # Not a constant, which layer norms would remove.
-    other[:, half - 1] += torch.randn(embeds.shape[2], generator=torch.Generator().manual_seed(1))
+    noisy[:, half - 1] += torch.randn(embeds.shape[2], generator=torch.Generator().manual_seed(1))
     try:
         first, second = (
             _logits(model, each, raymm_mask=(_probe_mask(),), **documents)
-            for each in (embeds, other)
+            for each in (embeds, noisy)
         )
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot have a mask{because(error, _FAILS)}") from error
@@ -177,8 +177,8 @@ def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] 
 
 
 def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]) -> None:
-    what = "have its samples packed"
-    name, model = _model_with_masks(source, what)
+    ability = "have its samples packed"
+    name, model = _model_with_masks(source, ability)
     probe_mask(source, mixers)
     lengths = (_TOKENS, _TOKENS // 2 + 1)
     row = _embeddings(model)
@@ -187,10 +187,10 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
     try:
         rows = [_logits(model, row), _logits(model, joined[:, _TOKENS:])]
         if has_mask:
-            own = [multimodal(n, [Span(0, n // 2)]) for n in lengths]
+            masks = [multimodal(n, [Span(0, n // 2)]) for n in lengths]
             rows = [
                 _logits(model, each, raymm_mask=(mask,))
-                for each, mask in zip((row, joined[:, _TOKENS:]), own, strict=True)
+                for each, mask in zip((row, joined[:, _TOKENS:]), masks, strict=True)
             ]
             spans = [Span(0, lengths[0] // 2), Span(_TOKENS, _TOKENS + lengths[1] // 2)]
             mask = multimodal(sum(lengths), spans, document_lengths=lengths)
@@ -199,11 +199,11 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
         arguments = _mixing(model, mixers, (lengths,))
         packed = _logits(model, joined, raymm_mask=(mask,), position_ids=positions, **arguments)
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot {what}{because(error, _FAILS)}") from error
+        raise ProbeError(f"{name} cannot {ability}{because(error, _FAILS)}") from error
     due = torch.cat(rows, dim=1)
     if not bool((packed - due).norm() <= _NOISE * due.norm()):
         raise ProbeError(
-            f"{name} cannot {what}: samples in one row give another result than samples in "
+            f"{name} cannot {ability}: samples in one row give another result than samples in "
             f"separate rows{'' if has_mask else ', or its own mask is not causal'}"
         )
 
@@ -218,8 +218,8 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
     Raises:
         ProbeError: see :func:`probe_mask`; or tokens in another order give another result.
     """
-    what = "have cp above 1"
-    name, model = _model_with_masks(source, what)
+    ability = "have cp above 1"
+    name, model = _model_with_masks(source, ability)
     mixers = find_mixers(source)
     probe_mask(source, mixers)
     embeds, order = _embeddings(model), torch.arange(_TOKENS).roll(3).flip(0)
@@ -236,18 +236,18 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
         "attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64),
     }
     length = (_TOKENS // 2, _TOKENS - _TOKENS // 2) if has_mask else (_TOKENS,)
-    whole = _mixing(model, mixers, (length,))
-    if whole:
+    arguments = _mixing(model, mixers, (length,))
+    if arguments:
         shared[DOCUMENTS_ARGUMENT] = SharedRows((length,), [order], 0, lambda value: value)
     try:
-        first = _logits(model, embeds, **(masks | whole if has_mask else {}))
+        first = _logits(model, embeds, **(masks | arguments if has_mask else {}))
         second = _logits(model, embeds[:, order], **masks, **shared)
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot {what}{because(error, _FAILS)}") from error
+        raise ProbeError(f"{name} cannot {ability}{because(error, _FAILS)}") from error
     change = (first[:, order] - second).norm(dim=-1) / first.norm(dim=-1).max()
     if not bool((change <= _NOISE).all()):
         raise ProbeError(
-            f"{name} cannot {what}: its result depends on the order of tokens besides their "
+            f"{name} cannot {ability}: its result depends on the order of tokens besides their "
             f"position_ids{'' if has_mask else ', or its own mask is not causal'}"
         )
 

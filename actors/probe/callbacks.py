@@ -99,13 +99,13 @@ def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> 
     inputs = encoder_inputs(model, module_inputs(spec, example))
     if cuts.blocks:
         probe_encoder(spec.source, inputs, spec.travels)
-        if more := _lost(spec, model, inputs) - spec.lost:
-            spec = replace(spec, lost=spec.lost | more)
+        if missing := _lost(spec, model, inputs) - spec.lost:
+            spec = replace(spec, lost=spec.lost | missing)
     fitted = _fitted(spec, model, cuts, example)
-    if more := sorted(fitted.travels - spec.travels):
+    if missing := sorted(fitted.travels - spec.travels):
         raise ProbeError(
-            f"callbacks of {spec.name!r} read {', '.join(more)}, which the example inputs did not "
-            "contain, so its stages do not send it; add it to example_inputs"
+            f"callbacks of {spec.name!r} read {', '.join(missing)}, which the example inputs did "
+            "not contain, so its stages do not send it; add it to example_inputs"
         )
 
 
@@ -183,8 +183,8 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
     """Return the output fields that differ between the last stage and the complete module."""
     assert spec.cut is not None
     total, entered = len(block_list(model, spec.cut.blocks)), {}
-    whole = copy.deepcopy(model)
-    for index, block in enumerate(block_list(whole, spec.cut.blocks)):
+    uncut = copy.deepcopy(model)
+    for index, block in enumerate(block_list(uncut, spec.cut.blocks)):
         block.register_forward_pre_hook(
             lambda block, args, kwargs, index=index: entered.update(
                 {index: hidden_state(block, args, kwargs)}
@@ -193,7 +193,7 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
     lost: set[str] = set()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
-        expected = fields(whole(**copy.deepcopy(dict(inputs))))
+        expected = fields(uncut(**copy.deepcopy(dict(inputs))))
         for lo in {1, total - 1}:
             stage = prune(copy.deepcopy(model), spec.cut, lo, total)
             torch.default_generator.manual_seed(0)
@@ -209,8 +209,8 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
 
 
 def _same(actual: Any, expected: Any) -> bool:
-    (ours, structure), (theirs, other) = tree_flatten(actual), tree_flatten(expected)
-    return structure == other and all(
+    (ours, structure), (theirs, their_structure) = tree_flatten(actual), tree_flatten(expected)
+    return structure == their_structure and all(
         torch.equal(a, b)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
         for a, b in zip(ours, theirs, strict=True)
@@ -234,7 +234,7 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
             failure = error
             break
     try:
-        whole = chain.run((0, chain.spec.num_layers))
+        uncut = chain.run((0, chain.spec.num_layers))
     except USER_CODE_RAISES as error:
         raise ProbeError(
             f"callbacks of {spec.name!r} fail on {in_words(example)} and a {type(model).__name__} "
@@ -246,7 +246,7 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
             f"callbacks of {spec.name!r} fail where it is cut{because(failure)}; what one callback "
             f"stores is not available to another callback in a later stage: {_ONE_STAGE}"
         ) from failure
-    if difference := staged.difference(whole):
+    if difference := staged.difference(uncut):
         raise ProbeError(
             f"with its callbacks, {spec.name!r} gives other numbers where it is cut "
             f"({difference}): what a callback stores, draws or changes in one stage is not "
@@ -267,8 +267,8 @@ class _Outcome:
         norms = [float(gradient.norm()) for gradient in other.gradients.values()]
         floor = max(norms, default=0.0) * _ROUNDING
         for name, expected in other.gradients.items():
-            own = self.gradients.get(name)
-            error = float((expected if own is None else own - expected).norm())
+            actual = self.gradients.get(name)
+            error = float((expected if actual is None else actual - expected).norm())
             if not error <= _TOLERANCE * max(float(expected.norm()), floor):
                 return f"the gradient of {name}"
         return None
@@ -325,14 +325,14 @@ class _Chain:
 
     def _disturb(self) -> None:
         """Run the complete chain on other values, as another microbatch would."""
-        other = {
+        disturbed = {
             name: value.flatten().flip(0).view_as(value) * 0.5
             if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in self._example.items()
         }  # fmt: skip
         try:
             with torch.no_grad():
-                self._run(self._stage(0, self.spec.num_layers), other, None)
+                self._run(self._stage(0, self.spec.num_layers), disturbed, None)
         except USER_CODE_RAISES:  # callbacks may raise anything for meaningless values
             return
 

@@ -139,22 +139,22 @@ def _vocabulary(model: nn.Module) -> int:
 
 def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
     """Raise ProbeError unless embeddings give the same result as the ids that they belong to."""
-    name, whole = type(model).__name__, copy.deepcopy(model)
+    name, replica = type(model).__name__, copy.deepcopy(model)
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     if isinstance(padding, int):  # some models have no position for padding
         ids = torch.where(ids == padding, (ids + ids.shape[1]) % _vocabulary(model), ids)
 
     def tried(**inputs: torch.Tensor) -> torch.Tensor | BaseException:
         try:
-            return whole(**inputs, use_cache=False).logits.float()
+            return replica(**inputs, use_cache=False).logits.float()
         except USER_CODE_RAISES as error:  # whatever a model may raise
             return error
 
     with torch.no_grad():
-        of_embeds = tried(inputs_embeds=input_embeddings(whole)(ids))
-        of_ids = tried(input_ids=ids)
-    if isinstance(of_embeds, torch.Tensor):
-        if isinstance(of_ids, torch.Tensor) and not _alike(of_embeds, of_ids):
+        from_embeds = tried(inputs_embeds=input_embeddings(replica)(ids))
+        from_ids = tried(input_ids=ids)
+    if isinstance(from_embeds, torch.Tensor):
+        if isinstance(from_ids, torch.Tensor) and not _alike(from_embeds, from_ids):
             raise ProbeError(
                 f"{name} gives other logits for inputs_embeds than for the same tokens as "
                 "input_ids: it uses the ids for more than their embeddings, but tokens that are "
@@ -162,14 +162,14 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
                 "(model: {path: FOLDER, train: ...})"
             )
         return
-    if isinstance(of_ids, torch.Tensor):
+    if isinstance(from_ids, torch.Tensor):
         raise NotRunError(
-            f"{name} runs on input_ids only, not on inputs_embeds ({brief(of_embeds)}), but tokens "
-            "that are merged with those of encoders have no ids; take another model"
+            f"{name} runs on input_ids only, not on inputs_embeds ({brief(from_embeds)}), but "
+            "tokens that are merged with those of encoders have no ids; take another model"
         )
     raise NotRunError(
         f"{name} does not run on inputs_embeds and give logits, as a language model must"
-        f"{because(of_embeds)}; take another model"
+        f"{because(from_embeds)}; take another model"
     )
 
 
@@ -284,10 +284,10 @@ def of_one_that_runs(
             failed.append(error)
             if error.inputs is not None and _ends_the_same(source, error):
                 raise
-    if largest >= (own := parameters_of(source.skeleton())):
+    if largest >= (full_size := parameters_of(source.skeleton())):
         raise failed[-1]
     raise NotRunError(
-        f"{failed[0]} (found with smaller models of the class; at its full size, {own:,} "
+        f"{failed[0]} (found with smaller models of the class; at its full size, {full_size:,} "
         "parameters, it is too large to be tried here: if it does run, give it one stage (pp 1))"
     ) from failed[0]
 

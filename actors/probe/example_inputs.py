@@ -159,8 +159,8 @@ def _candidates(model: nn.Module) -> Iterator[Inputs]:
     if set(required) & set(_TEXT):
         return
     for kind in _kinds(main, parameters):
-        for tensor, more in kind(facts):
-            values = {name: more[name] for name in parameters if name in more}
+        for tensor, side_inputs in kind(facts):
+            values = {name: side_inputs[name] for name in parameters if name in side_inputs}
             extra = {name: _extra(name, tensor) for name in required if name not in values}
             if all(value is not None for value in extra.values()):
                 yield {main: tensor, **values, **extra}

@@ -56,12 +56,12 @@ def check_history(
     with torch.no_grad(), generators_kept():
         try:
             saved = copy.deepcopy(model.state_dict())
-            before = _state(model)
+            initial = _state(model)
             first = result(trains, False)
             between = _state(model)
             for training in {trains, False}:
                 result(training, True)
-            after = _state(model)
+            final = _state(model)
             model.load_state_dict(saved)
             again = result(trains, False)
         except USER_CODE_RAISES as error:  # whatever a model may raise
@@ -74,9 +74,9 @@ def check_history(
     ):
         return
     changed = [
-        key for key in after
+        key for key in final
         if key not in saved
-        and not (_equal(before.get(key), after[key]) and _equal(between.get(key), after[key]))
+        and not (_equal(initial.get(key), final[key]) and _equal(between.get(key), final[key]))
     ]
     shown = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
     raise ProbeError(

@@ -87,27 +87,27 @@ def _check_shares(
     # Seeded before every run: encoders may drop random patches.
     torch.default_generator.manual_seed(0)
     expected = read(copy.deepcopy(model)(**inputs))
-    whole = _Whole()
+    full_run = _Whole()
     if training:
         _check_training(copy.deepcopy(model).train(), inputs, read)
     _compare(
-        _run(copy.deepcopy(model), inputs, whole, read), expected,
+        _run(copy.deepcopy(model), inputs, full_run, read), expected,
         f"its attention is not what {hf_attention.NAME} attention makes of it",
     )  # fmt: skip
-    tokens = whole.tokens.shape[1]
+    tokens = full_run.tokens.shape[1]
     if tokens < _PROCESSES:
         raise ProbeError(
             f"its example inputs give {tokens} token per item, which cannot be split"
         )
     for rank in range(_PROCESSES):
-        part = _Part(whole, rank)
+        share = _Part(full_run, rank)
         try:
-            output = _run(copy.deepcopy(model), inputs, part, read)
+            output = _run(copy.deepcopy(model), inputs, share, read)
         except ModelError:
             raise
         except _FAILURES as error:
             raise ProbeError(f"it does not run on a part of its tokens{because(error)}") from error
-        if part.calls != len(whole.attended):
+        if share.calls != len(full_run.attended):
             raise ProbeError(
                 "a process that has part of the tokens calls attention a different number of times"
             )
@@ -128,10 +128,10 @@ def _check_training(model: nn.Module, inputs: dict[str, Any], read: Read) -> Non
             "it leaves out layers at random in training, but all processes must run the same "
             "layers; set the probability in its config to 0 (layerdrop)"
         )
-    whole = _Whole()
+    full_run = _Whole()
     with DrawnShapes(block_list(model, blocks)) as drawn:
-        _run(model, inputs, whole, read)
-    tokens = whole.tokens.shape[1]
+        _run(model, inputs, full_run, read)
+    tokens = full_run.tokens.shape[1]
     if without := [shape for shape in drawn.shapes if tokens not in shape]:
         raise ProbeError(
             f"its blocks draw random numbers of shape {without[0]} in training, for whole items: "
@@ -209,9 +209,9 @@ class _Part:
 
     def _among(self, whole: torch.Tensor, local: torch.Tensor, layout: Any, dim: int):
         ((start, stop),) = layout.ranges[self.rank]
-        parts = [whole.narrow(dim, 0, start), local,
+        pieces = [whole.narrow(dim, 0, start), local,
                  whole.narrow(dim, stop, layout.length - stop)]  # fmt: skip
-        return torch.cat(parts, dim)
+        return torch.cat(pieces, dim)
 
     def attend(self, layout: ContextLayout) -> Attend:
         everyone = tuple(attended for ranges in layout.ranges for attended in ranges)
@@ -221,11 +221,11 @@ class _Part:
             if query.shape[2] != layout.sizes[self.rank]:
                 raise ModelError(f"{query.shape[2]} rows for {layout.sizes[self.rank]} "
                                        "tokens of a process")  # fmt: skip
-            whole = self._whole.attended[self.calls]
+            recorded = self._whole.attended[self.calls]
             self.calls += 1
             key, value = (
                 self._among(attended, local, layout, 2)
-                for attended, local in zip(whole, (key, value), strict=True)
+                for attended, local in zip(recorded, (key, value), strict=True)
             )
             masks = local_masks(tuple(masks), layout.ranges[self.rank], everyone)
             return attention(query, key, value, masks, **options)[0]

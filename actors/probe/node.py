@@ -36,9 +36,9 @@ def probe_node(
     node = spec.node
     if not cuts or node is None:
         return spec
-    if whole := [use.producer for use in node.inputs if use.every]:
+    if producers := [use.producer for use in node.inputs if use.every]:
         raise ProbeError(
-            f"{spec.name!r} reads every() of {whole[0]!r} and takes its {OWN!r} samples as an "
+            f"{spec.name!r} reads every() of {producers[0]!r} and takes its {OWN!r} samples as an "
             f"argument, which later stages do not receive; {_ONE_STAGE}"
         )
     if spec.chain:

@@ -128,9 +128,9 @@ def _dropped(model: nn.Module, output: Any, picked: torch.Tensor) -> Iterator[st
     for where, value in _tensors(fields(output), ""):
         if value is picked or not value.requires_grad or _is_summary(value, picked):
             continue
-        if own := sorted(_behind(value, parameters) - behind):
-            more = ", ..." if len(own) > _SHOWN else ""
-            yield f"{where} {tuple(value.shape)} (of {', '.join(own[:_SHOWN])}{more})"
+        if names := sorted(_behind(value, parameters) - behind):
+            ellipsis = ", ..." if len(names) > _SHOWN else ""
+            yield f"{where} {tuple(value.shape)} (of {', '.join(names[:_SHOWN])}{ellipsis})"
 
 
 def _behind(value: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> set[str]:

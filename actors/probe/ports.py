@@ -34,14 +34,14 @@ def reading_layers(
     blocks = find_blocks(module)
     listed = [] if blocks is None else list(block_list(module, blocks))
     results_of: dict[int, list[torch.Tensor]] = {}
-    at = 0
+    current = 0
 
     def enter(number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal at
+        nonlocal current
         name = hidden_name(block)
         hidden = args[0] if args else kwargs[name]
-        results_of.setdefault(at, []).append(hidden)
-        at = number
+        results_of.setdefault(current, []).append(hidden)
+        current = number
         fresh = hidden.detach().requires_grad_()
         return ((fresh, *args[1:]), kwargs) if args else (args, {**kwargs, name: fresh})
 
@@ -63,7 +63,7 @@ def reading_layers(
     finally:
         for hook in hooks:
             hook.remove()
-    results_of.setdefault(at, []).extend(
+    results_of.setdefault(current, []).extend(
         leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)
     )
     read: dict[str, list[int]] = {name: [] for name in ports}

@@ -111,14 +111,14 @@ def special_ids(config: PretrainedConfig) -> dict[int, int]:
 
 def small_ids(config: PretrainedConfig, small: PretrainedConfig, ids: torch.Tensor) -> torch.Tensor:
     """Convert int64 ids of a model's vocabulary to those of a small copy."""
-    kept = [part.vocab_size for part in (config.get_text_config(), small.get_text_config())]
-    if kept[0] == kept[1]:
+    sizes = [text.vocab_size for text in (config.get_text_config(), small.get_text_config())]
+    if sizes[0] == sizes[1]:
         return ids
     special = special_ids(config)
     first = len(special) + 1
     mapped = first + ids % (_PROBE_VOCABULARY - first)
-    for value, own in special.items():
-        mapped = torch.where(ids == value, own, mapped)
+    for value, replacement in special.items():
+        mapped = torch.where(ids == value, replacement, mapped)
     return mapped
 
 
@@ -146,20 +146,20 @@ def shrink_config(
         for name, value in vars(small).items()
         if isinstance(value, list | tuple) and layers and len(value) == layers
     }
-    kept = _layers_of_every_kind(per_layer, layers or PROBE_DEPTH)
+    kept_layers = _layers_of_every_kind(per_layer, layers or PROBE_DEPTH)
     if depth is not None and layers is not None:
-        kept = list(range(min(depth, layers)))
+        kept_layers = list(range(min(depth, layers)))
     for name in names:
         with contextlib.suppress(NotImplementedError):  # ProphetNet derives it from others
-            setattr(small, name, len(kept))
+            setattr(small, name, len(kept_layers))
     for name, value in per_layer.items():
-        setattr(small, name, [value[layer] for layer in kept])
+        setattr(small, name, [value[layer] for layer in kept_layers])
     for name, value in list(vars(small).items()):
         if isinstance(value, PretrainedConfig):  # config of a part, such as a tower
             setattr(small, name, shrink_config(value, depth, narrow, ids))
         elif _is_special(name) and type(value) is int:
             setattr(small, name, ids.get(value, value))
-        elif layers and _numbers_layers(name, value, layers) and len(value) <= len(kept):
+        elif layers and _numbers_layers(name, value, layers) and len(value) <= len(kept_layers):
             setattr(small, name, type(value)(range(len(value))))
     for name in _INTERMEDIATE_NAMES if narrow else ():
         if isinstance(getattr(small, name, None), int):
@@ -188,9 +188,9 @@ def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[i
     """
     kinds = [v for v in per_layer.values() if all(isinstance(kind, str) for kind in v)]
     needed = {tuple(v[layer] for v in kinds): layer for layer in reversed(range(depth))}
-    kept = sorted(needed.values()) if kinds else []
-    kept += [layer for layer in range(depth) if layer not in kept][: PROBE_DEPTH - len(kept)]
-    return sorted(kept)
+    chosen = sorted(needed.values()) if kinds else []
+    chosen += [layer for layer in range(depth) if layer not in chosen][: PROBE_DEPTH - len(chosen)]
+    return sorted(chosen)
 
 
 def _kinds(model: nn.Module) -> list[tuple]:

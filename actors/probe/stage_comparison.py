@@ -67,12 +67,12 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
         if isinstance(hidden, torch.Tensor):
             shapes[index] = hidden.shape
 
-    whole = copy.deepcopy(model)  # some models store tensors of their last forward
-    listed = block_list(whole, blocks)
+    replica = copy.deepcopy(model)  # some models store tensors of their last forward
+    listed = block_list(replica, blocks)
     for index, block in enumerate(listed):
         block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
     with generators_kept():
-        output = _drawing(whole, listed, run, True, seed)
+        output = _drawing(replica, listed, run, True, seed)
     return Forward(output, tuple(called), lengths[0] if lengths else 0, shapes)
 
 
@@ -125,7 +125,7 @@ def training_draws(
         if not _draws(model, run):
             return TrainingDraws()
         with extreme_draws():  # some draws only happen with a probability
-            whole, inside = (
+            anywhere, inside = (
                 # Twice, because threads of libraries draw numbers, too.
                 any(
                     _draws_on_host(model, run, names, seed)
@@ -136,7 +136,7 @@ def training_draws(
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise _not_run(model, error) from error
     skips = blocks is not None and skips_blocks(model, blocks, run)
-    return TrainingDraws(skips, whole, inside, _refused_shape(model, two_rows, tokens))
+    return TrainingDraws(skips, anywhere, inside, _refused_shape(model, two_rows, tokens))
 
 
 def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -> str:
@@ -161,13 +161,13 @@ def _draws_on_host(model: nn.Module, run: Run, blocks: str | None, seed: int) ->
     """Return True if a forward (``blocks`` empty) or its blocks draw with NumPy or Python."""
     if blocks is None:
         return False
-    whole, before, drawn = copy.deepcopy(model), [], []
-    for module in block_list(whole, blocks) if blocks else [whole]:
-        module.register_forward_pre_hook(lambda *_: before.append(host_states()))
-        module.register_forward_hook(lambda *_: drawn.append(host_states() != before.pop()))
+    replica, states, drawn = copy.deepcopy(model), [], []
+    for module in block_list(replica, blocks) if blocks else [replica]:
+        module.register_forward_pre_hook(lambda *_: states.append(host_states()))
+        module.register_forward_hook(lambda *_: drawn.append(host_states() != states.pop()))
     with generators_kept():
         seed_generators(seed)
-        run(whole, True)
+        run(replica, True)
     return any(drawn)
 
 
@@ -200,9 +200,9 @@ def _draws(model: nn.Module, run: Run) -> bool:
     """Return True if a forward draws random numbers."""
     with generators_kept():
         seed_generators(0)
-        before = generator_state(), host_states()
+        states = generator_state(), host_states()
         run(copy.deepcopy(model), True)
-        return (generator_state(), host_states()) != before
+        return (generator_state(), host_states()) != states
 
 
 def _drawing(
@@ -254,20 +254,20 @@ class _Stages:
         """Compare one forward with the random numbers of a seed; optionally only if it skips
         blocks."""
         try:
-            whole = uncut_forward(self._model, self._blocks, self._run, seed)
+            uncut = uncut_forward(self._model, self._blocks, self._run, seed)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise _not_run(self._model, error) from error
-        self._check_calls(whole.called)
+        self._check_calls(uncut.called)
         total = self._bounds[-1]
-        if not whole.called or only_skips and len(whole.called) == total:
+        if not uncut.called or only_skips and len(uncut.called) == total:
             return
         if self._length is None:
-            self._length = whole.tuple_length
+            self._length = uncut.tuple_length
             self._stages = [self._stage(lo, hi) for lo, hi in self._between]
         with generators_kept():
             output = self._run_stages(seed)
-        same = output.shape == whole.output.shape and torch.allclose(
-            output, whole.output, rtol=0, atol=0, equal_nan=True
+        same = output.shape == uncut.output.shape and torch.allclose(
+            output, uncut.output, rtol=0, atol=0, equal_nan=True
         )
         if not same:
             raise self._error(
@@ -309,8 +309,8 @@ class _Stages:
         handed: _Handed = ()
         try:
             for number, (stage, passage) in enumerate(self._stages):
-                own = [t.detach().requires_grad_() for t in handed]
-                received, relays = own[0] if own else None, own[1:]
+                leaves = [t.detach().requires_grad_() for t in handed]
+                received, relays = leaves[0] if leaves else None, leaves[1:]
                 listed = block_list(stage, self._blocks)
                 try:
                     with passage.open(received, "its forward", relays):
@@ -334,12 +334,12 @@ class _Stages:
         """Return the parameters outside the blocks that get a gradient."""
         stage.zero_grad()
         # Varied weights: a plain sum has zero gradient through a normalisation.
-        parts = [
+        terms = [
             (t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()
             for t in handed if t.requires_grad
         ]  # fmt: skip
-        if parts:
-            sum(parts[1:], parts[0]).backward()
+        if terms:
+            sum(terms[1:], terms[0]).backward()
         return self._outer & {n for n, p in stage.named_parameters() if p.grad is not None}
 
     def info(self) -> CutInfo:
@@ -349,7 +349,7 @@ class _Stages:
             ProbeError: stages with only their own parameters give other results.
         """
         self._model.eval()
-        whole = uncut_forward(self._model, self._blocks, self._run, 0).output
+        expected = uncut_forward(self._model, self._blocks, self._run, 0).output
         everywhere = self._info(self._outer, self._outer, self._outer)
         unreached = self._outer.difference(*self._used)
         received: _Handed = ()
@@ -365,7 +365,7 @@ class _Stages:
         output, *_ = functools.reduce(
             lambda handed, number: self._alone(info, number, handed), range(len(owned)), ()
         )
-        if not torch.allclose(output, whole, rtol=0, atol=0, equal_nan=True):
+        if not torch.allclose(output, expected, rtol=0, atol=0, equal_nan=True):
             raise self._error("with only the parameters that they use, its stages differ from it")
         return info
 
@@ -381,8 +381,8 @@ class _Stages:
                 ghost_parameter(stage, name)
         passage, listed = Passage(stage, info, lo, hi), block_list(stage, self._blocks)
         # With autograd, like the complete forward: some attention gives other bits without.
-        own = [t.requires_grad_() for t in received]
-        leaf, relays = own[0] if own else None, own[1:]
+        leaves = [t.requires_grad_() for t in received]
+        leaf, relays = leaves[0] if leaves else None, leaves[1:]
         with generators_kept():
             try:
                 with passage.open(leaf, self._name, relays):

@@ -99,8 +99,8 @@ def probe_tensor(
         return plan
     if trial is None:
         trial = Trial(source, lambda model: (model, *example_run(model, inputs, read)))
-    own = trial
-    return of_one_that_runs(own.source, lambda model: _probe(source, tp, name, *own.of(model)))
+    known = trial
+    return of_one_that_runs(known.source, lambda model: _probe(source, tp, name, *known.of(model)))
 
 
 def _probe(
@@ -182,8 +182,8 @@ def compare_shards(
     for thread in threads:
         thread.join()
     if errors:
-        own = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
-        error = next(own, errors[0])
+        root_causes = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
+        error = next(root_causes, errors[0])
         return Comparison(f"its shards do not run{because(error)}")
     done = [result for result in results if result is not None]  # all, because there was no error
     return _compare(plan, done, expected)
@@ -218,10 +218,10 @@ def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> C
 def _sum(results: Sequence[Result], name: str, sharers: Any) -> torch.Tensor | None:
     total: Any = 0
     for rank in sharers:
-        part = results[rank].gradients.get(name)
-        if part is None:
+        gradient = results[rank].gradients.get(name)
+        if gradient is None:
             return None
-        total = total + part
+        total = total + gradient
     return total
 
 
@@ -243,7 +243,7 @@ def _run(
     }
     # Copies, as a model may change its inputs.
     output = run(model, {name: leaf.clone() for name, leaf in leaves.items()})
-    whole, weights = output.detach(), _weights(output.detach())
+    full_output, weights = output.detach(), _weights(output.detach())
     if plan is not None and group is not None and plan.head is not None:
         vocabularies = (plan.vocabulary(rank) for rank in range(plan.tp))
         # all, because there is a head
@@ -251,11 +251,11 @@ def _run(
         start, stop = shares[group.rank]
         if output.shape[-1] != stop - start:
             raise ValueError("its logits are not what its output head returns")
-        whole = group.all_gather(whole, [b - a for a, b in shares], -1)
-        weights = _weights(whole)[..., start:stop]
+        full_output = group.all_gather(full_output, [b - a for a, b in shares], -1)
+        weights = _weights(full_output)[..., start:stop]
     (output * weights).sum().backward()
     return Result(
-        whole,
+        full_output,
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
         {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
     )

@@ -115,10 +115,10 @@ def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> No
     def explains(entry: str) -> bool:
         """Return True if an input changes only the loss."""
         try:
-            other = run({**{n: v for n, v in inputs.items() if n != entry}, _LABELS: labels})
+            reduced = run({**{n: v for n, v in inputs.items() if n != entry}, _LABELS: labels})
         except USER_CODE_RAISES:  # whatever a model may raise
             return False
-        return torch.equal(other.logits, logits) and _agree(float(other.loss), due)
+        return torch.equal(reduced.logits, logits) and _agree(float(reduced.loss), due)
 
     reads = [entry for entry in inputs if entry != "input_ids" and explains(entry)]
     if reads:

@@ -112,10 +112,10 @@ def _fitted(
     finally:
         for hook in hooks:
             hook.remove()
-    loss, own = float(output.loss), cross_entropy(output.logits, ids)
+    loss, entropy = float(output.loss), cross_entropy(output.logits, ids)
     added = getattr(output, "aux_loss", None)
-    added = float(added) if isinstance(added, torch.Tensor) else loss - own
-    if abs(added) <= _ROUNDING * loss and abs(loss - own) <= _OWN_ROUNDING * loss:
+    added = float(added) if isinstance(added, torch.Tensor) else loss - entropy
+    if abs(added) <= _ROUNDING * loss and abs(loss - entropy) <= _OWN_ROUNDING * loss:
         return None
     real = inputs.get("attention_mask")
     real = None if real is None else real.flatten().bool()
@@ -124,13 +124,13 @@ def _fitted(
         if abs(value - added) > _TOLERANCE * abs(added):
             continue
         for coefficient in _coefficients(model):
-            due = own + coefficient * value
+            due = entropy + coefficient * value
             if abs(loss - due) <= _ROUNDING * max(loss, due):
                 return replace(fitted, coefficient=coefficient) if coefficient else None
     raise ProbeError(
         f"{type(model).__name__} adds aux_loss {added:.4g} to its loss (in a trial {loss:.4g}, "
-        f"where the cross entropy of its logits is {own:.4g}), which is neither the routers' loss "
-        "of the Switch Transformer over all layers nor that loss times a coefficient in its "
+        f"where the cross entropy of its logits is {entropy:.4g}), which is neither the routers' "
+        "loss of the Switch Transformer over all layers nor that loss times a coefficient in its "
         f"config; {cure}"
     )
 
@@ -144,8 +144,8 @@ def _note(
 def _candidates(
     model: nn.Module, logits: list[torch.Tensor], tokens: int
 ) -> Iterator[RouterLoss]:
-    sizes = {of_layer.shape[-1] for of_layer in logits}
-    rows = {of_layer.numel() // of_layer.shape[-1] for of_layer in logits}
+    sizes = {layer_logits.shape[-1] for layer_logits in logits}
+    rows = {layer_logits.numel() // layer_logits.shape[-1] for layer_logits in logits}
     if len(sizes) != 1 or rows != {tokens}:
         return
     (count,) = sizes

@@ -108,13 +108,13 @@ def _configured(model: nn.Module) -> Iterator[tuple[Call, str]]:
     if not isinstance(config, PretrainedConfig):
         return
     text = config.get_text_config()
-    parts = {
-        type(part): _CONFIG.sub("", name) for name, part in vars(config).items()
-        if isinstance(part, PretrainedConfig) and type(part) not in (type(text), type(config))
+    modalities = {
+        type(section): _CONFIG.sub("", name) for name, section in vars(config).items()
+        if isinstance(section, PretrainedConfig) and type(section) not in (type(text), type(config))
     }
     for name, child in model.named_modules():
-        if isinstance(child, PreTrainedModel) and type(child.config) in parts:
-            yield Call(name, "forward"), parts[type(child.config)]
+        if isinstance(child, PreTrainedModel) and type(child.config) in modalities:
+            yield Call(name, "forward"), modalities[type(child.config)]
 
 
 def _observed_run(
@@ -123,9 +123,9 @@ def _observed_run(
     calls: list[Called] = []
     open_calls: list[Call] = []
     hooks = []
-    own = {call: call.of(model) for call in functions}
+    originals = {call: call.of(model) for call in functions}
     for call, modality in functions.items():
-        call.replace(model, _observing(call, modality, own[call], calls, open_calls))
+        call.replace(model, _observing(call, modality, originals[call], calls, open_calls))
     for name, child in model.named_modules():
         hooks.append(child.register_forward_pre_hook(
             lambda _, __, name=name: calls[-1].modules.add(name) if open_calls else None

@@ -39,10 +39,10 @@ def tower_source(
     source: ModuleSource, tower: Tower, frozen: bool = False, projector_frozen: bool = False
 ) -> PartSource:
     """Return the source of a tower; ``frozen`` does not include its projector."""
-    places = tuple(place for place in tower.places if place not in tower.projector)
+    encoder_names = tuple(name for name in tower.places if name not in tower.projector)
     return PartSource(
         source, tower.places, False, tower.call, tower.root,
-        places * frozen + tower.projector * projector_frozen,
+        encoder_names * frozen + tower.projector * projector_frozen,
         () if projector_frozen else tower.projector, whole_forward=tower.whole_forward,
     )
 
@@ -52,9 +52,9 @@ def language_source(
     projector_frozen: bool = False,
 ) -> PartSource:
     """Return the source of a model without its towers; ``frozen`` does not include projectors."""
-    behind = tuple(dict.fromkeys(place for tower in towers for place in tower.behind))
+    behind = tuple(dict.fromkeys(name for tower in towers for name in tower.behind))
     return PartSource(
-        source, tuple(place for tower in towers for place in tower.places), True,
+        source, tuple(name for tower in towers for name in tower.places), True,
         frozen_places=behind * projector_frozen,
         trained_places=() if projector_frozen else behind, frozen=frozen or None,
     )
@@ -120,10 +120,10 @@ def cut_language_model(
 
         def run_with(relays: bool) -> Run:
             def run(stage: nn.Module, first: bool) -> torch.Tensor:
-                own = trial.features
+                features = trial.features
                 if not first and not relays:
-                    own = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-                return trial.logits(stage, own)
+                    features = {name: torch.zeros_like(tensor) for name, tensor in features.items()}
+                return trial.logits(stage, features)
 
             return run
 
@@ -171,22 +171,22 @@ def _read_in_own_size(
 def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
     """Return the tower with the form of its features at full depth; copies may have fewer blocks.
     """
-    own = tower_source(source, tower)
+    part_source = tower_source(source, tower)
     outputs: list[Any] = []
 
     def run(model: nn.Module) -> torch.Tensor:
-        outputs.append(model(**as_copied(own, model, inputs), **dict(tower.constants)))
+        outputs.append(model(**as_copied(part_source, model, inputs), **dict(tower.constants)))
         form = tower.form.like(outputs[-1])
         return torch.cat([t.flatten() for t in form.packed(outputs[-1])[0]])
 
     if tower.form.fields is None:
         return tower
     try:
-        run_without_values(own, run)
+        run_without_values(part_source, run)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
-            f"{tower.call} of {type(own.skeleton()).__name__} does not run on shapes without "
-            f"values{because(error)}"
+            f"{tower.call} of {type(part_source.skeleton()).__name__} does not run on shapes "
+            f"without values{because(error)}"
         ) from error
     return replace(tower, form=tower.form.like(outputs[-1]))
 
@@ -227,10 +227,10 @@ def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
         raise ProbeError(f"{name} has no list of blocks to cut between; {_ONE_STAGE}")
     trains = set_mode(source.skeleton()).training
     try:
-        whole = uncut_forward(model, blocks, run, 0)
+        uncut = uncut_forward(model, blocks, run, 0)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(f"{name} does not run on the example{because(error)}") from error
     relayed = read_outputs(
-        copy.deepcopy(model), blocks, whole.tuple_length, lambda part: run(part, True), whole.shapes
+        copy.deepcopy(model), blocks, uncut.tuple_length, lambda part: run(part, True), uncut.shapes
     )
     return compare_stages(model.eval(), blocks, run, trains, relayed)

@@ -34,8 +34,8 @@ def twice_along(value: Any, dim: int) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    other = value
+    changed = value
     if value.is_floating_point():
         noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
-        other = value * (1 + _CHANGE * noise).to(value)
-    return torch.cat([value, other], dim)
+        changed = value * (1 + _CHANGE * noise).to(value)
+    return torch.cat([value, changed], dim)

@@ -49,9 +49,9 @@ def _check_language(
     trial = LanguageTrial(spec, towers, whole, inputs)
     for changed in (_longer(inputs, towers), twice(inputs, towers)):
         with contextlib.suppress(NotRunError):  # a tower fails on these inputs
-            other = LanguageTrial(spec, towers, whole, changed)
+            changed_trial = LanguageTrial(spec, towers, whole, changed)
             _check(spec, trial.model, partial(trial.logits, features=trial.features),
-                   partial(other.logits, features=other.features))
+                   partial(changed_trial.logits, features=changed_trial.features))
 
 
 def _check_tower(spec: TowerSpec, model: nn.Module, inputs: Inputs) -> None:

@@ -68,8 +68,8 @@ class _Trial:
         try:
             with torch.no_grad():
                 due = self._trial.read(copy.deepcopy(self._model), inputs)
-            whole = _root_output(self._model, self._spec, self._place, inputs)
-            form = _read_form(self._model, self._spec, self._place, inputs, whole)
+            root_output = _root_output(self._model, self._spec, self._place, inputs)
+            form = _read_form(self._model, self._spec, self._place, inputs, root_output)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise NotRunError(f"{name} does not run on the example{because(error)}") from error
         form = replace(form, zeros_left_out=self._zeros)
@@ -77,7 +77,7 @@ class _Trial:
             items = features_of_items(
                 self._of(form)[0], form, self._spec.name, inputs, self._constants
             )
-            expected = form.features(whole)
+            expected = form.features(root_output)
         except ModelError as error:
             raise ProbeError(str(error)) from error
         except USER_CODE_RAISES as error:  # whatever a model may raise
@@ -178,11 +178,11 @@ def _form_of(place: str, tree: Any, leaves: Sequence[Any], read: torch.Tensor) -
     ]
     gradients = torch.autograd.grad(read.sum(), [leaves[n] for n in floats], allow_unused=True)
     unread = {n for n, gradient in zip(floats, gradients, strict=True) if gradient is None}
-    kept = tuple(
+    read_indices = tuple(
         n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and n not in unread
     )
     values = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return RootForm(place, tree, values, kept)
+    return RootForm(place, tree, values, read_indices)
 
 
 def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
@@ -191,18 +191,18 @@ def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
 
     def run(model: nn.Module) -> torch.Tensor:
         trial = TowerTrial(spec, model, inputs)
-        part = model.get_submodule(place)
-        own, leaves, trees = part.forward, [], []
+        submodule = model.get_submodule(place)
+        original, leaves, trees = submodule.forward, [], []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            values, tree = tree_flatten(own(*args, **kwargs))
+            values, tree = tree_flatten(original(*args, **kwargs))
             leaves.extend(map(_leaf, values))
             trees.append(tree)
             return tree_unflatten(
                 [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves], tree
             )
 
-        vars(part)["forward"] = forward
+        vars(submodule)["forward"] = forward
         cast(PartSource, spec.source).called(model)
         read = trial.read(model, trial.inputs)
         forms.append(_form_of(place, trees[0], leaves, read))

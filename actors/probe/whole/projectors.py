@@ -84,15 +84,15 @@ def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[
         return dict.fromkeys(modules, Inflow())
     named, leaves = dict(model.named_parameters()), _with_gradient(arguments)
     flows: dict[str, Inflow] = {}
-    for name, parts in sums.items():
+    for name, terms in sums.items():
         reached = [False] * (len(leaves) + len(named))
-        for part in parts:
+        for term in terms:
             gradients = torch.autograd.grad(
-                part, [*leaves, *named.values()], allow_unused=True, retain_graph=True
+                term, [*leaves, *named.values()], allow_unused=True, retain_graph=True
             )
             reached = [
-                before or gradient is not None
-                for before, gradient in zip(reached, gradients, strict=True)
+                was_reached or gradient is not None
+                for was_reached, gradient in zip(reached, gradients, strict=True)
             ]
         parameters = [
             parameter for parameter, is_read in zip(named, reached[len(leaves) :], strict=True)
@@ -152,17 +152,17 @@ def _following(
     model: nn.Module, called: Called, places: Collection[str], root: str
 ) -> tuple[str, ...]:
     """Return modules next to an encoder that are neither encoders nor read by encoders."""
-    others = [place for place in places if not is_within(place, (root,))]
+    siblings = [child for child in places if not is_within(child, (root,))]
     modules = dict(model.named_modules())
-    inflow = inflows(model, called, [place for place in (root, *others) if place in modules])
+    inflow = inflows(model, called, [child for child in (root, *siblings) if child in modules])
     encoders = [root] + [
-        place for place in others if place in inflow and inflow[place].items
-        and not any(is_within(parameter, places) for parameter in inflow[place].parameters)
+        child for child in siblings if child in inflow and inflow[child].items
+        and not any(is_within(parameter, places) for parameter in inflow[child].parameters)
     ]
     read = {parameter for name in encoders for parameter in inflow[name].parameters}
     return tuple(
-        place for place in others if place not in encoders
-        and not any(is_within(parameter, (place,)) for parameter in read)
+        child for child in siblings if child not in encoders
+        and not any(is_within(parameter, (child,)) for parameter in read)
     )
 
 
@@ -204,15 +204,15 @@ def _cut_off(block: nn.Module, args: Any, output: Any) -> Any:
 
 def _largest(chosen: Collection[str], every: Iterable[str]) -> tuple[str, ...]:
     """Return the fewest names of submodules and parameters that cover exactly the chosen ones."""
-    others = [name for name in every if name not in chosen]
-    places = set()
+    outsiders = [name for name in every if name not in chosen]
+    largest = set()
     for name in chosen:
-        place = name
+        ancestor = name
         parent = name.rpartition(".")[0]
-        while parent and not any(is_within(other, (parent,)) for other in others):
-            place, parent = parent, parent.rpartition(".")[0]
-        places.add(place)
-    return tuple(sorted(places))
+        while parent and not any(is_within(outsider, (parent,)) for outsider in outsiders):
+            ancestor, parent = parent, parent.rpartition(".")[0]
+        largest.add(ancestor)
+    return tuple(sorted(largest))
 
 
 def projector_behind(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Input
         shape = tuple(rows["input_ids"].shape[:2])
         why = "rows give another result alone than in a batch"
         expected = _of_whole(trial)
-        for own in shares(shape[0], _PROCESSES):
-            _compare_tokens(trial, TokenShare(shape, own), expected, why)
+        for local_rows in shares(shape[0], _PROCESSES):
+            _compare_tokens(trial, TokenShare(shape, local_rows), expected, why)
 
     of_one_that_runs(cast(PartSource, spec.source).whole, probe)
 
@@ -88,12 +88,12 @@ def probe_tokens(
         def together(lengths: Lengths, padded: torch.Tensor | None) -> SharedRows:
             return SharedRows(lengths, [order], 0, lambda value: value, padded)
 
-        part, real = TokenShare((rows, length), columns=order), inputs.get("attention_mask")
+        share, real = TokenShare((rows, length), columns=order), inputs.get("attention_mask")
         expected = _with_raymm_attention(trial)
         why = "its result depends on the order of tokens besides their position_ids"
         return _first_that_holds(
             _mixers_of(spec, towers, whole, inputs), lambda mixers: _compare_tokens(
-                trial, part, expected, why, real, attend, mixers, together
+                trial, share, expected, why, real, attend, mixers, together
             )
         )
 
@@ -133,11 +133,11 @@ def probe_packing(
         trial = LanguageTrial(spec, towers, whole, rows)
         shape, real = tuple(rows["input_ids"].shape[:2]), rows.get("attention_mask")
         tokens = packed_tokens(shape, real)
-        part = TokenShare(shape, packed=tokens, documents=tokens)
+        share = TokenShare(shape, packed=tokens, documents=tokens)
         expected, why = _with_raymm_attention(trial), "documents in one row see one another"
         return _first_that_holds(
-            dict.fromkeys((frozenset[str](), *_mixing(trial, part))),
-            lambda mixers: _compare_tokens(trial, part, expected, why, real, mixers=mixers),
+            dict.fromkeys((frozenset[str](), *_mixing(trial, share))),
+            lambda mixers: _compare_tokens(trial, share, expected, why, real, mixers=mixers),
         )
 
     return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
@@ -249,20 +249,20 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise NotRunError(f"{name} does not run on the example{because(error)}") from error
             try:
-                inputs_of = [items_of_share(spec.name, trial.inputs, place, _PROCESSES)[0]
-                             for place in range(_PROCESSES)]  # fmt: skip
-                parts = [trial.packed(copy.deepcopy(model), each) for each in inputs_of]
+                inputs_of = [items_of_share(spec.name, trial.inputs, rank, _PROCESSES)[0]
+                             for rank in range(_PROCESSES)]  # fmt: skip
+                outputs = [trial.packed(copy.deepcopy(model), each) for each in inputs_of]
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise ProbeError(
                     f"{name} does not run on some of the items{because(error)}"
                 ) from error
-        counts = [_list_lengths(own) for own in (side, *(part[2] for part in parts))]
+        counts = [_list_lengths(values) for values in (side, *(output[2] for output in outputs))]
         layers = frozenset(n for n, count in counts[0].items()
-                           if all(other[n] == count for other in counts))  # fmt: skip
+                           if all(lengths[n] == count for lengths in counts))  # fmt: skip
         why = "single items give other features than a batch of items"
-        shared = [form.parts(tensors, own, layers) for _, tensors, own in parts]
-        whole = [torch.cat(each) for each in zip(*shared, strict=True)]
-        joined, _ = form.of_parts(whole, side, layers)
+        shared = [form.parts(tensors, values, layers) for _, tensors, values in outputs]
+        features = [torch.cat(each) for each in zip(*shared, strict=True)]
+        joined, _ = form.of_parts(features, side, layers)
         for tensor, due in zip(joined, expected, strict=True):
             _compare(name, tensor, due, why)
         return layers

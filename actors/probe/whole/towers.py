@@ -78,8 +78,8 @@ class Tower:
 
     def inputs(self, batch: Inputs) -> dict[str, Any] | None:
         """Select the tower's inputs from those of the model; None if the batch has none."""
-        own = {name: batch[entry] for name, entry in self.arguments if entry in batch}
-        return own if any(isinstance(v, torch.Tensor) for v in own.values()) else None
+        selected = {name: batch[entry] for name, entry in self.arguments if entry in batch}
+        return selected if any(isinstance(v, torch.Tensor) for v in selected.values()) else None
 
 
 def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
@@ -122,7 +122,7 @@ def _with_projector(model: nn.Module, tower: Tower, called: Called) -> Tower:
     projector = projector_within(model, called, tower.places, tower.root, tower.form)
     # Code after an encoder's blocks belongs to the encoder if a separate projector follows.
     return replace(tower, projector=tuple(
-        place for place in projector if not (tower.behind and is_within(place, (tower.root,)))
+        name for name in projector if not (tower.behind and is_within(name, (tower.root,)))
     ))
 
 
@@ -156,7 +156,7 @@ def check_kind(model: nn.Module) -> None:
 
 def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower:
     arguments, constants = [], []
-    places, root = _places(model, called)
+    prefixes, root = _places(model, called)
     form = Form.of(called.output)
     for argument, value in called.arguments.items():
         if isinstance(value, _PLAIN) or not _tensors(value):
@@ -164,17 +164,17 @@ def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower
             continue
         entries = [entry for entry, stored in inputs.items() if _same(stored, value)]
         if not entries:
-            own = _read_before(model, called, places, inputs)
-            if own is None:
+            read_entries = _read_before(model, called, prefixes, inputs)
+            if read_entries is None:
                 raise ProbeError(
                     f"{type(model).__name__} calls {called.call} with {argument!r}, which differs "
                     "from the batch and depends on the text or on parameters outside the tower; it "
                     "cannot be sent to the tower's ranks"
                 )
-            pairs = tuple((entry, entry) for entry in own)
-            return Tower(name, called.call, pairs, (), places, root, form, whole_forward=True)
+            pairs = tuple((entry, entry) for entry in read_entries)
+            return Tower(name, called.call, pairs, (), prefixes, root, form, whole_forward=True)
         arguments.append((argument, entries[0]))
-    return Tower(name, called.call, tuple(arguments), tuple(constants), places, root, form)
+    return Tower(name, called.call, tuple(arguments), tuple(constants), prefixes, root, form)
 
 
 def _read_before(
@@ -182,7 +182,7 @@ def _read_before(
 ) -> list[str] | None:
     """Return the item entries that determine a call's arguments; None if others do, too."""
     shape = inputs["input_ids"].shape[:2]
-    own = {
+    item_entries = {
         name: value for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.shape[:2] != shape
     }  # fmt: skip
@@ -211,13 +211,13 @@ def _read_before(
             _same(seen[0][name], value) for name, value in due.items()
         )
 
-    if not is_enough(own):
+    if not is_enough(item_entries):
         return None
-    for name in list(own):
-        rest = {other: value for other, value in own.items() if other != name}
-        if rest and is_enough(rest):
-            own = rest
-    return list(own)
+    for name in list(item_entries):
+        fewer_entries = {entry: value for entry, value in item_entries.items() if entry != name}
+        if fewer_entries and is_enough(fewer_entries):
+            item_entries = fewer_entries
+    return list(item_entries)
 
 
 def _is_text(inputs: Inputs) -> bool:
@@ -245,16 +245,16 @@ def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
     run = [name for name in called.modules if name]
     outermost = {
         name for name in run
-        if not any(name.startswith(other + ".") for other in run)
+        if not any(name.startswith(ancestor + ".") for ancestor in run)
         # Not modules that merely own the function (a base model with the language model).
         and not called.call.owner.startswith(name)
     } | ({called.call.owner} if called.call.method == "forward" else set())
-    own = {
+    parameters = {
         name for name, _ in model.named_parameters()
         if name in reached or is_within(name, outermost)
     }
-    places = outermost | {name for name in own if not is_within(name, outermost)}
-    if not own:
+    prefixes = outermost | {name for name in parameters if not is_within(name, outermost)}
+    if not parameters:
         raise ProbeError(
             f"{called.call} of {type(model).__name__} returns features that no parameter "
             "contributes to"
@@ -262,7 +262,7 @@ def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
     root = called.call.owner
     if outermost and called.call.method != "forward":
         root = encoder_of(model, called, outermost)
-    return tuple(sorted(places)), root
+    return tuple(sorted(prefixes)), root
 
 
 def _reached(model: nn.Module, outputs: Collection[torch.Tensor]) -> set[str]:
@@ -278,11 +278,11 @@ def _reached(model: nn.Module, outputs: Collection[torch.Tensor]) -> set[str]:
 
 
 def _scalar(outputs: Collection[torch.Tensor]) -> torch.Tensor | None:
-    parts = [
+    terms = [
         (t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()
         for t in outputs if t.requires_grad
     ]  # fmt: skip
-    return sum(parts[1:], parts[0]) if parts else None
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 def _apart(
@@ -314,12 +314,12 @@ def _apart(
     language = {n for n, p in handed.named_parameters() if p.grad is not None}
     behind = projector_behind(handed, inputs)
     for tower in towers:
-        others = {place: t.name for t in towers if t is not tower for place in t.places}
+        owner_of = {prefix: t.name for t in towers if t is not tower for prefix in t.places}
         for name, _ in model.named_parameters():
             if not is_within(name, tower.places):
                 continue
-            if name in language or is_within(name, others):
-                whose = others.get(name, "language model")
+            if name in language or is_within(name, owner_of):
+                whose = owner_of.get(name, "language model")
                 raise ProbeError(
                     f"{name!r} of {type(model).__name__} is used by its {tower.name} tower and by "
                     f"its {whose}, which therefore cannot be separate modules"
@@ -345,10 +345,10 @@ def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
     if isinstance(output, Mapping):
         names = (*output, *beside_fields(output))
         counts = [len(Form.of(output, (name,)).leaves) for name in names]
-        parts = iter(flags)
+        remaining = iter(flags)
         read = [
             name for name, count in zip(names, counts, strict=True)
-            if any(list(itertools.islice(parts, count)))
+            if any(list(itertools.islice(remaining, count)))
         ]  # fmt: skip
         return Form.of(output, tuple(read))
     return form.reading(flags)
@@ -358,13 +358,13 @@ def cut_off(form: Form, output: Any) -> tuple[list[torch.Tensor | None], Any]:
     """Return per leaf of the form its detached tensor, and the output rebuilt from these leaves."""
     everything = form.reading([leaf.kind != "value" for leaf in form.leaves])
     tensors, side = everything.packed(output)
-    own = iter([t.detach().requires_grad_() for t in tensors])
+    detached = iter([t.detach().requires_grad_() for t in tensors])
     floats = []
     ordered: list[torch.Tensor | None] = []
     for tensor in everything.tensors(output):
         if tensor is None or not tensor.is_floating_point():
             ordered.append(tensor)
             continue
-        floats.append(next(own))
+        floats.append(next(detached))
         ordered.append(floats[-1])
     return ordered, everything.unpacked(floats, side)

@@ -63,9 +63,9 @@ class LanguageTrial:
         :attr:`features`."""
         for port in self._ports:
             form, tensors, side = self._outputs[port.name]
-            own = [features[f"{port.name}/{n}"] for n in range(len(tensors))]
+            port_features = [features[f"{port.name}/{n}"] for n in range(len(tensors))]
             received = cast(ReceivedFeatures, port.call.of(stage))
-            received.output = form.unpacked(own, side)
+            received.output = form.unpacked(port_features, side)
         return stage(**self._shown, use_cache=False).logits
 
 
