@@ -130,7 +130,7 @@ def _part(
     def members(attribute: str) -> np.ndarray:
         names = [getattr(kind, attribute) for kind in kinds]
         table = np.array([[name in active for active in names] for name in ids], dtype=bool)
-        return table.reshape(len(ids), len(names))[:, columns]
+        return np.ascontiguousarray(table.reshape(len(ids), len(names))[:, columns])
 
     uses = (
         members("stages") * RUN + members("needs_backward") * NEEDS
@@ -174,7 +174,7 @@ def _part(
             for (p, _), edge in zip(edges, by_producer, strict=True) for c in edge[1:]
         ], dtype=np.int64).reshape(-1, 3),
         np.array([c for _, c in edges], dtype=np.int64),
-        _carried(plan, names, kinds)[:, columns],
+        np.ascontiguousarray(_carried(plan, names, kinds)[:, columns]),
         np.array([
             [delays.get((src, dst), 0.0), delays.get((dst, src), 0.0)] for src, dst in names
         ], dtype=float).reshape(-1, 2),

@@ -24,7 +24,8 @@ PRODUCER, CONSUMER, CONSUMER_EDGE = range(3)
 
 
 class StepArrays(NamedTuple):
-    """A step of a plan, or an independent part of it.
+    """A step of a plan, or an independent part of it. All arrays are C-contiguous: machine code is
+    compiled per memory layout, which takes many seconds.
 
     Attributes:
         stages: (S + 1, 10) int64; the last row only ends the lists.

@@ -28,7 +28,7 @@ from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.schedule_rules import Rules
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.schedule.step_graph import active_stages
+from raymm.scheduler.schedule.step_graph import active_stages, full_step
 from tests.scheduler.schedule.reference_list_schedule import ListScheduler as Reference
 
 NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
@@ -79,6 +79,15 @@ def patience(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine_code, "PATIENCE_S", request.param)
         yield
+
+
+@given(profiled_plans())
+def test_arrays_of_all_steps_have_one_memory_layout(plan: Plan) -> None:
+    """Machine code is compiled per memory layout."""
+    step = active_stages(plan, full_step(plan))
+    for part in ListScheduler(plan, step, op_seconds(plan)).parts:
+        for name, array in part.arrays._asdict().items():
+            assert array.flags.c_contiguous, name
 
 
 @given(st.data())
