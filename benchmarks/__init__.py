@@ -1,1 +1,1 @@
-"""Benchmarks: each is a module run as `python -m benchmarks.NAME --json`."""
+"""Benchmarks of raymm's claims. Run each with `python -m benchmarks.NAME --json`."""

@@ -1,18 +1,18 @@
-"""Colocated modules on synthetic hardware: what a performance model is fitted to and tested on.
+"""Synthetic colocations of modules, for fitting and testing performance models.
 
-The truth is not eq. 8 of Mosaic but the textbook model of a shared memory bus, a closed queueing
-network: a module computes, then transfers, in turn; alone, its transfers take a share B of its
-time; transfers that meet share the bus equally (processor sharing). Mean value analysis (Reiser and
-Lavenberg, 1980) gives its exact slowdown. Two modules delay each other by exactly ``B1 * B2`` of
-their time alone, the product of eq. 8. Among more, a module is delayed by its use times that of
-the others, which grows as they all slow down: the rapid rise towards saturation that the paper's
-Fig. 8b shows and an additive model misses.
+The ground truth is not eq. 8 of Mosaic but the textbook model of a shared memory bus, a closed
+queueing network: a module alternates between computing and transferring. Alone, its transfers take
+a share B of its time; concurrent transfers share the bus equally (processor sharing). Mean value
+analysis (Reiser and Lavenberg, 1980) gives the exact slowdown. Two modules delay each other by
+exactly ``B1 * B2`` of their time alone, the product of eq. 8. With more modules, each is delayed by
+its use times that of the others, which grows as all of them slow down: the rapid rise towards
+saturation that the paper's Fig. 8b shows and an additive model misses.
 
 Modules are those of the mapping problems, whose compute intensity varies by an order of magnitude
-as in Mosaic's Table 1: some use little of the bandwidth and some nearly all. (Uses drawn evenly
-between would suit an additive model better than real modules do.) Plans are random: powers of two
-of the GPUs, tenths of quota, whatever fits on a GPU together. A module's time is that of its
-slowest replica (eq. 7).
+as in Mosaic's Table 1: some use little of the bandwidth and some nearly all. (Uniformly drawn uses
+would suit an additive model better than real modules do.) Plans are random: powers of two of the
+GPUs, tenths of quota, as many modules per GPU as fit. A module's time is that of its slowest
+replica (eq. 7).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 10
 
 
 def bus_slowdowns(use: tuple[float, ...]) -> tuple[float, ...]:
-    """Time of every module beside the others over its time alone, by mean value analysis."""
+    """Return each module's colocated time over its time alone, by mean value analysis."""
     queue: dict[int, dict[int, float]] = {0: {}}
     everyone = (1 << len(use)) - 1
     cycle: dict[int, float] = {}
@@ -42,8 +42,7 @@ def bus_slowdowns(use: tuple[float, ...]) -> tuple[float, ...]:
 def random_colocations(
     seed: int, plans: int, modules: int, noise: float
 ) -> tuple[list[Colocation], list[Colocation]]:
-    """Modules that share a GPU in random plans of models with so many modules: as measured, with
-    relative noise, and without."""
+    """Return random colocations of so many modules: measured with relative noise, and without."""
     rng = np.random.default_rng([seed, modules])
     noisy, true = [], []
     for _ in range(plans):
@@ -70,7 +69,7 @@ def random_colocations(
 
 
 def _random_plan(rng: np.random.Generator, modules: int) -> dict[int, tuple[tuple[int, ...], int]]:
-    """Of every module that still fits somewhere, its GPUs and quota."""
+    """Return the GPUs and quota of every module that still fits."""
     free = np.full(GPUS, STEPS)
     result = {}
     for m in rng.permutation(modules):
@@ -79,7 +78,7 @@ def _random_plan(rng: np.random.Generator, modules: int) -> dict[int, tuple[tupl
         fits = np.flatnonzero(free >= quota)
         if len(fits) < degree:
             continue
-        # Where others are already, if there is a choice.
+        # Prefer GPUs that already host other modules.
         chosen = fits[np.argsort(free[fits] + rng.random(len(fits)))][:degree]
         free[chosen] -= quota
         result[int(m)] = tuple(sorted(int(g) for g in chosen)), quota

@@ -1,6 +1,6 @@
-"""What every benchmark shares: options, the machine it ran on, a local Ray, the result line.
+"""Options, machine description, local Ray cluster and result line of all benchmarks.
 
-A benchmark prints its tables on stderr and, as the last line of stdout, one JSON object.
+A benchmark prints its tables on stderr and one JSON object as the last line of stdout.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Of which compiled graphs' channels take most; pages that are never touched cost nothing.
+# The channels of compiled graphs take most of it; untouched pages cost nothing.
 OBJECT_STORE_BYTES = 3 * 2**30
 SHARED_MEMORY_SHARE = 0.5
 SHUTDOWN_SECONDS = 10
@@ -30,7 +30,7 @@ PACKAGES = ("torch", "ray", "transformers", "numpy")
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """An argument parser with the options every benchmark has (`--json`)."""
+    """Return an argument parser with the common option `--json`."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -41,13 +41,13 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def console() -> Console:
-    """Where tables and progress go: stderr, so that stdout ends with the JSON object."""
+    """Return a console on stderr for tables and progress; stdout ends with the JSON object."""
     stderr = Console(stderr=True)
     return stderr if stderr.is_terminal else Console(stderr=True, width=120)
 
 
 def cpu_model() -> str:
-    """The CPU's name as the kernel reports it, or what `platform` knows."""
+    """Return the CPU's name as the kernel or `platform` reports it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -56,7 +56,7 @@ def cpu_model() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, memory (GiB), accelerators, versions, load and date, ready for JSON."""
+    """Return CPU, cores, memory (GiB), accelerators, versions, load and date, ready for JSON."""
     import torch
 
     versions = {"python": platform.python_version()}
@@ -78,14 +78,14 @@ def machine() -> dict[str, Any]:
 
 
 def emit(result: dict[str, Any], as_json: bool) -> None:
-    """Print `result` as one line of JSON, the last of stdout, if `as_json`."""
+    """Print `result` as one line of JSON if `as_json`."""
     sys.stderr.flush()
     if as_json:
         print(json.dumps(result), flush=True)
 
 
 def skipped_without_gpu(console: Console, as_json: bool) -> bool:
-    """Whether there is no CUDA device; says so."""
+    """Return True, and print a notice, if the machine has no CUDA device."""
     import torch
 
     if torch.cuda.is_available():
@@ -97,7 +97,7 @@ def skipped_without_gpu(console: Console, as_json: bool) -> bool:
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment of every Ray worker: one compute thread, loopback gloo, this checkout."""
+    """Return the environment of Ray workers: one compute thread, loopback gloo, this checkout."""
     search_path = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         "OMP_NUM_THREADS": "1",
@@ -108,7 +108,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def _object_store_bytes() -> int:
-    """OBJECT_STORE_BYTES, or a share of the shared memory that is free if that is less."""
+    """Return OBJECT_STORE_BYTES, or a share of the free shared memory if that is less."""
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -117,7 +117,7 @@ def _object_store_bytes() -> int:
 
 
 def _remove(directory: Path) -> None:
-    """Delete `directory`, into which processes that are just ending may still write."""
+    """Delete `directory`, to which terminating processes may still write."""
     deadline = time.monotonic() + SHUTDOWN_SECONDS
     while directory.exists() and time.monotonic() < deadline:
         shutil.rmtree(directory, ignore_errors=True)
@@ -126,15 +126,15 @@ def _remove(directory: Path) -> None:
 
 @contextlib.contextmanager
 def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Iterator[None]:
-    """A Ray of this process's own, with its own temporary directory, gone afterwards.
+    """Start a private Ray cluster in its own temporary directory; remove both on exit.
 
     Args:
         num_cpus: logical CPUs, so that more actors than cores can be placed.
-        environment: further environment variables for workers.
+        environment: additional environment variables for workers.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # By default workers give way to the driver, which would favour drivers that wait politely
-    # over those that poll, by far more than their own cost.
+    # By default workers have a lower priority than the driver. This favours drivers that block over
+    # drivers that poll, by far more than their own cost.
     os.environ["RAY_worker_niceness"] = "0"
     import ray
 
@@ -153,7 +153,7 @@ def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Itera
             _temp_dir=directory,
             runtime_env={"env_vars": {**worker_environment(), **(environment or {})}},
         )
-        # Ray's own handler ends the process on the spot and leaves its files behind.
+        # Ray's own handler exits immediately and leaves its files behind.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Modules of every kind that raymm accepts, with inputs of two sizes each."""
+"""Modules of every kind that raymm accepts, each with inputs of two sizes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ SAMPLES, VOCABULARY = 2, 320
 
 @dataclass(frozen=True)
 class Case:
-    """A module, and inputs of each size.
+    """Module with inputs of several sizes.
 
     Attributes:
-        name: of the row.
-        source: of the module.
-        inputs: of each size. Of a language model, without its embeddings and ids.
+        name: label of the result row.
+        inputs: one entry per size; for a language model without embeddings and ids.
         causal: True for a language model.
-        tokens: of a language model, per sample, by size.
+        tokens: tokens per sample of a language model, one entry per size.
         whole: True for the language model of a vision-language model; inputs are microbatches.
     """
 
@@ -67,7 +66,7 @@ def _pixels(size: int, count: int = SAMPLES) -> Inputs:
 
 
 def _patches(grids: list[tuple[int, int, int]], width: int) -> Inputs:
-    """Patches of images of their own sizes, one after another."""
+    """Return concatenated patches of images of different sizes."""
     count = sum(t * h * w for t, h, w in grids)
     return {"hidden_states": torch.randn(count, width), "grid_thw": torch.tensor(grids)}
 
@@ -116,7 +115,7 @@ def _language_models() -> list[Case]:
 
 
 def _mixers() -> list[Case]:
-    """Language models whose layers mix tokens by other means than attention."""
+    """Return language models whose layers mix tokens by other means than attention."""
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
     linear = dict(
         **experts, head_dim=16, layer_types=["linear_attention"] * 2 + ["full_attention"],
@@ -149,7 +148,7 @@ def _mixers() -> list[Case]:
 
 
 def cross_attention() -> Case:
-    """A language model some of whose layers attend to features of images."""
+    """Return a language model in which some layers attend to image features."""
     text = dict(TEXT, cross_attention_layers=[1], pad_token_id=0)
     vision = dict(
         hidden_size=WIDTH, intermediate_size=160, num_hidden_layers=2, num_global_layers=1,
@@ -222,7 +221,7 @@ def _whisper(values: Mapping[str, Any]) -> ModuleSource:
 
 
 def _native() -> list[Case]:
-    """Towers of images of their own sizes."""
+    """Return vision towers that take images at their native sizes."""
     few, many = [(1, 8, 12)], [(1, 8, 12), (1, 16, 16), (2, 4, 8)]
     two = dict(
         depth=4, hidden_size=96, embed_dim=WIDTH, num_heads=4, patch_size=4, mlp_ratio=2,
@@ -296,7 +295,7 @@ class Convolutions(nn.Sequential):
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [
         *_language_models(), cross_attention(), *_encoders(), *_native(), *_projectors(), _plain()
     ]

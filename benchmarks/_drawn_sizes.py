@@ -1,4 +1,4 @@
-"""Sizes of samples drawn from distributions that are hard to balance, by name and seed."""
+"""Sample sizes drawn from distributions that are hard to balance, by name and seed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def _text_only(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.
 
 
 def _documents(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pages with questions, as of DocVQA: long tails in both, half of the samples text only."""
+    """Draw pages with questions, like DocVQA: both sizes long-tailed, half of the samples text
+    only.
+    """
     tiles = np.where(random.random(count) < 0.5, 0, np.exp(random.normal(1.5, 0.7, count)) + 1)
     return tiles, np.exp(random.normal(5.5, 1.0, count))
 
@@ -47,12 +49,10 @@ DISTRIBUTIONS: dict[str, Draw] = {
 
 
 def drawn_sizes(name: str, count: int, seed: int) -> SampleSizes:
-    """Tiles up to 40 and tokens up to 8,192 of so many samples.
+    """Draw up to 40 tiles and 8,192 tokens for each of ``count`` samples.
 
     Args:
-        name: of :data:`DISTRIBUTIONS`.
-        count: of samples.
-        seed: of the draws.
+        name: key of :data:`DISTRIBUTIONS`.
     """
     tiles, text = DISTRIBUTIONS[name](np.random.default_rng(seed), count)
     return SampleSizes(NAMES, np.stack([

@@ -1,5 +1,8 @@
-"""The best distribution of blocks over ranks with equal counts, by CP-SAT: a reference for what
-a step can afford to compute (Cornstarch v2, eq. 4, with the counts as constraints)."""
+"""Optimal distribution of blocks over ranks with equal counts, by CP-SAT.
+
+Reference for the distributions that are fast enough to compute per step (Cornstarch v2, eq. 4, with
+the counts as constraints).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from raymm.scheduler.context_parallel.distribution import TokenDistribution, dis
 
 
 def exact_distribution(work: np.ndarray, ranks: int, time_limit_s: float) -> TokenDistribution:
-    """Full blocks with equal counts and the least largest work, as far as the time allows.
+    """Distribute full blocks with equal counts and minimal largest work within the time limit.
 
     Args:
         work: (blocks,) integers, work per block in any unit.
@@ -38,18 +41,17 @@ def solve_equal_counts(
     time_limit_s: float,
     seed: int,
 ) -> tuple[list[list[int]], int]:
-    """Improve a distribution until it is optimal or the time is over.
+    """Improve a distribution until it is optimal or the time limit expires.
 
-    Blocks of equal work are told apart only by how many of them a rank has, and ranks with
-    equal counts are ordered by load, so that the solver does not prove the same thing twice.
+    Blocks of equal work are distinguished only by their number per rank, and ranks with equal
+    counts are ordered by load, so that the solver does not prove symmetric cases twice.
 
     Args:
         work: (n,) int64, not negative.
         start: blocks of every rank; the counts are kept.
-        pinned: a block that stays with its rank, or -1.
-        bound: a lower bound of the largest work per rank.
+        pinned: block that stays with its rank, or -1.
+        bound: lower bound of the largest work per rank.
         time_limit_s: seconds.
-        seed: of the solver.
 
     Returns:
         Blocks of every rank, and the best lower bound that was proven.
@@ -83,7 +85,7 @@ def solve_equal_counts(
     for rank, blocks in enumerate(start):
         alike.setdefault((len(blocks), pinned in blocks), []).append(rank)
     for members in alike.values():
-        members.sort(key=lambda rank: loads[rank])  # so that the hint obeys
+        members.sort(key=lambda rank: loads[rank])  # the hint must satisfy the order
         for a, b in zip(members, members[1:], strict=False):
             model.add(total[a] <= total[b])
 

@@ -1,4 +1,5 @@
-"""One class, cut in two, against itself uncut: loss and every gradient, in training mode."""
+"""Check of one class cut in two against the uncut class: loss and every gradient, in training mode.
+"""
 
 from __future__ import annotations
 
@@ -34,34 +35,34 @@ from raymm.scheduler.program.program import Instruction, Op
 
 EXACT, REFUSED, UNCLEAR, WRONG = "exact", "refused", "unclear", "wrong"
 NOT_APPLICABLE = "not_applicable"
-TOLERANCE = 1e-5  # of a gradient's own norm
-# Gradients of what a softmax or a normalisation takes away again are zero but for rounding.
-ROUNDING = 1e-7  # of the largest gradient's norm
-_NOISE = 0.02  # added to all parameters, since many begin as zeros or ones
+TOLERANCE = 1e-5  # relative to the gradient's norm
+# Gradients that a softmax or a normalisation cancels are zero up to rounding.
+ROUNDING = 1e-7  # relative to the largest gradient's norm
+_NOISE = 0.02  # added to all parameters, since many are initialized with zeros or ones
 _MICROBATCHES = 2
-# A class that may be an encoder of text or a language model is to be the latter, of one list of
-# ids per row; all of it trains.
+# A class that can be a text encoder or a language model is built as the latter, with one list of
+# ids per row, and all of it is trained.
 _FLAGS = {LANGUAGE: {"is_decoder": True, "num_codebooks": 1}, ENCODER: {"freeze": False}}
 _MOST_PARAMETERS = 200_000_000
 _STEP, _SEED = 3, 5
 
-# Errors of transformers itself that say that a class cannot be run here, or on these inputs alone.
+# Errors of transformers about classes that cannot run here, or not on these inputs alone.
 _NOT_ALONE = re.compile(
     r"requires the \w+ library|missing \d+ required (positional|keyword-only) argument"
-    r"|shared_kv_states cannot be None"  # keys and values of the model that it assists
+    r"|shared_kv_states cannot be None"  # keys and values of the model that this one assists
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a class: one of the five results, and a sentence unless it is exact."""
+    """Outcome of a class: one of the five results, with a sentence unless it is exact."""
 
     result: str
     sentence: str = ""
 
 
 class Objective(nn.Module):
-    """A scalar that every feature has a part in; it stands for the language model."""
+    """Scalar objective that depends on every feature; stands for the language model."""
 
     training = True
     may_draw = False
@@ -76,15 +77,14 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class Chain:
-    """A module as stages of the executor.
+    """Module as stages of the executor.
 
     Attributes:
-        name: of the module.
-        build: makes blocks [lo, hi) of it.
-        blocks: how many there are.
-        inputs: of its first stage, per microbatch.
-        label_tokens: of the step.
-        objective: whether features come out, not a loss.
+        build: builds blocks [lo, hi).
+        blocks: total number.
+        inputs: inputs of the first stage, per microbatch.
+        label_tokens: label tokens of the step.
+        objective: True if the module returns features instead of a loss.
     """
 
     name: str
@@ -96,11 +96,11 @@ class Chain:
 
 
 class NotAloneError(UnmakeableError):
-    """A class that transformers itself cannot run here, or not on these inputs alone."""
+    """Error for a class that transformers itself cannot run here, or not on these inputs alone."""
 
 
 def check(family: Family, training: bool = True) -> Outcome:
-    """Cut a class in two and compare."""
+    """Cut a class in two and compare it with the uncut class."""
     try:
         config, inputs = runnable(family, training)
     except NotAloneError as error:
@@ -127,10 +127,10 @@ def _last_lines(error: BaseException) -> str:
 
 
 def runnable(family: Family, training: bool) -> tuple[PretrainedConfig, list[dict[str, Any]]]:
-    """A tiny configuration, and microbatches, with which the class runs as transformers has it.
+    """Return a tiny configuration and microbatches with which transformers runs the class.
 
     Raises:
-        UnmakeableError: if there is none.
+        UnmakeableError: no such configuration was found.
     """
     unbuilt: list[str] = []
     not_run: list[str] = []
@@ -149,7 +149,7 @@ def runnable(family: Family, training: bool) -> tuple[PretrainedConfig, list[dic
 
 
 def _of_its_defaults(family: Family) -> str | None:
-    """The error of transformers with which a class's own defaults make no model, if they do not."""
+    """Return the error that transformers raises for the class's own defaults, or None."""
     try:
         with torch.device("meta"):
             family.model_class._from_config(default_config(family.config_class))
@@ -200,7 +200,8 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _complete(config: PretrainedConfig) -> None:
-    """What the configuration of an attention part forgets to have, though its model reads it."""
+    """Add fields that the configuration of an attention part lacks although its model reads them.
+    """
     for part in vars(config).values():
         if isinstance(part, PretrainedConfig) and "Attention" in type(part).__name__:
             part.rope_theta = getattr(part, "rope_theta", 10000.0)
@@ -251,7 +252,7 @@ Result = tuple[float, dict[str, torch.Tensor | None]]
 
 
 def _step(chain: Chain, cuts: list[int], training: bool) -> Result:
-    """A step's loss and gradients, with stages that end at ``cuts``."""
+    """Run one step with stages that end at ``cuts``; return loss and gradients."""
     bounds = [0, *cuts, chain.blocks]
     stages: dict[StageId, Any] = {
         StageId(chain.name, n): chain.build(lo, hi)
@@ -279,7 +280,7 @@ def _step(chain: Chain, cuts: list[int], training: bool) -> Result:
 
 
 def differences(cut: Result, whole: Result) -> list[str]:
-    """What differs by more than rounding, the worst first."""
+    """Return the differences beyond rounding, largest first."""
     (loss, mine), (expected, due) = cut, whole
     problems = []
     if not math.isfinite(loss) or abs(loss - expected) > TOLERANCE * abs(expected):
@@ -292,7 +293,7 @@ def differences(cut: Result, whole: Result) -> list[str]:
         ours, theirs = mine[name], due[name]
         if ours is None and theirs is None:
             continue
-        # No gradient is a gradient of zero: a parameter that one cut does not come to.
+        # A missing gradient counts as zero: one of the cuts does not reach the parameter.
         ours = torch.zeros_like(theirs) if ours is None else ours
         theirs = torch.zeros_like(ours) if theirs is None else theirs
         error, norm = float((ours - theirs).double().norm()), float(theirs.double().norm())

@@ -1,4 +1,4 @@
-"""Which classes of the installed transformers there are, by its own registries."""
+"""Classes of the installed transformers, found in its own registries."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 LANGUAGE, ENCODER = "language model", "encoder"
-# What a forward begins with that takes what is seen or heard.
+# First forward parameters of classes that take images, videos or audio.
 ITEMS = (
     "pixel_values", "pixel_values_videos", "input_values", "input_features", "audio_mel",
     "image", "flattened_patches",
 )  # fmt: skip
-# Towers of larger models may be handed patches, which their families call so.
+# Towers of larger models may take patches, under these names.
 _PATCHES = ("hidden_states", "patch_input", "patch_embeds")
-# Who takes one of these is no encoder alone.
+# Classes with one of these parameters are not standalone encoders.
 _OTHER_INPUTS = frozenset({
     "input_ids", "inputs_embeds", "labels", "encoder_hidden_states", "bbox", "query_embeds",
     "qformer_input_ids", "input_points", "inference_session", "input_boxes", "mask_labels",
@@ -33,7 +33,7 @@ _OTHER_INPUTS = frozenset({
 
 @dataclass(frozen=True)
 class Family:
-    """A class to cut.
+    """Class to cut.
 
     Attributes:
         kind: :data:`LANGUAGE` or :data:`ENCODER`.
@@ -50,20 +50,20 @@ class Family:
 
 
 def language_models() -> list[Family]:
-    """Every class of ``MODEL_FOR_CAUSAL_LM_MAPPING``, once."""
+    """Return every class of ``MODEL_FOR_CAUSAL_LM_MAPPING``, once."""
     found: dict[type, Family] = {}
     for config, model in _pairs(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
-        # Some configurations of several parts stand for the class of their text part.
+        # Some configurations with several parts map to the class of their text part.
         found[model] = Family(LANGUAGE, model, model.config_class or config)
     return sorted(found.values(), key=lambda family: family.name)
 
 
 def encoders() -> list[Family]:
-    """Every class that makes features of what is seen or heard, and of nothing else.
+    """Return every class that computes features of images, videos or audio alone.
 
-    They are found among the classes of ``AutoModel`` and ``AutoBackbone``, the towers of models of
-    several modalities (classes of a configuration that is part of another one), and what
-    encoder-decoder models that see or hear give as their encoder; by their forward's parameters.
+    The candidates are the classes of ``AutoModel`` and ``AutoBackbone``, the towers of models of
+    several modalities (classes whose configuration is part of another one), and the encoders of
+    encoder-decoder models of images or audio. Parameter names of the forward decide.
     """
     parts = {c for config in _all_configs() for c in _part_classes(config)}
     found: dict[type, Family] = {}
@@ -84,7 +84,7 @@ def encoders() -> list[Family]:
 
 
 def named(kind: str, name: str) -> Family:
-    """A class by its name, without a look at the others."""
+    """Return a class by name without enumerating the others."""
     model = getattr(transformers, name, None)
     if model is None:  # the encoder of an encoder-decoder
         (model,) = [one for one in _all_models() if one.__name__ == name]
@@ -95,7 +95,7 @@ def _pairs(registry: Any) -> Iterator[tuple[type[PretrainedConfig], type[PreTrai
     for config in registry.keys():  # noqa: SIM118  not a mapping that iterates
         try:
             models = registry[config]
-        except (ImportError, ValueError):  # a package, or a class, that is not there
+        except (ImportError, ValueError):  # missing package or class
             continue
         for model in models if isinstance(models, list | tuple) else (models,):
             if isinstance(model, type) and issubclass(model, PreTrainedModel):
@@ -120,7 +120,7 @@ def _all_models() -> tuple[type[PreTrainedModel], ...]:
                 continue
             try:
                 module = importlib.import_module(f"{folder.__name__}.{file.name}")
-            except ImportError:  # a package that is not installed
+            except ImportError:  # missing package
                 continue
             found += [
                 one
@@ -152,7 +152,7 @@ def _encodes(model: type[PreTrainedModel], is_part: bool) -> bool:
 def _encoder_class(
     model: type[PreTrainedModel], config: type[PretrainedConfig]
 ) -> type[PreTrainedModel] | None:
-    """The class of what an encoder-decoder model gives as its encoder."""
+    """Return the class of an encoder-decoder model's encoder."""
     try:
         with torch.device("meta"):
             inner = model._from_config(config()).get_encoder()

@@ -1,9 +1,9 @@
-"""Tiny configurations, made from a configuration class's own defaults.
+"""Tiny configurations, derived from the defaults of a configuration class.
 
-Sizes shrink by what their names say they are, all of a kind by one factor, so that products and
-ratios between them hold: heads by one factor, what a head is wide by another, widths by both.
-Lists with an entry per layer keep the entries of a few layers, one of every kind among them. What
-is no size (dropout, layer drop, activations, flags) stays as the class has it.
+Sizes shrink by what their names say they are, all sizes of a kind by one factor, so that products
+and ratios between them hold: head counts by one factor, head widths by another, widths by both.
+Lists with an entry per layer keep the entries of a few layers, one of every kind among them. Values
+that are not sizes (dropout, layer drop, activations, flags) keep their defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks._family_exceptions import AWKWARD
 
 DEPTH = 4
 WIDTH, HEADS, HEAD_WIDTH = 64, 4, 16
-NARROWEST, LEVEL_DEPTH, FILTERS = 32, 2, 8  # of a pyramid's levels
+NARROWEST, LEVEL_DEPTH, FILTERS = 32, 2, 8  # of the levels of a pyramid
 VOCABULARY = 256
 IMAGE_SIZE, VIDEO_FRAMES = 32, 4
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
@@ -54,7 +54,7 @@ _EXPERTS = re.compile(
 )
 _EXPERTS_PER_TOKEN = re.compile(r"experts_per_tok|moe_top_?k|^moe_k$|^top_k_experts$")
 _HEAD_GROUPS = re.compile(r"(^|_)n_?groups$|^o_groups$")
-_FILTERS = re.compile(r"^(num|n)_filters$")  # of the first level: further ones have twice as many
+_FILTERS = re.compile(r"^(num|n)_filters$")  # first level; later levels have twice as many
 _GROUPS = re.compile(r"^(n_group|topk_group|num_expert_group)$")
 _TOKEN_IDS = re.compile(r"token_id$|token_index$|_token_ids$|mask_index|unk_index")
 _POSITIONS = re.compile(
@@ -73,21 +73,21 @@ _LISTS = ("depths", "hidden_sizes", "stage_names")
 
 
 class UnmakeableError(ValueError):
-    """No configuration of a class could be made."""
+    """Error for a class of which no configuration could be made."""
 
 
 @dataclass(frozen=True)
 class Shrink:
-    """How far sizes shrink.
+    """Shrinking rules for sizes.
 
     Attributes:
         depth: layers of every list of blocks.
-        widths: whether widths and heads shrink, or stay as the class has them.
-        pyramids: whether levels of a pyramid shrink that has no width of its own.
-        image: side of images.
-        multiple: what widths are a multiple of.
-        flags: values by name, for whatever has the name.
-        common: whether all parts of a configuration shrink by the same factors.
+        widths: True to shrink widths and heads.
+        pyramids: True to shrink the levels of a pyramid that has no main width.
+        image: side of images, in pixels.
+        multiple: divisor of all widths.
+        flags: values for all fields with the name.
+        common: True to shrink all parts of a configuration by the same factors.
     """
 
     depth: int = DEPTH
@@ -100,7 +100,7 @@ class Shrink:
     flags: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Tried in this order until one of them runs.
+# Tried in this order until one runs.
 SHRINKS = (
     Shrink(),
     Shrink(pyramids=False),
@@ -119,14 +119,14 @@ def tiny_configs(
     config_class: type[PretrainedConfig], flags: Mapping[str, Any],
     default: PretrainedConfig | None = None,
 ) -> Iterator[PretrainedConfig]:  # fmt: skip
-    """Configurations of a class, the smallest first.
+    """Yield configurations of a class, the smallest first.
 
     Args:
-        flags: values by name, for whatever has the name.
-        default: that they are made from; the class's own defaults if None.
+        flags: values for all fields with the name.
+        default: configuration to shrink; None for the class's own defaults.
 
     Raises:
-        UnmakeableError: if none can be made.
+        UnmakeableError: no configuration can be made.
     """
     default = default or default_config(config_class)
     made, errors = 0, []
@@ -150,17 +150,17 @@ def _set(config: PretrainedConfig, changes: Mapping[str, Any]) -> None:
 
 
 def default_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
-    """The class's own defaults.
+    """Return the class's own defaults.
 
     Raises:
-        UnmakeableError: if it has none.
+        UnmakeableError: the class has no valid defaults.
     """
     parts: dict[str, Any] = {}
     while True:
         try:
             return config_class(**{"text_config": dict(parts)} if parts else {})
         except Exception as error:
-            # Some defaults break the class's own rules, which say what must be.
+            # Some defaults violate the class's own rules; the error names the accepted value.
             asked = dict(re.findall(r"(\w+) must be (0|False|True)\b", str(error)))
             if not asked.keys() - parts.keys():
                 raise UnmakeableError(f"{config_class.__name__}(): {error}") from error
@@ -168,7 +168,7 @@ def default_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
 
 
 def shrunk(config: PretrainedConfig, shrink: Shrink) -> PretrainedConfig:
-    """A smaller configuration of the same class, with checks and derived values of its own."""
+    """Return a smaller configuration of the same class, with its own checks and derived values."""
     parts = [config, *_parts(config)]
     factors = min((_factors(part) for part in parts if _main_width(part)), default=_Factors(1, 1))
     return _remade(config, shrink, {} if shrink.common else _cross_widths(parts), factors)
@@ -208,13 +208,13 @@ def _remade(
     made = type(config)(**kept)
     chosen = getattr(config, "out_indices", None) or []
     if len(chosen) > 1 and "num_hidden_layers" not in values and hasattr(made, "stage_names"):
-        made.out_indices = list(chosen)  # a pyramid that gives more than its last level
+        made.out_indices = list(chosen)  # a pyramid that returns more than its last level
     return made
 
 
 @dataclass(frozen=True, order=True)
 class _Factors:
-    """By what heads and what a head is wide are divided."""
+    """Divisors of head counts and head widths."""
 
     heads: int
     head_width: int
@@ -263,7 +263,7 @@ def _factors(config: PretrainedConfig) -> _Factors:
     head = _first(config, "head_dim", "d_kv", "qk_nope_head_dim", "attention_head_size")
     if width is None:
         return _Factors(1, 1)
-    levels = vars(config).get("num_heads")  # of a pyramid, the narrowest first
+    levels = vars(config).get("num_heads")  # of a pyramid, narrowest first
     if isinstance(levels, list | tuple) and isinstance(
         narrowest := _first(config, "embed_dim"), int
     ):
@@ -276,7 +276,10 @@ def _factors(config: PretrainedConfig) -> _Factors:
 
 
 def _pyramid_factors(values: Mapping[str, Any]) -> _Factors:
-    """Of a configuration without a main width: its narrowest level keeps :data:`NARROWEST`."""
+    """Return the factors of a configuration without a main width.
+
+    The narrowest level keeps :data:`NARROWEST`.
+    """
     widths = [
         item
         for name, value in values.items()
@@ -288,8 +291,10 @@ def _pyramid_factors(values: Mapping[str, Any]) -> _Factors:
 
 
 def _divisor(size: int, target: int, also: int = 0) -> int:
-    """The largest divisor that leaves at least ``target`` (and 8 of ``also``, which stays a
-    multiple of four, as sections of rotary positions are pairs in two dimensions)."""
+    """Return the largest divisor that leaves at least ``target``, and 8 of ``also``.
+
+    ``also`` stays a multiple of four, as sections of rotary positions are pairs in two dimensions.
+    """
     best = 1
     for divisor in range(1, size // target + 1):
         left, rest = divmod(also, divisor)
@@ -301,7 +306,7 @@ def _divisor(size: int, target: int, also: int = 0) -> int:
 
 
 def _cross_widths(parts: list[PretrainedConfig]) -> dict[int, int]:
-    """What the main width of each part becomes: parts name one another's."""
+    """Return the new main width of each part; parts refer to each other's widths."""
     known: dict[int, int] = {}
     for part in parts:
         width = _main_width(part)
@@ -339,9 +344,9 @@ def _smaller(
         if value is None and name in _INDEXER:
             smaller[name] = _INDEXER[name]
         if name.endswith("_coefficient") and shrink.widths and isinstance(value, float):
-            smaller[name] = min(value, 0.5)  # what EfficientNet has for sizes
+            smaller[name] = min(value, 0.5)  # EfficientNet's sizes
         if name == "axial_pos_shape":
-            smaller[name] = [3, 4]  # what there are of tokens
+            smaller[name] = [3, 4]  # number of token types
         if value is None and name == "num_key_value_heads":
             smaller[name] = HEADS // 2
         if value is None and name == "head_dim" and shrink.widths:
@@ -435,14 +440,14 @@ def _smaller_value(
         if value in cross:
             return cross[value]
         if re.search("intermediate|ffn|feed_forward|mlp_dim|dff", name):
-            return max(16, value // factors.width // 16 * 16)  # nothing else depends on it
+            return max(16, value // factors.width // 16 * 16)  # nothing else depends on this width
         small = max(8, value // factors.width)
         return -(-small // shrink.multiple) * shrink.multiple
     return None
 
 
 def _smaller_rope(value: Any, factors: _Factors) -> Any:
-    """Sections of a head's width shrink with it."""
+    """Shrink sections of a head's width with the head."""
     if not isinstance(value, dict):
         return value
     return {
@@ -454,7 +459,7 @@ def _smaller_rope(value: Any, factors: _Factors) -> Any:
 
 
 def _is_indices(name: str, value: Any, depth: int) -> bool:
-    """Whether a list names layers by number."""
+    """Return True if a list contains layer indices."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
@@ -466,7 +471,7 @@ def _is_indices(name: str, value: Any, depth: int) -> bool:
 
 
 def _kept_layers(values: Mapping[str, Any], depth: int, wanted: int) -> list[int]:
-    """Which layers stay: of every kind one, the first ones besides."""
+    """Return the layers to keep: one of every kind, then the first ones."""
     lists = [
         v
         for v in values.values()

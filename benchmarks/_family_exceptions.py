@@ -1,4 +1,4 @@
-"""What no rule makes fit, mostly as a class's own defaults do not fit each other."""
+"""Exceptions to the shrinking rules, mostly for classes with inconsistent defaults."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from transformers import PPLCNetV3Config
 
 # By configuration class and dotted name.
 AWKWARD: dict[str, dict[str, Any]] = {
-    # Patches of the image, after halving it four times.
+    # Patches of the image after four halvings.
     "JanusVQVAEConfig": {"num_patches": 2},
-    # What one part gives must be as wide as the other one is.
+    # The output width of one part must equal the width of the other.
     "DeepseekOcr2VisionConfig": {"sam_config.downsample_channels": [32, 64]},
-    # Four neighbours side by side are as wide as what comes between.
+    # Four adjacent patches are as wide as the intermediate size.
     "Llama4VisionConfig": {"intermediate_size": 256},
-    # Its defaults project no level.
+    # The defaults project no level.
     "LwDetrConfig": {
         "projector_scale_factors": [1.0],
         "projector_in_channels": [64],
         "num_feature_levels": 1,
     },
-    # A patch is an image of its parts, and their layers are numbered here.
+    # A patch is an image for the sub-models, whose layers are indexed here.
     "DepthProConfig": {
         "patch_size": 64,
         "merge_padding_value": 0,
@@ -29,13 +29,13 @@ AWKWARD: dict[str, dict[str, Any]] = {
         "patch_model_config.image_size": 64,
         "fov_model_config.image_size": 64,
     },
-    # Its channels are of this backbone, though its default is another.
+    # The channels are those of this backbone, which is not the default one.
     "PPOCRV6SmallDetConfig": {
         "layer_list_out_channels": [48, 96, 192, 384],
         "backbone_config": PPLCNetV3Config(scale=0.75, divisor=16, out_indices=[2, 3, 4, 5]),
     },
-    # Its layers of attention share their weights, for which there must be several.
+    # The attention layers share weights, which needs several of them.
     "ZambaConfig": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    # Its head takes the features of all levels.
+    # The head takes the features of all levels.
     "UVDocConfig": {"backbone_config.out_indices": [1, 2, 3, 4, 5, 6]},
 }

@@ -1,4 +1,4 @@
-"""Inputs for a class of model: what its parameters' names and its configuration say."""
+"""Inputs for a model class, derived from its parameter names and its configuration."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from raymm.actors.probe.example_inputs import example_inputs
 from raymm.errors import ModelError
 
 ITEMS, TOKENS = 2, 12
-_SECOND = 1600  # samples of a short sound
+_SECOND = 1600  # samples of a short audio clip
 _FRAMES = 64
 
 
 def text_microbatches(vocabulary: int, count: int = 2) -> list[dict[str, torch.Tensor]]:
-    """Ids, labels and masks: two rows, of which the second one is shorter from the second
-    microbatch on."""
+    """Return ids, labels and masks of two rows; from the second microbatch the second row is
+    shorter.
+    """
     generator = torch.Generator().manual_seed(1)
     found = []
     for number in range(count):
@@ -42,7 +43,7 @@ def text_microbatches(vocabulary: int, count: int = 2) -> list[dict[str, torch.T
 def item_candidates(
     model: nn.Module, config: PretrainedConfig, seed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs to try an encoder with, the likeliest first."""
+    """Yield inputs to try an encoder with, the likeliest first."""
     names = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
     generator = torch.Generator().manual_seed(seed)
 
@@ -53,7 +54,7 @@ def item_candidates(
     makers = _MAKERS.get(first, _IMAGES)
     for make in makers:
         yield from make(first, names, config, random)
-    with contextlib.suppress(ModelError):  # what raymm guesses
+    with contextlib.suppress(ModelError):  # raymm's own guess
         yield {
             name: value * (1 + seed / 3) if value.is_floating_point() else value
             for name, value in example_inputs(model).items()
@@ -83,7 +84,7 @@ def _images(first: str, names: list[str], config: PretrainedConfig, random: Any)
         if "grid_thw" in names or "spatial_shapes" in names:
             break
         yield {first: random(ITEMS, channels, height, width)}
-    if isinstance(frames := _get(config, "num_frames"), int) and sizes:  # images of videos
+    if isinstance(frames := _get(config, "num_frames"), int) and sizes:  # frames of videos
         height, width = (size, size) if isinstance(size, int) else size
         yield {first: random(ITEMS * frames, channels, height, width)}
 
@@ -102,7 +103,7 @@ def _videos(first: str, names: list[str], config: PretrainedConfig, random: Any)
 
 
 def _packed(first: str, names: list[str], config: PretrainedConfig, random: Any) -> Iterator[dict]:
-    """Patches of all images as one list of rows, with the images' grids."""
+    """Return patches of all images as one list of rows, with the grids of the images."""
     grid_name = next((n for n in names if n in ("grid_thw", "image_grid_thw")), None)
     channels = _get(config, "in_channels", "in_chans", "num_channels", default=3)
     patch = _side(_get(config, "patch_size", default=14))
@@ -125,14 +126,14 @@ def _packed(first: str, names: list[str], config: PretrainedConfig, random: Any)
         ):
             yield {first: random(*shape), grid_name: grid, **more}
         yield {first: random(1, rows, channels, patch, patch), grid_name: grid, **more}
-        wide = merge * patch  # a token's patches together
+        wide = merge * patch  # patches of one token
         yield {first: random(rows, wide, wide, channels), grid_name: grid, **more}
     elif isinstance(channels, int) and "temporal_patch_size" in vars(config):
         yield {first: random(ITEMS, times, patch, patch, channels)}
 
 
 def _patches(first: str, names: list[str], config: PretrainedConfig, random: Any) -> Iterator[dict]:
-    """Patches of every image, as rows, with what says where they lie."""
+    """Return the patches of every image as rows, with their positions."""
     channels = _get(config, "num_channels", "in_channels", default=3)
     patch = _side(_get(config, "patch_size", default=16))
     if not isinstance(channels, int) or not isinstance(patch, int):
@@ -207,7 +208,8 @@ def _features(
     encoder = _get(config, "encoder_config", "asr_config", default=None)
     if encoder is not None:
         bins = _get(encoder, "num_mel_bins", "input_dim", default=bins)
-    channels = _get(config, "subsampling_conv_channels")  # Gemma 4 has as many bins as the first
+    # Gemma 4 has as many bins as channels in the first layer
+    channels = _get(config, "subsampling_conv_channels")
     bins = channels[0] if isinstance(channels, list | tuple) else bins
     positions = _get(config, "max_source_positions", default=None)
     length = _get(config, "max_length", default=_FRAMES)
@@ -216,7 +218,7 @@ def _features(
         _FRAMES,
         length,
     ]:
-        stacked = (ITEMS, frames, 4 * bins)  # of several frames
+        stacked = (ITEMS, frames, 4 * bins)  # several stacked frames
         for shape in (
             (ITEMS, bins, frames), (ITEMS, frames, bins), (ITEMS, 1, frames, bins), stacked,
         ):  # fmt: skip

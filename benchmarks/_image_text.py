@@ -1,4 +1,4 @@
-"""Microbatches of images and text, of random numbers."""
+"""Microbatches of random images and text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 def microbatches(
     count: int, rows: int, tokens: int, vocabulary: int, size: int
 ) -> list[dict[str, Any]]:
-    """The same ones whenever they are asked for.
+    """Return the same microbatches on every call.
 
     Args:
-        count: how many.
-        rows: of each, with an image each.
-        tokens: of a row's text.
-        vocabulary: of the tokens.
-        size: of an image, in pixels.
+        count: number of microbatches.
+        rows: rows per microbatch, with one image each.
+        tokens: text tokens per row.
+        size: image side in pixels.
     """
     generator = torch.Generator().manual_seed(0)
     found = []

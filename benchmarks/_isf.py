@@ -13,17 +13,20 @@ from raymm.errors import PlanError
 from raymm.scheduler.minibatch.metrics import dist_ratio, loads
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes, checked, generator
 
-# Below the budget of the padded modalities by this much a group is full (§5.1: Q'_t = Q_t - 128).
+# A group is full when it is within this margin of the budget of the padded modalities (§5.1: Q'_t =
+# Q_t - 128).
 MARGIN = 128
-# Where the search begins, to what lengths are rounded up in it, and tokens per tile down.
+# Start of the search, rounding of lengths during the search, and tokens per tile at its lower end.
 FIRST_BUDGET = 4096
 LENGTH_BIN = 256
 RATIO_STEP = 16
 
 
 def statistical_budgets(sizes: SampleSizes, longest: int | None = None) -> tuple[int, ...]:
-    """Q as §5.1 finds it: of the last modality its longest sample (or what is given), of the
-    others their share of it by the ratio of totals, at least what one sample needs.
+    """Return Q as §5.1 defines it.
+
+    The last modality gets its longest sample (or ``longest``), the others their share of it by the
+    ratio of totals, and each at least the size of one sample.
 
     Raises:
         PlanError: the last modality is empty.
@@ -51,17 +54,15 @@ def plan_isf(
 ) -> MiniBatchPlan:
     """Plan with ISF: sample groups, keep those that are full in one modality, repeat.
 
-    Groups go to steps in random order; those that do not fill a whole step, and samples above a
-    budget, are left out.
+    Groups are assigned to steps in random order. Groups that do not fill a whole step, and samples
+    above a budget, are left out.
 
     Args:
-        sizes, ranks: as everywhere.
-        budgets: Q, what no group exceeds. Default: :func:`statistical_budgets`.
-        full: Q', from which a group is kept. Default: Q, of padded modalities 128 less.
+        budgets: Q, the limits of a group. Default: :func:`statistical_budgets`.
+        full: Q', from which a group is kept. Default: Q, less 128 for padded modalities.
         iterations: T, rounds of sampling and filtering (the paper uses 10).
-        keep_rest: also use the groups that are not full after the last round, as the authors'
-            code does; Algorithm 2 leaves their samples out.
-        seed, epoch: as everywhere.
+        keep_rest: also use the groups that are not full after the last round, as the authors' code
+            does; Algorithm 2 leaves their samples out.
 
     Raises:
         PlanError: fewer groups than ranks, budgets or iterations out of range.
@@ -105,15 +106,17 @@ def isf_groups(
     values: np.ndarray, budgets: np.ndarray, full: np.ndarray, iterations: int, keep_rest: bool,
     random: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Algorithms 1 and 2: (n,) samples of all groups, and (groups + 1,) where they begin.
+    """Run Algorithms 1 and 2.
 
     Args:
         values: (N, M) units of every sample.
-        budgets: (M,) that no group may exceed.
-        full: (M,) from which on a group is full.
-        iterations: rounds of drawing.
-        keep_rest: whether groups that are not full count at the end.
-        random: the generator.
+        budgets: (M,) limits of a group.
+        full: (M,) from which a group is full.
+        iterations: sampling rounds.
+        keep_rest: True to include groups that are not full after the last round.
+
+    Returns:
+        (n,) samples of all groups, and (groups + 1,) their offsets.
     """
     left = np.flatnonzero((values <= budgets).all(1))
     kept: list[np.ndarray] = []
@@ -134,7 +137,7 @@ def isf_groups(
 
 @njit(cache=True)
 def _sample_and_filter(values, order, budgets, full):
-    """Cut the order where a budget would be exceeded; which groups are full in any modality."""
+    """Cut the order at each exceeded budget; mark the groups that are full in any modality."""
     columns = values.shape[1]
     stops = np.empty(order.shape[0], np.int64)
     is_full = np.empty(order.shape[0], np.bool_)
@@ -161,22 +164,21 @@ def _sample_and_filter(values, order, budgets, full):
 def search_budgets(
     sizes: SampleSizes, ranks: int, batch: int = 4, *, iterations: int = 50, seed: int = 0
 ) -> tuple[int, ...]:
-    """Q as the authors' code searches it.
+    """Search Q as the authors' code does.
 
-    From 4096 units of the last modality on, one unit of the first at a time and the others by
-    their ratio to it, until groups have more than ``batch + 1`` samples, or else downwards until
-    some have ``batch`` to ``batch + 1``; of those that have, the Q with the least sum of
-    DistRatios. Ratios are of lengths rounded up to 256, which leaves room in all but the first.
+    Start at 4096 units of the last modality and increase the first by one unit, the others by their
+    ratio to it, until groups have more than ``batch + 1`` samples. If they have too many at the
+    start, decrease until some have ``batch`` to ``batch + 1``. Among these candidates, return the Q
+    with the least sum of DistRatios. Ratios are of lengths rounded up to 256, which leaves room in
+    all but the first.
 
     Args:
-        sizes: of all samples.
         ranks: data-parallel ranks.
-        batch: samples of a group.
-        iterations: of ISF, for each try.
-        seed: of what is random.
+        batch: samples per group.
+        iterations: ISF rounds per candidate.
 
     Raises:
-        PlanError: the first modality is empty, or no budget makes groups of such a number.
+        PlanError: the first modality is empty, or no budget makes groups of this size.
     """
     checked(sizes, ranks)
     if not sizes.totals[0]:
@@ -199,7 +201,7 @@ def search_budgets(
         try:
             plan = plan_isf(sizes, ranks, budgets, iterations=iterations, seed=seed)
             average = len(plan.samples) / plan.groups
-        except PlanError:  # too few groups: as good as too large
+        except PlanError:  # too few groups count as too large
             average = math.inf if unit >= max(tried) else 0.0
         if batch <= average <= batch + 1:
             of_ranks = loads(plan, sizes)
@@ -218,4 +220,4 @@ def search_budgets(
 MINIBATCHES: tuple[Baseline[tuple[SampleSizes, int], MiniBatchPlan], ...] = (
     Baseline("isf", "OmniBal §4.1", lambda problem: plan_isf(*problem)),
 )
-"""From the sizes of all samples and a number of ranks to a plan of an epoch."""
+"""Planners: (sizes of all samples, number of ranks) -> plan of an epoch."""

@@ -1,4 +1,4 @@
-"""Groups that real processes make over gloo, on this machine."""
+"""Process groups that real processes create over gloo on this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from raymm.actors.rank.rendezvous import Rendezvous, Timeouts
 
 
 class CountedRendezvousStore(TcpRendezvousStore):
-    """Counts what is asked of it."""
+    """Store that counts its operations."""
 
     operations = 0
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a key."""
         self.operations += 1
         super().set(key, value)
 
     def get(self, key: str) -> bytes:
-        """A key's value, once it is there."""
+        """Return the value of a key once it is set."""
         self.operations += 1
         return super().get(key)
 
@@ -47,12 +46,12 @@ def _make(me: int, plans: Sequence[ConnectionPlan], port: int, own: bool, result
         calls += 1
         if own:
             _own(place, meeting)
-        else:  # what torch asks for
+        else:  # torch's own operations
             group = dist.new_group(list(meeting.members), timeout=timedelta(seconds=60))
             if me in meeting.members:
                 dist.all_reduce(torch.ones(1), group=group)
     results.put((me, calls, store.operations, time.perf_counter() - begin))
-    dist.barrier()  # the first one's store is everybody's
+    dist.barrier()  # the store of the first process serves all
 
 
 def _own(place: Rendezvous, meeting: RendezvousRound) -> None:
@@ -63,11 +62,15 @@ def _own(place: Rendezvous, meeting: RendezvousRound) -> None:
 
 
 def made(plans: Sequence[ConnectionPlan], own: bool) -> tuple[int, int, float]:
-    """Calls and store operations of the process with the most, and seconds of the slowest.
+    """Create the groups of the plans in one process each.
 
     Args:
-        plans: of the processes.
-        own: each makes its own groups; else all take part in all, as torch's ``new_group`` asks.
+        plans: one per process.
+        own: True if each process creates only its own groups; otherwise all processes take part in
+            all, as torch's ``new_group`` requires.
+
+    Returns:
+        Calls and store operations, each of the process with the most, and seconds of the slowest.
     """
     with socket.create_server((LOCAL, 0)) as free:
         port = free.getsockname()[1]

@@ -11,15 +11,15 @@ from raymm.scheduler.multiplex.roofline import ModuleWork
 
 KINDS = ("star", "layered", "parallel")
 GIB = 2**30
-# About what fitting eq. 8 to the colocations of `benchmarks._colocations` gives.
+# Approximate fit of eq. 8 to the colocations of `benchmarks._colocations`.
 INTERFERENCE = Interference(-0.15, 0.3, 0.35)
 
 
 def random_work(rng: np.random.Generator, name: str, size: float) -> ModuleWork:
-    """A module of ``size`` GPU seconds, compute or memory bound.
+    """Draw a module of ``size`` GPU seconds, compute or memory bound.
 
     Compute intensity varies by an order of magnitude between modules (Mosaic, Table 1), and small
-    ones cannot fill many GPUs.
+    modules cannot fill many GPUs.
     """
     intensity = float(np.exp(rng.uniform(np.log(0.35), np.log(4.0))))
     bytes_ = int(size * GIB * rng.uniform(2.0, 6.0))
@@ -35,7 +35,9 @@ def random_work(rng: np.random.Generator, name: str, size: float) -> ModuleWork:
 
 
 def random_edges(rng: np.random.Generator, kind: str, modules: int) -> list[tuple[int, int]]:
-    """(producer, consumer) of a star (encoders, a backbone, decoders), random layers, or none."""
+    """Draw edges (producer, consumer): a star (encoders, backbone, decoders), random layers, or
+    none.
+    """
     if kind == "parallel":
         return []
     if kind == "star":
@@ -62,8 +64,9 @@ def random_problem(
     seed: int, kind: str, modules: int, gpus: int, interference: Interference = INTERFERENCE,
     memory_over: str = "stage",
 ) -> MappingProblem:
-    """A problem of a kind: log-uniform sizes over a factor of 40, a backbone as large as the
-    largest, 80 GiB of memory on every GPU."""
+    """Draw a problem: log-uniform sizes over a factor of 40, a backbone as large as the largest
+    module, 80 GiB of memory per GPU.
+    """
     rng = np.random.default_rng([seed, KINDS.index(kind), modules, gpus])
     edges = random_edges(rng, kind, modules)
     sizes = np.exp(rng.uniform(np.log(0.05), np.log(2.0), modules))

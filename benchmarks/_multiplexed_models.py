@@ -1,20 +1,20 @@
 """CLIP-, ImageBind- and OFASys-shaped mapping problems.
 
-Work follows Mosaic's Table 1 (layers, TFLOPs and FLOPs per byte of a module), where it has the
-module; the other modules of these models are given work like that of their kind.
+Work follows Mosaic's Table 1 (layers, TFLOPs and FLOPs per byte of a module) where it lists the
+module; other modules get the work of similar ones.
 
-A module is a sequence of kernels: products, bound by arithmetic, take turns with kernels that move
-data (norms, softmax, activation functions), bound by memory bandwidth. Their times add up, rather
-than hide behind each other as within one kernel, so a module with half of the multiprocessors keeps
-more than half of its speed, and it uses the memory bus a third to a half of its time, not nearly
-always. That is the under-use that Mosaic sets out from (§2.2: modules of low intensity "fail to
-fully monopolize" the multiprocessors; 27 % to 38 % utilization with whole GPUs, Fig. 10) and what
-makes sharing worthwhile: with a module as one ideal kernel, shares of a GPU gain hardly anything
-over turns. Modules on one GPU disturb each other as on a shared bus
+A module is a sequence of kernels: matrix products, bound by arithmetic, alternate with kernels that
+move data (norms, softmax, activation functions), bound by memory bandwidth. Their times add up
+instead of overlapping as within one kernel. So a module with half of the multiprocessors keeps more
+than half of its speed, and it uses the memory bus for a third to a half of its time. Mosaic starts
+from this under-utilization (§2.2: modules of low intensity "fail to fully monopolize" the
+multiprocessors; 27 % to 38 % utilization with whole GPUs, Fig. 10), and it is the reason that
+sharing pays off: if a module were one ideal kernel, shares of a GPU would gain hardly anything over
+time slices. Modules on one GPU disturb each other as on a shared bus
 (:mod:`benchmarks._colocations`).
 
-Times are stretched so that stages take hundreds of milliseconds to seconds: long beside what the
-actors themselves take, even eight of them on two cores.
+Times are stretched so that stages take hundreds of milliseconds to seconds, which is long compared
+with the overhead of the actors, even for eight of them on two cores.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.roofline import ModuleWork
 
-# FLOPs per byte at which arithmetic and memory traffic take equally long.
+# FLOPs per byte at which arithmetic and memory traffic take the same time.
 RIDGE_INTENSITY = 20.0
-# A module of so many TFLOPs has enough parallel work for all multiprocessors of one GPU.
+# A module of this many TFLOPs has enough parallel work for all multiprocessors of one GPU.
 TFLOPS_PER_GPU = 0.5
-# Of modules on a shared bus: their use of it times that of the others, as a share of their time.
+# Interference on a shared bus: own use times that of the others, as a share of a module's time.
 INTERFERENCE = Interference(product=1.0, unit="relative", coupling="own")
 
 
 class Kind(NamedTuple):
-    """A module's TFLOPs, FLOPs per byte, and layers."""
+    """TFLOPs, FLOPs per byte, and layers of a module."""
 
     tflops: float
     intensity: float
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: modules, dependencies, and which of them compare all samples."""
+    """Model: modules, dependencies, and the modules that compare all samples."""
 
     modules: dict[str, Kind]
     edges: tuple[tuple[str, str], ...]
@@ -55,11 +55,11 @@ class Shape:
 
     @property
     def layers(self) -> dict[str, int]:
-        """Of every module."""
+        """Return the number of layers of every module."""
         return {name: kind.layers for name, kind in self.modules.items()}
 
     def problem(self) -> MappingProblem:
-        """The problem, with a roofline surface for every module."""
+        """Return the problem, with a roofline surface for every module."""
         degrees = [1 << j for j in range(self.gpus.bit_length())]
         surfaces = [
             roofline_surface(_work(name, kind, self.seconds_per_tflop), degrees)

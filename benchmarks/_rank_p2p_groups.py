@@ -1,4 +1,4 @@
-"""Who sends to whom where every rank is one process."""
+"""P2P groups for ranks that are one process each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raymm.scheduler.plan.stage import Edge, StageId
 def p2p_groups_between_ranks(
     edges: Sequence[Edge], ranks: Mapping[StageId, int]
 ) -> tuple[tuple[Edge, tuple[P2PGroup, ...]], ...]:
-    """Whose messages go along data edges and back, where every rank is one process.
+    """Return the P2P groups of data edges, in both directions, if every rank is one process.
 
     Args:
         edges: data edges between stages.
-        ranks: of every stage.
+        ranks: stage -> rank.
     """
     return tuple(
         (edge, (P2PGroup((ranks[edge[0]],), (ranks[edge[1]],), direction),))

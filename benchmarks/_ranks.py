@@ -1,13 +1,13 @@
-"""Processes in one gloo group for benchmarks without Ray, if wanted on a slow network.
+"""Processes in one gloo group for benchmarks without Ray, optionally on a slow network.
 
-How the network is slowed, best first:
+Ways to slow the network, best first:
 
-- ``namespace``: the benchmark's process moves to a network namespace of its own, whose loopback
-  gets a token bucket filter (``tc ... tbf``) that all ranks share. Needs root and iproute2;
-  nothing outside the namespace changes, and it is gone with the benchmark.
-- ``emulated``: on its own clock, every rank holds back what it receives until a link with its
-  share of the rate would have brought it. Bytes still cross the real loopback.
-- ``none``: the loopback as it is.
+- ``namespace``: the benchmark's process moves to a new network namespace, whose loopback gets a
+  token bucket filter (``tc ... tbf``) that all ranks share. Needs root and iproute2. Nothing
+  outside the namespace changes, and it ends with the benchmark.
+- ``emulated``: every rank delays received messages, by its own clock, until a link with its share
+  of the rate would have delivered them. Bytes still cross the real loopback.
+- ``none``: the unchanged loopback.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from raymm.kernels.collectives.p2p import Exchange, Pending, Shape
 LIMITS = ("namespace", "emulated", "none")
 TIMEOUT = timedelta(seconds=180)
 _CLONE_NEWNET = 0x40000000  # <sched.h>
-# Bytes that may pass at once: more than the loopback's largest packet (64 KiB).
+# Burst size in bytes: more than the loopback's largest packet (64 KiB).
 _BURST = 256 * 1024
-# Bytes that may wait: more than all sockets have under way, so that none are dropped.
+# Queue size in bytes: more than all sockets have in flight, so that no packet is dropped.
 _QUEUE = 64 * 1024 * 1024
 
 
 def slow_network(limit: str, gbit: float) -> tuple[str, str]:
-    """Put this process, and those it starts from now on, on a loopback of ``gbit`` Gbit/s.
+    """Limit the loopback of this process and its future children to ``gbit`` Gbit/s.
 
     Args:
-        limit: one of :data:`LIMITS`, or ``auto``: the first that works.
+        limit: one of :data:`LIMITS`, or ``auto`` for the first that works.
 
     Returns:
-        Which one it is, and why it is not the namespace (or empty).
+        The limit in use, and the reason why it is not the namespace (or empty).
 
     Raises:
-        RuntimeError: the namespace was asked for and cannot be had.
+        RuntimeError: the namespace was required and is not available.
     """
     if limit not in ("auto", "namespace"):
         return limit, "not asked for"
@@ -66,7 +66,7 @@ def slow_network(limit: str, gbit: float) -> tuple[str, str]:
 
 
 def _limited_namespace(gbit: float) -> None:
-    # Before the move: a new namespace's loopback is down, and there is no way back.
+    # Check before the move, which cannot be undone: a new namespace's loopback is down.
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise OSError(f"{tool} (iproute2) is not installed")
@@ -82,7 +82,7 @@ def _limited_namespace(gbit: float) -> None:
 
 
 class EmulatedLink(Exchange):
-    """An exchange whose messages arrive as over a link of ``bytes_per_s`` into this rank."""
+    """Exchange whose messages arrive as over a link of ``bytes_per_s`` into this rank."""
 
     def __init__(self, group: dist.ProcessGroup, bytes_per_s: float) -> None:
         super().__init__(group)
@@ -94,7 +94,9 @@ class EmulatedLink(Exchange):
         receives: Sequence[tuple[int, Shape]],
         device: torch.device,
     ) -> Pending:
-        """As :meth:`Exchange.start`; the link is taken from when the receive is posted."""
+        """Start an exchange as :meth:`Exchange.start` does; the link is busy from the posted
+        receive on.
+        """
         pending = super().start(sends, receives, device)
         size = sum(tensor.nbytes for tensor in pending.received)
         self._free_at = max(self._free_at, time.monotonic()) + size / self._bytes_per_s
@@ -102,7 +104,7 @@ class EmulatedLink(Exchange):
 
 
 class _Arrival:
-    """A work handle that is done at a time."""
+    """Work handle that completes at a given time."""
 
     def __init__(self, at: float) -> None:
         self._at = at
@@ -118,10 +120,10 @@ class Ranks:
         self._processes, self._pipes = processes, pipes
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """``function(group, **kwargs)`` on every rank; what each returned.
+        """Call ``function(group, **kwargs)`` on every rank and return the results.
 
         Raises:
-            RuntimeError: with the traceback of a rank on which it failed, or that is silent.
+            RuntimeError: a rank failed (with its traceback) or did not answer.
         """
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, kwargs))
@@ -153,8 +155,10 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
 
 @contextlib.contextmanager
 def gloo_ranks(size: int) -> Iterator[Ranks]:
-    """``size`` processes of one thread each, in a gloo group on the loopback; ended on leaving,
-    by force if they hang."""
+    """Start ``size`` single-threaded processes in a gloo group on the loopback.
+
+    They are stopped on exit, by force if they hang.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

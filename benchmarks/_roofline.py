@@ -1,4 +1,4 @@
-"""Scaling surfaces from a module's work alone."""
+"""Scaling surfaces derived from a module's work alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from raymm.scheduler.multiplex.roofline import ModuleWork
 
 
 def roofline_surface(work: ModuleWork, degrees: Sequence[int], steps: int = 10) -> ScalingSurface:
-    """The surface sampled at these degrees and every quota.
+    """Sample the surface at these degrees and every quota.
 
     Raises:
-        PlanError: naming the field that does not fit.
+        PlanError: a field is out of range; the message names it.
     """
     whole(steps, "steps", 1)
     for i, degree in enumerate(degrees):

@@ -1,4 +1,4 @@
-"""Rows of every form, with media and files of every form, each with its conversion by hand."""
+"""Rows, media and files in all supported forms, each with a conversion written by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyarrow import parquet
 from benchmarks._row_reference import Expected
 
 SOUND_RATE = 16_000
-# The clip: frames and frames per second; frames per second of an item, and which frames those are.
+# The clip: frames, frames per second, frames per second of an item, and indices of those frames.
 CLIP_FRAMES, CLIP_RATE, ITEM_RATE = 16, 8, 2
 ITEM_FRAMES = (0, 4, 8, 12)
 CLIP = {
@@ -52,12 +52,12 @@ class Case:
     """Rows of one form, with media of one form, in files of one form.
 
     Attributes:
-        form, media, file: names of the three; together a name of the case.
-        rows: values of the rows, as the file has them.
-        expected: what each row is.
-        needs: ``"tools"``, ``"thinks"``: what the template has to have; ``"tokenizer"``,
-            ``"processor"``: rows that are for a model of text, or for one of media.
-        config: further values of ``data``.
+        form, media, file: names of the three; together they name the case.
+        rows: values of the rows, as in the file.
+        expected: conversion of each row.
+        needs: required features of the template (``"tools"``, ``"thinks"``) or of the model
+            (``"tokenizer"`` for text alone, ``"processor"`` for media).
+        config: additional values of the section ``data``.
     """
 
     form: str
@@ -70,12 +70,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """All three."""
+        """Return the three names, joined."""
         return f"{self.form} | {self.media} | {self.file}"
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of its media items."""
+        """Return the kinds of the media items."""
         return {
             part["type"] for row in self.expected for message in row.messages or ()
             if isinstance(message.get("content"), list) for part in message["content"]
@@ -83,11 +83,7 @@ class Case:
 
 
 class Media:
-    """Pictures, a clip and sounds in a folder.
-
-    Args:
-        folder: gets the files.
-    """
+    """Pictures, a clip and sounds, written to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,16 +104,16 @@ class Media:
             container.mux(stream.encode())
 
     def bytes(self, name: str) -> bytes:
-        """Content of a file."""
+        """Return the content of a file."""
         return (self.folder / name).read_bytes()
 
     def text(self, name: str) -> str:
-        """Base64 of a file."""
+        """Return a file in Base64."""
         return base64.b64encode(self.bytes(name)).decode()
 
     @cache  # noqa: B019  one object of a run
     def item(self, name: str) -> dict[str, Any]:
-        """A message part with a file's decoded item."""
+        """Return a message part with a file's decoded item."""
         if name.endswith(".png"):
             return {"type": "image", "image": Image.open(self.folder / name).convert("RGB")}
         if name.endswith(".wav"):
@@ -129,11 +125,11 @@ class Media:
 
 
 def convert(turns: Sequence[Turn], items: Sequence[dict[str, Any]] = ()) -> list[Value]:
-    """Convert turns to messages: ``<image>`` in a text becomes the next item.
+    """Convert turns to messages; ``<image>`` in a text becomes the next item.
 
     Args:
-        turns: role and text.
-        items: parts of media, in order.
+        turns: (role, text) pairs.
+        items: media parts, in order.
     """
     left, messages = list(items), []
     for role, text in turns:
@@ -150,7 +146,7 @@ def convert(turns: Sequence[Turn], items: Sequence[dict[str, Any]] = ()) -> list
     return messages
 
 
-# Forms of rows: turns -> columns. Their texts may have marks.
+# Forms of rows: turns -> columns. Texts may contain marks.
 _NAMES = {"user": "human", "assistant": "gpt", "system": "system"}
 
 
@@ -205,10 +201,10 @@ FORMS: dict[str, Callable[[Sequence[Turn]], Value]] = {
 _ONE: tuple[Turn, ...] = (("user", "How is the weather in Paris?"), ("assistant", "It is sunny."))
 _TWO = (("user", "Hello."), ("assistant", "Hello. What is it?"), *_ONE)
 _SYSTEM = (("system", "Let me think."), *_ONE)
-_SHORT = ("alpaca",)  # forms of one question and one answer
+_SHORT = ("alpaca",)  # forms with one question and one answer
 
 
-# Files: rows -> the path to open.
+# Files: rows -> path to open.
 def _lines(rows: Sequence[Value]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -251,11 +247,11 @@ FILES = tuple(_WRITERS)
 
 
 def write(case: Case, folder: Path) -> Path:
-    """Write the rows of a case into a folder that has the media; returns the path to open."""
+    """Write the rows of a case into a folder that has the media; return the path to open."""
     first = None
     for name, data in _WRITERS[case.file](case.rows).items():
         path = folder / name
-        if not path.parent.is_dir():  # a folder of rows has their media
+        if not path.parent.is_dir():  # a folder of rows contains their media
             path.parent.mkdir()
             for file in folder.glob("*.png"):
                 shutil.copy(file, path.parent)
@@ -266,10 +262,10 @@ def write(case: Case, folder: Path) -> Path:
 
 
 def cases(media: Media) -> Iterator[Case]:
-    """All cases.
+    """Yield all cases.
 
     Args:
-        media: the files that rows name; they lie in the folder of the rows.
+        media: files that rows name, in the folder of the rows.
     """
     yield from _text_forms()
     yield from _special_forms()
@@ -285,7 +281,7 @@ def _case(form: str, file: str, *conversations: Sequence[Turn]) -> Case:
 
 
 def _expected(form: str, turns: Sequence[Turn], items: Sequence[Value] = ()) -> Expected:
-    """Convert turns; of a prompt with a completion, the completion alone is learned."""
+    """Convert turns; in a prompt with a completion, only the completion is learned."""
     replies = sum(role == "assistant" for role, _ in turns)
     learned = (False,) * (replies - 1) + (True,) if form.startswith("prompt/completion") else None
     return Expected(convert(turns, items), learned=learned)
@@ -425,7 +421,7 @@ def _pictures(media: Media) -> Iterator[Case]:
             yield Case(form, "images: list, two turns", "jsonl",
                        [make(turns) | {"images": ["a.png", "b.png"]}],
                        [_expected(form, turns, [a, b])])
-    # Some processors make other tokens of one picture than of several.
+    # Some processors encode one picture differently from several.
     third = (("user", "Say"), ("assistant", "First"), *turns, ("user", "<image>"), answer)
     yield Case("messages", "images: list, three turns", "jsonl",
                [_messages(third) | {"images": ["a.png", "b.png", "a.png"]}],

@@ -1,4 +1,4 @@
-"""Folders of tiny processors and tokenizers, each with the shape of a published template."""
+"""Folders of tiny processors and tokenizers, each with a published chat template's shape."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _QWEN_SIZE = {
 
 @dataclass(frozen=True)
 class Target:
-    """What reads the rows.
+    """Processor or tokenizer that reads the rows.
 
     Attributes:
         shape: name of its template.
         processor: class of the processor; None for a tokenizer alone.
-        parts: argument of the processor -> makes it.
-        options: further arguments of the processor.
-        tokens: special tokens besides those of the template.
+        parts: argument of the processor -> factory.
+        options: additional arguments of the processor.
+        tokens: special tokens in addition to those of the template.
         named: attribute of the tokenizer -> special token.
-        media: kinds of items that it takes.
-        training: the template is TRL's variant with generation blocks.
+        media: accepted kinds of items.
+        training: True for TRL's variant of the template with generation blocks.
     """
 
     shape: str
@@ -44,7 +44,7 @@ class Target:
 
     @property
     def template(self) -> str:
-        """Jinja text of its template."""
+        """Return the Jinja text of the template."""
         shape = SHAPES[self.shape]
         text = shape.training if self.training else shape.template
         assert text is not None, f"TRL has no training template of {self.shape}"
@@ -114,7 +114,7 @@ TARGETS: dict[str, Target] = {
 
 
 def save(target: Target, folder: Path) -> Path:
-    """Save the processor or the tokenizer of a target; returns its folder."""
+    """Save the processor or the tokenizer of a target; return its folder."""
     shape = SHAPES[target.shape]
     tokenizer = make_tokenizer(shape, target.tokens, target.named)
     if target.processor is None:

@@ -1,9 +1,9 @@
-"""What transformers makes of one conversation: the reference for rows of every form.
+"""Conversion of one conversation by transformers alone: the reference for rows of every form.
 
-Nothing here imports raymm. Token ids and media tensors are those of the processor's (or the
-tokenizer's) own ``apply_chat_template``. Labels follow a slow definition: the assistant's turns are
-found in the rendered text by their header and the token that ends them, both written down here for
-every template; templates with ``{% generation %}`` blocks say themselves what is learned.
+Nothing here imports raymm. Token ids and media tensors come from ``apply_chat_template`` of the
+processor or tokenizer. Labels follow a slow definition: the assistant's turns are found in the
+rendered text by their header and their end token, both listed here for every template. Templates
+with ``{% generation %}`` blocks mark the learned text themselves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks._templates import Shape
 IGNORED = -100
 _CHATML = r"<\|im_start\|>assistant\n"
 _LLAMA = r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
-# Template -> pattern of what stands before an assistant's turn: the end of the generation prompt,
-# without a block of reasoning that the prompt opens.
+# Template -> pattern of the text before an assistant's turn: the end of the generation prompt,
+# without a reasoning block that the prompt opens.
 _HEADERS = {
     **dict.fromkeys((
         "chatml", "qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5_think", "internvl",
@@ -36,16 +36,16 @@ _HEADERS = {
     "idefics3": r"Assistant:", "smolvlm": r"Assistant:",
     "glm4moe": r"<\|assistant\|>", "glm4_5v": r"<\|assistant\|>",
 }  # fmt: skip
-# Text around the token of an item, which the template writes for it.
+# Text around an item's token that the template writes.
 _BEFORE = re.compile(r"(?:<\|vision_start\|>|<\|begin_of_(?:image|video)\|>)$")
 _AFTER = re.compile(r"<\|vision_end\|>|<\|end_of_(?:image|video)\|>")
-# GLM has no token that ends a turn: the model writes the next role, which the last turn lacks.
+# GLM has no end-of-turn token: the model writes the next role, which the last turn lacks.
 _GLM_END = r"<\|(?:user|observation|system)\|>|$"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A row, converted by hand.
+    """Row, converted by hand.
 
     Attributes:
         messages: as ``apply_chat_template`` takes them; a media part holds its decoded item under
@@ -53,8 +53,8 @@ class Expected:
         text: plain text instead of messages; ``{eos}`` is the tokenizer's end of text.
         prompt: characters at the start of ``text`` that are not learned.
         tools: function definitions.
-        template: further arguments of the template.
-        learned: for each message of the assistant, whether it has labels; None for all.
+        template: additional arguments of the template.
+        learned: one bool per assistant message, True if it has labels; None for all.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -66,11 +66,11 @@ class Expected:
 
 
 class CannotRenderError(Exception):
-    """The template or the processor refuses the conversation."""
+    """Error for a conversation that the template or the processor rejects."""
 
 
 def media_items(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Kind and value of every media item of a conversation, in order."""
+    """Yield kind and value of every media item of a conversation, in order."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -79,7 +79,7 @@ def media_items(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, An
 
 
 def as_taken(messages: Sequence[Mapping[str, Any]], shape: Shape) -> list[dict[str, Any]]:
-    """Convert contents to what the template renders, which its user has to know."""
+    """Convert contents to the form that the template renders, as its users have to."""
     converted = []
     for message in messages:
         content, takes = message.get("content"), shape.takes
@@ -96,13 +96,12 @@ def as_taken(messages: Sequence[Mapping[str, Any]], shape: Shape) -> list[dict[s
 def reference(
     processor: Any, shape_name: str, shape: Shape, row: Expected, clip: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return what a processor or tokenizer makes of one row, with ``labels``.
+    """Return the processor's or tokenizer's output for one row, with ``labels``.
 
     Args:
         processor: a processor with a tokenizer, or a tokenizer.
         shape_name: name of the template in ``SHAPES``.
         shape: template of the processor.
-        row: the row.
         clip: ``video_metadata`` of every video.
 
     Raises:
@@ -117,7 +116,7 @@ def reference(
     try:
         text = processor.apply_chat_template(messages, tokenize=False, **arguments)
         output = _encode(processor, tokenizer, messages, text, arguments, clip)
-    except Exception as error:  # whatever a template or a processor raises
+    except Exception as error:  # templates and processors raise errors of any type
         raise CannotRenderError(f"{type(error).__name__}: {error}") from error
     for message in messages:  # a string or a list with one text
         if message["role"] == "system" and (said := message["content"]) and (
@@ -129,7 +128,7 @@ def reference(
     if len(replaced) != len(list(media_items(messages))):
         raise CannotRenderError(f"{len(replaced)} placeholders in {text!r}")
     if "{% generation" in template or "{%- generation" in template:
-        # As in transformers, a key without a value is left out.
+        # As in transformers, keys without a value are left out.
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         _, indices = render_jinja_template(
             conversations=[given], chat_template=template, return_assistant_tokens_mask=True,
@@ -152,13 +151,16 @@ def reference(
     for place, span in enumerate(offsets):
         if not any(map(_overlaps(span), spans)) or any(map(_overlaps(span), items)):
             labels[0, place] = IGNORED
-    labels[0, 0] = IGNORED  # nothing predicts the first token
+    labels[0, 0] = IGNORED  # no token predicts the first token
     return {**output, "labels": labels}
 
 
 def turns(text: str, shape_name: str, shape: Shape) -> list[tuple[int, int]]:
-    """Return the spans of the assistant's turns in a rendered text: from after the header to the
-    end of the token that ends the turn, with the line break that the template writes there."""
+    """Return the spans of the assistant's turns in a rendered text.
+
+    A span begins after the header and ends with the end-of-turn token and the line break that the
+    template writes after it.
+    """
     header = re.compile(_HEADERS[shape_name])
     end = re.compile(_GLM_END if shape_name.startswith("glm") else re.escape(shape.eos) + r"\n*")
     spans, place = [], 0
@@ -171,8 +173,9 @@ def turns(text: str, shape_name: str, shape: Shape) -> list[tuple[int, int]]:
 
 
 def trl_mask(processor: Any, row: Expected, shape: Shape, clip: Mapping[str, Any]) -> Any:
-    """Return input ids and labels as TRL's ``assistant_only_loss`` has them; None if TRL does not
-    support the template."""
+    """Return input ids and labels of TRL's ``assistant_only_loss``; None if TRL does not support
+    the template.
+    """
     from trl.chat_template_utils import get_training_chat_template
 
     if row.messages is None or row.learned is not None:
@@ -198,11 +201,11 @@ def _options(processor: Any, clip: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tokenizer: Any, processor: Any, row: Expected) -> dict[str, torch.Tensor]:
-    """Text without a template: all of it is learned, or all after the prompt."""
+    """Encode text without a template: all of it is learned, or all after the prompt."""
     text = (row.text or "").replace("{eos}", tokenizer.eos_token)
     output = dict(processor(text=[text], return_tensors="pt"))
     first, second = output["input_ids"][0, :2].tolist()
-    if first == second == tokenizer.bos_token_id:  # Mllama's processor writes one as well
+    if first == second == tokenizer.bos_token_id:  # Mllama's processor adds one as well
         output = dict(processor(text=[text], return_tensors="pt", add_special_tokens=False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     labels = output["input_ids"].clone()
@@ -237,25 +240,25 @@ def _encode(
 
 
 def _replaced(processor: Any, text: str, offsets: Any) -> list[dict[str, Any]]:
-    """Spans of placeholders in the rendered text, and of what they became."""
+    """Return the spans of placeholders in the rendered text, with their replacements."""
     if isinstance(offsets, list):
         return offsets[0] if offsets else []
     mark = getattr(processor, "image_token", None)
     places = [match.span() for match in re.finditer(re.escape(mark), text)] if mark else []
-    return [{"span": place, "new_span": place} for place in places]  # as Mllama's stay
+    return [{"span": place, "new_span": place} for place in places]  # Mllama keeps its placeholders
 
 
 def _item_span(
     text: str, span: tuple[int, int], replaced: Sequence[Mapping[str, Any]]
 ) -> tuple[int, int]:
-    """Place of an item in the text with expanded placeholders, with what is around its token."""
+    """Return the span of an item in the expanded text, including the text around its token."""
     before, after = _BEFORE.search(text[: span[0]]), _AFTER.match(text, span[1])
     start, stop = before.start() if before else span[0], after.end() if after else span[1]
     return _moved(start, replaced), _moved(stop, replaced)
 
 
 def _moved(place: int, replaced: Sequence[Mapping[str, Any]]) -> int:
-    """A place in the rendered text -> the same in the text with expanded placeholders."""
+    """Convert an offset in the rendered text to the text with expanded placeholders."""
     before = [item for item in replaced if item["span"][1] <= place]
     return place + (before[-1]["new_span"][1] - before[-1]["span"][1] if before else 0)
 

@@ -1,4 +1,4 @@
-"""Bytes of the messages that a plan has against those that its ranks send."""
+"""Planned message bytes compared with the bytes that the ranks send."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TWO, _HALF = ParallelSpec(pp=2), RankResources(cpus=0.5)
 
 
 def planned_bytes(plan: Plan, microbatches: int) -> dict[Edge, int]:
-    """Return bytes by directed edge between ranks, of a step in which everything is trained.
+    """Return bytes per directed edge between ranks, for a step in which all modules are trained.
 
     Args:
-        plan: with a profile.
-        microbatches: of the step.
+        plan: plan with a profile.
+        microbatches: microbatches per step.
     """
     sent = {}
     for (src, dst), nbytes in edge_bytes(plan, stage_costs(plan)).items():
@@ -45,11 +45,7 @@ def planned_bytes(plan: Plan, microbatches: int) -> dict[Edge, int]:
 
 
 def sent_bytes(running: PlannedModule) -> dict[Edge, int]:
-    """Return bytes by directed edge that ranks have sent so far.
-
-    Args:
-        running: the ranks.
-    """
+    """Return the bytes that ranks have sent so far, per directed edge."""
     sent: Counter[Edge] = Counter()
     for of_process in running.group.call("sent_bytes"):
         sent.update(of_process)
@@ -57,8 +53,9 @@ def sent_bytes(running: PlannedModule) -> dict[Edge, int]:
 
 
 def message_rows() -> Iterator[dict[str, Any]]:
-    """Run a step of a pipeline of every kind of model on Ray's cluster, and yield planned and sent
-    bytes by edge."""
+    """Run a step of a pipeline of every kind of model on Ray; yield planned and sent bytes per
+    edge.
+    """
     for name, model, microbatch in _models():
         loads = microbatch_workload(model, microbatch).by_module
         profile = analytic_profile(model, loads, "cpu", "fp32")

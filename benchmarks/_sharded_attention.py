@@ -1,7 +1,7 @@
-"""One attention call over ranks, timed, its bytes counted, and checked against one process.
+"""Context-parallel attention calls: timed, bytes counted, and checked against one process.
 
-What runs in the processes of ``benchmarks._ranks``, and what the benchmark makes of their
-answers.
+Contains the functions that run in the processes of ``benchmarks._ranks`` and the evaluation of
+their results.
 
 Legend: ``Hq`` query heads, ``Hk`` key heads, ``D`` head dim.
 """
@@ -29,11 +29,11 @@ from raymm.scheduler.context_parallel.traffic import AttentionShape, method_byte
 
 @dataclass(frozen=True)
 class Call:
-    """An attention layer's call.
+    """Call of an attention layer.
 
     Attributes:
-        mask: of the whole sequence.
-        queries, keys: who has which rows and keys.
+        mask: mask of the whole sequence.
+        queries, keys: distribution of rows and of keys over ranks.
         heads: Hq, Hk.
         head_dim: D.
         dtype: name of a torch dtype.
@@ -50,14 +50,14 @@ class Call:
 
     @property
     def shape(self) -> AttentionShape:
-        """What decides the bytes."""
+        """Return the quantities that determine the bytes."""
         size = getattr(torch, self.dtype).itemsize
         return AttentionShape(
             self.queries.sizes, self.keys.sizes, *self.heads, self.head_dim, size, 4
         )
 
     def needed(self) -> list[list[int]]:
-        """(n, n): how many keys of the second rank rows of the first can see."""
+        """Return (n, n): number of keys of the second rank that rows of the first can see."""
         return [
             [
                 sum(stop - start for start, stop in needed_keys((self.mask,), rows, keys))
@@ -67,7 +67,7 @@ class Call:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Query, key, value and gradient of the output of all tokens, (1, H, T, D)."""
+        """Return query, key, value and output gradient of all tokens, each (1, H, T, D)."""
         generator = torch.Generator().manual_seed(0)
         (hq, hk), (rows, keys) = self.heads, self.mask.shape
         return [
@@ -77,7 +77,7 @@ class Call:
 
 
 class Timing(NamedTuple):
-    """One forward and backward on one rank: seconds, and payload bytes sent."""
+    """Seconds and payload bytes sent of one forward and backward on one rank."""
 
     start: float
     stop: float
@@ -89,7 +89,7 @@ class Timing(NamedTuple):
 class Measured(NamedTuple):
     """One forward and backward on all ranks.
 
-    ``seconds`` from the first start to the last end, CPU seconds and bytes of every rank.
+    ``seconds`` is from the first start to the last end; CPU seconds and bytes are per rank.
     """
 
     seconds: float
@@ -99,10 +99,10 @@ class Measured(NamedTuple):
 
 
 def measure(ranks: Ranks, call: Call, method: str) -> Measured:
-    """Run it once.
+    """Run the call once.
 
     Raises:
-        RuntimeError: if other bytes are sent than the formulas say.
+        RuntimeError: the sent bytes differ from the formulas.
     """
     found = ranks.run(run_on_rank, call=call, method=method)
     measured = Measured(
@@ -118,14 +118,14 @@ def measure(ranks: Ranks, call: Call, method: str) -> Measured:
 
 
 def write_expected(call: Call, rows: slice, path: Path) -> float:
-    """Dense float64 attention of some rows, for :func:`largest_error`.
+    """Write dense float64 attention of some rows, for :func:`largest_error`.
 
-    The output's gradient is zeroed outside ``rows``; then these rows alone decide every
-    gradient: dQ of the other rows is zero, and nothing else reaches dK and dV.
+    The output's gradient is zeroed outside ``rows``; then these rows alone determine every
+    gradient: dQ of the other rows is zero, and dK and dV depend on nothing else.
 
     Returns:
-        The largest relative error of O (in these rows), dQ, dK and dV of raymm's attention in
-        this one process, in the call's dtype.
+        Largest relative error of O (in these rows), dQ, dK and dV of raymm's attention in this
+        process, in the call's dtype.
     """
     query, key, value, grad = (t.double() for t in call.tensors())
     inputs = [t.requires_grad_() for t in (query[:, :, rows], key, value)]
@@ -147,10 +147,10 @@ def write_expected(call: Call, rows: slice, path: Path) -> float:
 
 
 def largest_error(ranks: Ranks, call: Call, method: str, rows: slice, path: Path) -> float:
-    """The largest relative error of O (in ``rows``), dQ, dK and dV over ranks, at full size.
+    """Return the largest relative error of O (in ``rows``), dQ, dK and dV over ranks, at full size.
 
     Args:
-        rows, path: as given to :func:`write_expected`.
+        rows, path: same as for :func:`write_expected`.
     """
     found = ranks.run(errors_on_rank, call=call, method=method, rows=rows, path=str(path))
     errors, norms = (torch.tensor(part).sum(dim=0) for part in zip(*found, strict=True))
@@ -158,7 +158,7 @@ def largest_error(ranks: Ranks, call: Call, method: str, rows: slice, path: Path
 
 
 def run_on_rank(group: dist.ProcessGroup, call: Call, method: str) -> Timing:
-    """In a rank's process: one timed forward and backward."""
+    """Run one timed forward and backward in a rank's process."""
     context, (query, key, value, grad) = _local(group, call, call.tensors())
     exchange = context.exchange
     dist.barrier(group)
@@ -175,7 +175,7 @@ def run_on_rank(group: dist.ProcessGroup, call: Call, method: str) -> Timing:
 def errors_on_rank(
     group: dist.ProcessGroup, call: Call, method: str, rows: slice, path: str
 ) -> tuple[list[float], list[float]]:
-    """In a rank's process: squared errors and squared norms of O, dQ, dK and dV."""
+    """Return squared errors and squared norms of O, dQ, dK and dV in a rank's process."""
     context, (query, key, value, grad) = _local(group, call, _only(rows, call.tensors()))
     out = context_attention(query, key, value, call.mask, context, method=method)
     out.backward(grad)
@@ -197,7 +197,7 @@ def errors_on_rank(
 
 
 def bandwidth_on_rank(group: dist.ProcessGroup, megabytes: int) -> float:
-    """In a rank's process: bytes per second from rank 0 to rank 1, as rank 1 sees it."""
+    """Measure bytes per second from rank 0 to rank 1 at rank 1."""
     payload = torch.zeros(megabytes * 10**6, dtype=torch.uint8)
     dist.barrier(group)
     start = time.monotonic()
@@ -211,7 +211,7 @@ def bandwidth_on_rank(group: dist.ProcessGroup, megabytes: int) -> float:
 
 
 def _only(rows: slice, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a call, the output's gradient zeroed outside ``rows``."""
+    """Return the tensors of a call with the output's gradient zeroed outside ``rows``."""
     grad = torch.zeros_like(tensors[3])
     grad[:, :, rows] = tensors[3][:, :, rows]
     return [*tensors[:3], grad]
@@ -220,7 +220,7 @@ def _only(rows: slice, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _local(
     group: dist.ProcessGroup, call: Call, tensors: list[torch.Tensor]
 ) -> tuple[ContextGroup, list[torch.Tensor]]:
-    """This rank's end of the group and its part of the tensors."""
+    """Return this rank's context group and its shard of the tensors."""
     if call.link_gbit:
         exchange = EmulatedLink(group, call.link_gbit * 1e9 / 8 / group.size())
     else:

@@ -1,5 +1,8 @@
-"""Any plan as stages that sleep, on the real actors: each stage is a node of its own, on the plan's
-ranks, quotas, copies and schedule, and takes what the plan's profile says."""
+"""Plans of any style as sleeping stages on the real actors.
+
+Each stage is a separate node on the plan's ranks, quotas, replicas and schedule, and takes the time
+that the plan's profile predicts.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from raymm.scheduler.schedule.stage_costs import op_seconds
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What a stage takes on a whole device, and on a quota beside others.
+    """Seconds of a stage on a whole device, and on a quota next to others.
 
     Attributes:
-        module: that it is a stage of.
+        module: module of the stage.
         forward, backward: seconds on a whole device.
-        degree: devices that share its samples.
+        degree: number of devices over which its samples are split.
         sharing: surfaces and interference.
-        modules: of each node, the module that it is a stage of.
+        modules: node -> module.
     """
 
     module: str
@@ -43,7 +46,7 @@ class StageSeconds:
     modules: Mapping[str, str]
 
     def slower(self) -> float:
-        """By how many times, in this thread."""
+        """Return the slowdown factor in this thread."""
         nodes = quotas_here()
         if nodes is None:
             return 1.0
@@ -54,7 +57,7 @@ class StageSeconds:
 
 
 class _Sleeps(torch.autograd.Function):
-    """``x + weight``, whose forward and backward take their time."""
+    """Autograd function ``x + weight`` that sleeps in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, takes: StageSeconds) -> Any:
@@ -69,11 +72,11 @@ class _Sleeps(torch.autograd.Function):
 
 
 class StyledNode(nn.Module):
-    """Adds up its inputs (n, W) and sleeps.
+    """Module that adds up its inputs (n, W) and sleeps.
 
     Args:
-        takes: how long.
-        loss: return (n,), the means over W.
+        takes: durations.
+        loss: True to return (n,), the means over W.
     """
 
     def __init__(self, takes: StageSeconds, loss: bool) -> None:
@@ -82,7 +85,9 @@ class StyledNode(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, own: slice | None = None, **inputs: torch.Tensor) -> torch.Tensor:
-        """Any number of inputs of one shape; with ``own``, all samples of which these count."""
+        """Add inputs of one shape; with ``own``, the slice of all samples that belong to this
+        replica.
+        """
         x = sum(inputs.values())
         assert isinstance(x, torch.Tensor)
         total = x + self.weight if x.is_meta else _Sleeps.apply(x, self.weight, self.takes)
@@ -92,7 +97,7 @@ class StyledNode(nn.Module):
 
 
 def backend(steps: int) -> EmulatedBackend:
-    """Of quotas that nodes themselves sleep for."""
+    """Return a backend for quotas that the nodes emulate by sleeping."""
     return EmulatedBackend(_never, _never, Multiprocessors(steps, 1))
 
 
@@ -101,10 +106,10 @@ def _never(module: str, degree: int, quota: float, colocated: Mapping[str, float
 
 
 def styled(plan: Plan, contrastive: Collection[str] = ()) -> tuple[ModuleDag, Plan]:
-    """A plan with a profile that has surfaces, as nodes that sleep and the plan that runs them.
+    """Convert a plan to sleeping nodes and the plan that runs them.
 
     Args:
-        plan: under 1F1B or in slots, everything trained.
+        plan: 1F1B or slot-based plan with surfaces in its profile, all modules trained.
         contrastive: modules that read every sample of their producers.
     """
     assert plan.profile is not None and plan.profile.sharing is not None
@@ -134,7 +139,7 @@ def styled(plan: Plan, contrastive: Collection[str] = ()) -> tuple[ModuleDag, Pl
                 reads=() if producers else ENTRY, draws=False,
             )
     dag = ModuleDag(nodes)
-    # What its order of work follows from, as that of the plan: of whole microbatches.
+    # The order of work follows from this profile, as in the plan: costs of whole microbatches.
     profile = CostProfile({
         name: (LayerCost(
             takes.forward * takes.degree, 0.0, takes.backward * takes.degree

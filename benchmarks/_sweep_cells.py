@@ -50,18 +50,19 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, restore
 from raymm.training.phases import Phases
 
-# Muon computes in bf16, five products after another.
+# Muon computes five successive products in bf16.
 _MUON_TOLERANCE = 0.1
-# Error of a run in bf16 against fp32, relative to that of one process in bf16, of all parameters
-# together and of each, where rounding averages out less; and what is always accepted of each.
+# Accepted error of a bf16 run against fp32, relative to that of one process in bf16: for all
+# parameters together, and for each, where rounding averages out less; and an error that is always
+# accepted for each.
 _BF16_RATIO, _BF16_RATIO_OF_EACH, _BF16_LEAST = 1.3, 4.0, 2e-3
-# Weights in bf16 without a master are rounded by up to an ulp in each step.
+# bf16 weights without a master copy are rounded by up to one ulp per step.
 _ULP = 2.0**-7
 _TIMEOUT_S = 60.0
 
 
 class Cell(NamedTuple):
-    """A model trained in a way under a layout, by the names in the tables."""
+    """Model, training option and layout, by their names in the tables."""
 
     feature: str
     option: str
@@ -74,8 +75,10 @@ class Cell(NamedTuple):
 def cells(
     features: Collection[str], options: Collection[str], layouts: Collection[str]
 ) -> list[Cell]:
-    """Every feature with the plain option, and every option with its feature, under all layouts;
-    some other pairs under a third of the layouts each.
+    """Return the cells of the sweep.
+
+    Every feature with the plain option, and every option with its feature, under all layouts; some
+    other pairs under a third of the layouts each.
 
     Args:
         features, options, layouts: names in the tables.
@@ -91,41 +94,41 @@ def cells(
 
 
 def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
-    """Run cells on the cluster at hand.
+    """Run cells on the connected cluster.
 
     Args:
-        waiting: cells; those of a model that is trained in one way share what one process
-            computes if they are next to each other.
+        waiting: cells. Adjacent cells with the same model and option share the results of the
+            single process.
     """
     key, due = None, None
     for cell in waiting:
         feature, option, layout = (
             FEATURES[cell.feature], OPTIONS[cell.option], LAYOUTS[cell.layout])
-        # What is drawn for an element follows from its place, which is another one in packed rows.
+        # A random number depends on the element's position, which packing changes.
         packing = feature.draws and layout.packing
         try:
             if due is None or key != (*cell[:2], packing):
                 key, due = (*cell[:2], packing), _Due(feature, option, packing)
             found = _outcome(feature, option, layout, due)
-        except Exception as error:  # whatever a cell raises is its outcome
+        except Exception as error:  # any exception of a cell is its outcome
             found = Outcome(UNCLEAR, f"{type(error).__name__}: {error}".strip())
         yield cell, found
 
 
 class _Due:
-    """Results of one process, computed when they are needed."""
+    """Results of the single process, computed on demand."""
 
     def __init__(self, feature: Feature, option: Option, packing: bool) -> None:
         self._train = partial(trained, feature, option, packing=packing)
 
     @cached_property
     def exact(self) -> Training:
-        """In fp32."""
+        """Return the result in fp32."""
         return self._train()
 
     @cached_property
     def bf16(self) -> Training:
-        """Under autocast."""
+        """Return the result under autocast."""
         return self._train(bf16=True)
 
 
@@ -153,7 +156,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
                     timeout_s=_TIMEOUT_S, features=caches,
                 )
             except RankFailedError:
-                raise  # something had started
+                raise  # the run had already started
             except Error as error:
                 return _refusal(str(error), feature, option, layout)
             with parallel:
@@ -182,7 +185,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
 def _plan(
     model: MultimodalModule | WholeModel, layout: Layout, degrees: Mapping[str, Any], count: int
 ) -> Plan:
-    """A plan for so many microbatches."""
+    """Return a plan for ``count`` microbatches."""
     vision, language = layout.specs(degrees)
     if isinstance(model, WholeModel) and language.cp > 1:
         vision, language = ParallelSpec(), replace(language, ranks=None)
@@ -201,7 +204,7 @@ def _plan(
 
 
 def _references(parallel: Any, feature: Feature) -> dict[str, float]:
-    """Scores of each row by the initial weights, if the loss needs them."""
+    """Return the scores of each row under the initial weights, if the loss needs them."""
     preference = getattr(parallel.model, "preference", None)
     if preference is None or not preference.asked_once:
         return {}
@@ -214,8 +217,11 @@ def _references(parallel: Any, feature: Feature) -> dict[str, float]:
 
 
 def _prepared(parallel: Any, feature: Feature) -> tuple[Any, list[Any]]:
-    """A step whose rows have ids. Where features of the tower are kept, its items have keys, or
-    these features if all of them are known."""
+    """Return a step whose rows have ids.
+
+    If features of the tower are cached, its items have keys, or the cached features if all are
+    known.
+    """
     step = step_of(feature)
     parts, metas = parallel.prepare(step)
     if (folder := parallel.options.features.get("vision")) is not None:
@@ -251,7 +257,7 @@ def _stacked(features: Sequence[Any], rows: torch.Tensor) -> dict[str, torch.Ten
 def _step(
     parallel: Any, feature: Feature, option: Option, update: int, found: Training
 ) -> None:
-    """An optimizer's step; of the first one gradients are read, too."""
+    """Run one optimizer step; read gradients after the first."""
     at_once = update and option.batches == 1
     for _ in range(option.batches):
         pending = parallel.submit(_prepared(parallel, feature), update=bool(at_once))
@@ -283,7 +289,7 @@ def _problems(found: Training, due: _Due, feature: Feature, option: Option) -> l
 def _bf16_problems(
     found: Training, exact: Training, bf16: Training, option: Option
 ) -> list[str]:
-    """A run in bf16 must be as near to fp32 as one process in bf16 is."""
+    """Check that a bf16 run is as close to fp32 as one process in bf16."""
     problems = []
     rounding = only_rounding(exact.gradients)
     slack = _ULP * UPDATES if option.config.parameters == STOCHASTIC else 0.0
@@ -313,7 +319,7 @@ def _bf16_problems(
 
 
 def _refusal(sentence: str, feature: Feature, option: Option, layout: Layout) -> Outcome:
-    """A refusal, if it names what does not go together."""
+    """Accept a rejection that names one of the features that do not fit together."""
     family = re.sub("(Text)?Config$|ForConditionalGeneration$", "", feature.config)
     for words in ({*feature.words, *option.words, family}, layout.words):
         if not any(re.search(rf"(?<![a-z]){re.escape(w)}", sentence, re.I) for w in words):

@@ -1,4 +1,4 @@
-"""One process that trains a model of the layout sweep with transformers, peft and torch alone."""
+"""Single-process training of the layout sweep's models with transformers, peft and torch alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Named = dict[str, nn.Parameter]
 
 @functools.cache
 def _runnable(name: str) -> tuple[Any, list[dict[str, Any]]]:
-    """A tiny configuration of a class of transformers, and microbatches."""
+    """Return a tiny configuration of a transformers class, and microbatches."""
     model_class = getattr(transformers, name)
     config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
     config.architectures = [name]
@@ -68,14 +68,10 @@ def _whole(feature: WholeFeature, packing: bool) -> WholeModel:
 def described(
     feature: Feature, option: Option, packing: bool
 ) -> MultimodalModule | WholeModel:
-    """The model of a cell, as raymm has it.
-
-    Args:
-        feature, option: of the cell.
-        packing: of the layout.
+    """Return the model of a cell as a raymm model.
 
     Raises:
-        ModelError, ProbeError: raymm refuses it.
+        ModelError, ProbeError: raymm rejects the model.
     """
     if isinstance(feature, WholeFeature):
         return _whole(feature, packing)
@@ -88,7 +84,7 @@ def described(
     model = MultimodalModule(
         encoders, language, packing=packing, **{**feature.model, **option.model})
     torch.manual_seed(5)
-    with torch.no_grad():  # B of an adapter is zero at first, which hides the gradient of A
+    with torch.no_grad():  # B of an adapter is initially zero, which hides the gradient of A
         for name, parameter in model.materialize().named_parameters():
             if "lora_B" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -96,11 +92,11 @@ def described(
 
 
 def step_of(feature: Feature) -> list[dict[str, Any]]:
-    """Two microbatches of two rows with padding; the first two tokens of a row are no
-    labels.
+    """Return two microbatches of two rows with padding; the first two tokens of a row have no
+    label.
 
     Args:
-        feature: its tower says which items there are.
+        feature: model whose tower determines the items.
     """
     if isinstance(feature, WholeFeature):
         return _runnable(feature.config)[1]
@@ -129,12 +125,12 @@ def step_of(feature: Feature) -> list[dict[str, Any]]:
 
 
 class _Row(NamedTuple):
-    """A row with its items before its text.
+    """Row with its items before its text.
 
     Attributes:
         embeds: (T, hidden).
         labels: (T,).
-        items: tokens of each of its items.
+        items: tokens per item.
     """
 
     embeds: torch.Tensor
@@ -143,7 +139,7 @@ class _Row(NamedTuple):
 
 
 class _Plain(nn.Module):
-    """Copies of a model's parts, named as raymm names its parameters, without raymm's code."""
+    """Copies of a model's modules under raymm's parameter names, without raymm's code."""
 
     language_model: Any
     vision_encoder: Any
@@ -155,7 +151,7 @@ class _Plain(nn.Module):
         self.language_model = self._part(model.language_model, feature.language_model())
         if feature.tower is not None:
             self.vision_encoder = self._part(model.encoders["vision"], *feature.encoder())
-        # In a list, so that it is no part of this module.
+        # Stored in a list so that it is not registered as a submodule.
         self._initial = [copy.deepcopy(self)]
 
     def _part(
@@ -179,12 +175,12 @@ class _Plain(nn.Module):
         return part
 
     def loss(self, step: Step, update: int, batch: int) -> torch.Tensor:
-        """The loss of a step.
+        """Return the loss of a step.
 
         Args:
-            step: its microbatches.
-            update, batch: numbers of the optimizer's step and of the batch before it, from 0, for
-                models that draw.
+            step: microbatches.
+            update, batch: indices from 0 of the optimizer step and of the batch, for models that
+                use random numbers.
         """
         del update, batch
         count = _count(step, self._preference is not None)
@@ -196,7 +192,7 @@ class _Plain(nn.Module):
         return torch.stack([self._loss(rows, count) for rows in microbatches]).sum()
 
     def named(self) -> Named:
-        """Trainable parameters by the names that raymm has for them."""
+        """Return trainable parameters by raymm's names."""
         return {own_name(name): value for name, value in _trainable(self).items()}
 
     def _rows(self, microbatch: Microbatch) -> list[_Row]:
@@ -218,7 +214,7 @@ class _Plain(nn.Module):
         return rows
 
     def _output(self, rows: Sequence[_Row]) -> tuple[Any, torch.Tensor]:
-        """The language model's output, and labels (B, T)."""
+        """Return the language model's output, and labels (B, T)."""
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         embeds = pad([row.embeds for row in rows])
         labels = pad([row.labels for row in rows], padding_value=-100)
@@ -241,14 +237,14 @@ class _Plain(nn.Module):
         return loss
 
     def _scores(self, microbatch: Microbatch) -> torch.Tensor:
-        """(B,), log-probabilities of the labels of each row."""
+        """Return (B,), log-probabilities of the labels of each row."""
         output, labels = self._output(self._rows(microbatch))
         logs, due = output.logits[:, :-1].float().log_softmax(-1), labels[:, 1:]
         found = logs.gather(-1, due.clamp(min=0)[..., None])[..., 0]
         return found.where(due != -100, 0.0).sum(1)
 
     def _pairs(self, microbatch: Microbatch) -> torch.Tensor:
-        """The sum of the losses of pairs of a chosen and a rejected row."""
+        """Return the sum of the losses of pairs of a chosen and a rejected row."""
         from peft import PeftModel
 
         with torch.no_grad():
@@ -265,7 +261,9 @@ class _Plain(nn.Module):
 
 
 def _isolated(items: Sequence[int], size: int) -> torch.Tensor:
-    """(size, size) bools: a row's text sees all tokens before it, an item's tokens each other."""
+    """Return a (size, size) bool mask: text sees all earlier tokens, an item's tokens see each
+    other.
+    """
     visible = torch.ones(size, size, dtype=torch.bool).tril()
     begin = 0
     for length in items:
@@ -276,8 +274,10 @@ def _isolated(items: Sequence[int], size: int) -> torch.Tensor:
 
 
 def _forget(module: nn.Module) -> None:
-    """Let a forward be a function of its inputs: rotary embeddings that keep the frequencies of the
-    longest rows so far start again."""
+    """Reset rotary embeddings that keep the frequencies of the longest rows so far.
+
+    After that, a forward depends on its inputs alone.
+    """
     for rotary in module.modules():
         if hasattr(rotary, "original_max_seq_len") and hasattr(rotary, "original_inv_freq"):
             rotary.register_buffer("inv_freq", rotary.original_inv_freq.clone(), persistent=False)
@@ -285,7 +285,9 @@ def _forget(module: nn.Module) -> None:
 
 
 def _count(step: Step, pairs: bool) -> int:
-    """Label tokens of a step, or pairs of rows; the first token of a row is no label."""
+    """Return the label tokens of a step, or its pairs of rows; the first token of a row has no
+    label.
+    """
     if pairs:
         return sum(len(one["labels"]) // 2 for one in step)
     return sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
@@ -296,7 +298,7 @@ def _trainable(module: nn.Module) -> Named:
 
 
 def _in_peft(plain: nn.Module, adapted: nn.Module, lora: LoraConfig) -> nn.Module:
-    """A module with the adapters of peft, which have the values of those of raymm."""
+    """Apply peft adapters with the values of raymm's adapters."""
     import peft
 
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
@@ -314,41 +316,37 @@ def _in_peft(plain: nn.Module, adapted: nn.Module, lora: LoraConfig) -> nn.Modul
 
 
 def own_name(name: str) -> str:
-    """The name that a parameter of peft's model has in raymm.
-
-    Args:
-        name: the parameter's.
-    """
+    """Return raymm's name of a parameter of a peft model."""
     name = name.replace(".base_model.model.", ".").replace(".base_layer.", ".")
     return re.sub(r"\.default(\.weight)?$", "", name)
 
 
 class _WholeProcess(nn.Module):
-    """One process that calls the model class of transformers."""
+    """Single process that calls the model class of transformers."""
 
     def __init__(self, model: WholeModel) -> None:
         super().__init__()
         self.model, self._described = model.materialize(), [model]
 
     def loss(self, step: Step, update: int, batch: int) -> torch.Tensor:
-        """As of :meth:`_Plain.loss`."""
+        """Return the loss as :meth:`_Plain.loss` does."""
         del update, batch
         return self._described[0].loss(step)
 
     def named(self) -> Named:
-        """As of :meth:`_Plain.named`."""
+        """Return the parameters as :meth:`_Plain.named` does."""
         return _trainable(self.model)
 
 
 class _Drawn(nn.Module):
-    """The model itself in one process, with the random numbers that its ranks draw."""
+    """Model itself in one process, with the random numbers that its ranks use."""
 
     def __init__(self, model: MultimodalModule) -> None:
         super().__init__()
         self.model = model
 
     def loss(self, step: Step, update: int, batch: int) -> torch.Tensor:
-        """As of :meth:`_Plain.loss`."""
+        """Return the loss as :meth:`_Plain.loss` does."""
         losses, count = [], _count(step, self.model.preference is not None)
         for number, microbatch in enumerate(step):
             with self.model.drawing(SEED, update, number, batch):
@@ -356,7 +354,7 @@ class _Drawn(nn.Module):
         return torch.stack(losses).sum()
 
     def named(self) -> Named:
-        """As of :meth:`_Plain.named`."""
+        """Return the parameters as :meth:`_Plain.named` does."""
         return _trainable(self.model)
 
 
@@ -365,10 +363,10 @@ class Training:
     """Result of a few training steps.
 
     Attributes:
-        losses: of each batch.
+        losses: loss of each batch.
         gradients: by name, of the first update, before clipping.
-        before: what trains, by name, at first.
-        after: the same after the steps, or its moving averages.
+        before: initial trainable parameters by name.
+        after: the same after the steps, or their moving averages.
     """
 
     losses: list[float]
@@ -380,12 +378,11 @@ class Training:
 def trained(
     feature: Feature, option: Option, bf16: bool = False, packing: bool = False
 ) -> Training:
-    """Train in this process.
+    """Train a cell's model in this process.
 
     Args:
-        feature, option: of the cell.
-        bf16: with autocast.
-        packing: of a model that draws.
+        bf16: True for autocast.
+        packing: True to pack the rows of a model that uses random numbers.
     """
     model = described(feature, option, packing)
     if isinstance(model, WholeModel):
@@ -400,7 +397,7 @@ def trained(
         id(child.weight) for name, child in process.named_modules()
         if isinstance(child, nn.Linear | Conv1D) and not name.endswith("lm_head")
     } - {id(c.weight) for c in process.modules() if isinstance(c, nn.Embedding)}
-    nothing: Any = None  # Trainer's method reads nothing of its object
+    nothing: Any = None  # Trainer's method does not use self
     names = set(transformers.Trainer.get_decay_parameter_names(nothing, process))
     decayed = {id(p) for name, p in process.named_parameters() if name in names}
     made = _optimizers(named, option, matrices, decayed)
@@ -438,7 +435,7 @@ def _set_mode(
     module: str, mode: str, named: Mapping[str, nn.Parameter],
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> None:
-    """Train or freeze a module; what its optimizer had kept is gone when it trains again."""
+    """Train or freeze a module; optimizer state is reset when it trains again."""
     for name, parameter in named.items():
         if _module_of(name) == module:
             parameter.requires_grad_(mode == "full")
@@ -447,7 +444,7 @@ def _set_mode(
 
 
 def _module_of(name: str) -> str:
-    """Name of the module, in plans, that has a parameter."""
+    """Return the plan's name of the module that contains a parameter."""
     if name.startswith("language_model."):
         return "llm"
     return "vision_projector" if ".projector." in name else "vision"
@@ -462,12 +459,11 @@ def _share(config: OptimizerConfig, update: int) -> float:
 def _optimizers(
     named: Mapping[str, nn.Parameter], option: Option, matrices: set[int], decayed: set[int]
 ) -> Iterator[torch.optim.Optimizer]:
-    """One per parameter.
+    """Yield one optimizer per parameter.
 
     Args:
         named: trained parameters.
-        option: of the cell.
-        matrices: ids of weights that Muon is for.
+        matrices: ids of weights for Muon.
         decayed: ids of parameters that ``transformers.Trainer`` decays.
     """
     for name, parameter in named.items():

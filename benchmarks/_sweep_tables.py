@@ -19,10 +19,10 @@ from raymm.runtime.specs import ParallelSpec
 
 VOCABULARY = 97
 IMAGE_SIZE, MEL_BINS, AUDIO_FRAMES = 16, 8, 24
-# Rows of the first microbatch are longer, those of the second shorter, than the positions that
-# rotary embeddings with a limit were trained with.
+# Rows of the first microbatch exceed, and those of the second stay below, the positions for which
+# limited rotary embeddings were trained.
 TRAINED_POSITIONS = 16
-# Weights of 4,096 elements and more have moments of a byte under adamw_8bit.
+# Under adamw_8bit, weights with 4,096 or more elements have 8-bit moments.
 _SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=128, pad_token_id=0,
@@ -37,18 +37,20 @@ _TOWER_SIZES: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Feature:
-    """A model.
+    """Model of the sweep.
 
     Attributes:
         config: name of the language model's configuration class in transformers.
-        sizes: of it, in addition to the common ones; None leaves one of these out.
-        words: any of which a refusal of the feature has, with those of the class's name.
+        sizes: sizes in addition to the common ones; None removes a common one.
+        words: words of which a rejection of the feature contains at least one, in addition to those
+            of the class's name.
         tower: name of the encoder's configuration class; None for no encoder.
-        tower_sizes: as ``sizes``.
+        tower_sizes: sizes of the encoder, like ``sizes``.
         modules: arguments of the :class:`raymm.ModalityModule` of ``"vision"`` and ``"llm"``.
         model: arguments of :class:`raymm.MultimodalModule`.
-        draws: True for dropout and the like, whose reference is the model itself in one process.
-        whole_step: True if the loss is one of the rows of a step together.
+        draws: True for models that use random numbers, such as dropout; their reference is the
+            model itself in one process.
+        whole_step: True if the loss depends on all rows of a step together.
         left: True for padding before the tokens of a row.
         tolerance: accepted error of a gradient, relative to its own norm. Padding alone changes
             some gradients of linear attention by 2e-4 in transformers.
@@ -67,11 +69,11 @@ class Feature:
     tolerance: float = TOLERANCE
 
     def language_model(self) -> nn.Module:
-        """The language model, with random weights."""
+        """Return the language model with random weights."""
         return _build(getattr(hf, self.config), _SIZES, self.sizes, 3)
 
     def encoder(self) -> tuple[nn.Module, nn.Module]:
-        """The encoder and its projector, with random weights."""
+        """Return the encoder and its projector with random weights."""
         assert self.tower is not None
         tower = _build(getattr(hf, self.tower), TOWERS[self.tower], self.tower_sizes, 1)
         width = _SIZES["hidden_size"]
@@ -80,11 +82,11 @@ class Feature:
 
 @dataclass(frozen=True)
 class WholeFeature(Feature):
-    """A model of a class of transformers that has its towers in it; ``config`` is the class.
+    """Model of a transformers class that contains its towers; ``config`` is the class.
 
     Attributes:
-        train: by part, of :func:`raymm.from_pretrained`; ``"tower"`` is all towers.
-        new_rows: number of tokens at the end of the vocabulary whose rows are trained alone.
+        train: parts of :func:`raymm.from_pretrained`; ``"tower"`` means all towers.
+        new_rows: number of tokens at the end of the vocabulary; only their rows are trained.
     """
 
     train: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +106,7 @@ def _build(
         make = cast(Any, hf.AutoModel._model_mapping[config_class])
     torch.manual_seed(seed)
     module = make(config)
-    with torch.no_grad():  # no bias and no norm is a special case
+    with torch.no_grad():  # zero biases and unit norms would be a special case
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.08)
     return module
@@ -255,20 +257,20 @@ FEATURES |= {
 
 @dataclass(frozen=True)
 class Option:
-    """How a model is trained.
+    """Training option.
 
     Attributes:
         optimizer: fields of :class:`raymm.actors.optimizer.optimizer_config.OptimizerConfig`, in
             addition to the common ones.
-        precision: of the run.
-        batches: steps whose gradients add up before an update.
+        precision: precision of the run.
+        batches: batches whose gradients are accumulated per update.
         averages: True to compare moving averages in a checkpoint instead of parameters. With a
             decay of 0 they are the weights in fp32.
-        at: by step, after which it holds: modules that are frozen or trained from there on.
-        cached: True to keep the features of a frozen tower and read them in later steps.
-        feature: what it is tried with, by default the base.
+        at: step -> modules that are frozen or trained after it.
+        cached: True to cache the features of a frozen tower and read them in later steps.
+        feature: feature to try the option with; by default the base.
         model: arguments of :class:`raymm.MultimodalModule`.
-        words: any of which a refusal of the option has.
+        words: words of which a rejection of the option contains at least one.
     """
 
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -283,8 +285,11 @@ class Option:
 
     @property
     def config(self) -> OptimizerConfig:
-        """eps keeps elements whose gradient is rounding from moving at the full rate; the norm
-        makes clipping bite in every step."""
+        """Return the optimizer's configuration.
+
+        eps keeps elements whose gradient is rounding error from moving at the full rate; the norm
+        makes clipping take effect in every step.
+        """
         common: dict[str, Any] = dict(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=0.1)
         return OptimizerConfig(**common | dict(self.optimizer))
 
@@ -318,7 +323,7 @@ OPTIONS: dict[str, Option] = {
     "DPO, reference initial": Option(
         feature="text only", model=dict(preference=PreferenceLoss(0.3, reference="initial"))),
 }  # fmt: skip
-# Other features with an option.
+# Additional pairs of a feature and an option.
 PAIRS = (
     ("untied embeddings", "phases"),
     ("experts", "accumulation"), ("experts", "bf16"), ("experts", "muon"),
@@ -333,14 +338,16 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid out. Encoders have the same degrees on the same ranks, but ``pp`` and
-    ``ep``; with ``cp``, towers that are given by their class have a rank of their own.
+    """Layout of a model.
+
+    Encoders have the same degrees on the same ranks, except ``pp`` and ``ep``. With ``cp``, towers
+    that are given by their class have a separate rank.
 
     Attributes:
-        degrees: fields of :class:`raymm.runtime.specs.ParallelSpec`; ``recompute_layers`` of blocks
-            one after another.
-        plan: of :class:`raymm.runtime.specs.MultimodalParallelSpec`.
-        packing: of the model.
+        degrees: fields of :class:`raymm.runtime.specs.ParallelSpec`; ``recompute_layers`` lists the
+            blocks in order.
+        plan: fields of :class:`raymm.runtime.specs.MultimodalParallelSpec`.
+        packing: True to pack rows.
         resumed: degrees of the layout that continues after the first step.
     """
 
@@ -351,16 +358,16 @@ class Layout:
 
     @property
     def words(self) -> set[str]:
-        """Any of which a refusal of the layout has."""
+        """Return words of which a rejection of the layout contains at least one."""
         names = {*self.degrees, *self.plan, *(self.resumed or {})} - {"sharding"}
         values = {str(v) for v in (*self.degrees.values(), *self.plan.values()) if type(v) is str}
         return names | values | ({"packing"} if self.packing else set())
 
     def specs(self, degrees: Mapping[str, Any]) -> tuple[ParallelSpec, ParallelSpec]:
-        """Specs of encoders and of the language model.
+        """Return the specs of encoders and of the language model.
 
         Args:
-            degrees: of the language model; ``degrees``, or ``resumed``.
+            degrees: degrees of the language model; ``degrees`` or ``resumed``.
         """
         alone = ParallelSpec(**{**degrees, "recompute_layers": "keep"})
         ranks = tuple(range(alone.pp * alone.module_replicas))

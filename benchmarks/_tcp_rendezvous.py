@@ -1,4 +1,4 @@
-"""Where processes meet that are no actors: a store that listens on this machine."""
+"""Rendezvous for processes that are not actors: a TCP store on this machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def use_loopback() -> None:
 
 
 class TcpRendezvousStore(RendezvousStore):
-    """One process's end.
+    """Rendezvous store of one process.
 
     Args:
-        me: the process's number; the first one's store listens.
-        processes: how many will meet.
-        port: where.
+        me: index of the process; the store of process 0 listens.
+        processes: total number of processes.
+        port: TCP port.
     """
 
     def __init__(self, me: int, processes: int, port: int) -> None:
@@ -44,17 +44,16 @@ class TcpRendezvousStore(RendezvousStore):
     def opened(
         self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any]
     ) -> Iterator[None]:
-        """Everybody sees every key."""
+        """Open the store; all processes see all keys."""
         yield
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a key."""
         self._shared.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """A key's value, once it is there."""
+        """Return the value of a key once it is set."""
         return self._shared.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Block until all keys are set."""
         self._shared.wait(keys, timeout or TIMEOUT)

@@ -1,8 +1,8 @@
-"""Shapes of published chat templates, each with a small tokenizer that has its special tokens.
+"""Shapes of published chat templates, each with a small tokenizer with its special tokens.
 
 Templates that TRL ships come from the installed package (``trl/chat_templates``). The others are in
-``benchmarks/templates/``: they are written for this repository and render what the published
-template of the model renders.
+``benchmarks/templates/``: they are written for this repository and render the same text as the
+published template of the model.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _VOCABULARY = 400
 
 @dataclass(frozen=True)
 class Shape:
-    """A chat template with the special tokens of its model.
+    """Chat template with the special tokens of its model.
 
     Attributes:
         source: file in ``benchmarks/templates/``, or ``trl:NAME`` for one that TRL ships.
-        special: special tokens besides those of ``bos``, ``eos`` and ``pad``.
+        special: special tokens other than ``bos``, ``eos`` and ``pad``.
         added: tokens of the vocabulary that are not special (decoding keeps them).
-        bos: token at the start of a text, which the tokenizer adds by itself; None for none.
+        bos: token that the tokenizer adds at the start of a text; None for none.
         eos: end of a turn or a text.
         takes: ``"texts"``, ``"parts"`` or ``"either"``: contents that the template renders.
-        tools: the template renders ``tools`` and ``tool_calls``.
-        thinks: the template removes the thoughts of earlier turns.
-        alternates: two user turns in a row, or a first turn of the assistant, are an error.
-        system: the template renders a system message, even with media.
+        tools: True if the template renders ``tools`` and ``tool_calls``.
+        thinks: True if the template removes the thoughts of earlier turns.
+        alternates: True if two user turns in a row, or a first turn of the assistant, are an error.
+        system: True if the template renders a system message, even with media.
     """
 
     source: str
@@ -55,12 +55,12 @@ class Shape:
 
     @property
     def template(self) -> str:
-        """Jinja text of the template."""
+        """Return the Jinja text of the template."""
         return template_text(self.source)
 
     @property
     def training(self) -> str | None:
-        """TRL's variant of the template with generation blocks; None if TRL has none."""
+        """Return TRL's variant of the template with generation blocks; None if TRL has none."""
         file = _file(f"{self.source}_training") if self.source.startswith("trl:") else None
         return None if file is None or not file.is_file() else file.read_text(encoding="utf-8")
 
@@ -147,10 +147,10 @@ SHAPES: dict[str, Shape] = {
 
 
 def template_text(source: str) -> str:
-    """Return a template by name.
+    """Return the text of a template.
 
     Args:
-        source: as of :attr:`Shape.source`.
+        source: same as :attr:`Shape.source`.
     """
     return _file(source).read_text(encoding="utf-8")
 
@@ -158,11 +158,11 @@ def template_text(source: str) -> str:
 def make_tokenizer(
     shape: Shape, more: Sequence[str] = (), named: Mapping[str, str] | None = None
 ) -> PreTrainedTokenizerFast:
-    """Make a byte-level tokenizer with the special tokens and the template of a shape.
+    """Build a byte-level tokenizer with the special tokens and the template of a shape.
 
     Args:
         shape: one of :data:`SHAPES`.
-        more: further special tokens, which a processor looks for.
+        more: additional special tokens, for a processor.
         named: attribute of the tokenizer -> special token.
     """
     named = dict(named or {})
@@ -180,7 +180,7 @@ def make_tokenizer(
     tokenizer.add_tokens(
         [AddedToken(text, special=False, normalized=False) for text in shape.added]
     )
-    if shape.bos is not None:  # Llama, Gemma and Mistral write it before any text
+    if shape.bos is not None:  # Llama, Gemma and Mistral add it before any text
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{shape.bos} $A", pair=f"{shape.bos} $A {shape.bos} $B",
             special_tokens=[(shape.bos, tokenizer.token_to_id(shape.bos))],

@@ -1,4 +1,4 @@
-"""Plans for schedules with little memory: graphs of 1 to 4 encoders drawn from a seed."""
+"""Plans for schedules with little memory: seeded random graphs with 1 to 4 encoders."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ LAYERS = {"encoder": (8, 33), "llm": (16, 49)}
 
 
 def tight_plans(count: int, seed: int = 0) -> Iterator[Plan]:
-    """Zero-bubble plans of one stage per rank, with a profile; by default they may hold what 1F1B
-    does. Every third one may hold no more on any rank than 1F1B does on that rank.
+    """Yield zero-bubble plans with one stage per rank and a profile.
 
-    Encoders lead to the language model, or one of them to another. A module is frozen, trained, or
-    has a trained last layer; all stages recompute or none. Seconds and bytes of a module's layers
-    are lognormal around those of an LLM's layer, B_d and B_w within a third of F. Modules get
-    stages by their work, so that the pipeline is about as balanced as its layers allow.
+    By default they may hold as many activations as 1F1B does. Every third one is limited on each
+    rank to what 1F1B holds on that rank.
+
+    Encoders feed the language model, or one of them feeds another. A module is frozen, trained, or
+    has a trained last layer; either all stages recompute or none. Seconds and bytes of a module's
+    layers are lognormal around those of an LLM layer, B_d and B_w within a third of F. Modules get
+    stages in proportion to their work, so that the pipeline is about as balanced as its layers
+    allow.
     """
     rng = np.random.default_rng(seed)
     for _ in range(count):
@@ -62,7 +65,7 @@ def _plan(rng: np.random.Generator) -> Plan:
 
 
 def _counts(space: StageSpace) -> dict[str, int]:
-    """Another stage for the module whose slowest stage is slowest, while there are ranks."""
+    """Assign remaining ranks one by one to the module with the slowest stage."""
     counts = dict.fromkeys((node.name for node in space.graph.nodes), 1)
     for _ in range(space.ranks - len(counts)):
         more = [n for n in counts if counts[n] < space.graph.node(n).num_layers]

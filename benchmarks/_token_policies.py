@@ -1,5 +1,7 @@
-"""Distributions of tokens over context-parallel ranks that ``balanced`` is compared with. All but
-the two LPT ones give every rank equally many tokens to within one block."""
+"""Token distributions over context-parallel ranks that ``balanced`` is compared with.
+
+All except the two LPT policies give every rank the same number of tokens to within one block.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,7 @@ from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bou
 def contiguous(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """One range per rank (ring attention's).
-
-    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
-    """
+    """Assign one contiguous range per rank (ring attention's)."""
     counts = _counts(len(work), ranks, long_first=False)
     return np.repeat(np.arange(ranks), counts), any_counts_bound(work, ranks)
 
