@@ -16,7 +16,10 @@ from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bou
 def contiguous(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """Assign one contiguous range per rank (ring attention's)."""
+    """Assign one contiguous range per rank (ring attention's policy).
+
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    """
     counts = _counts(len(work), ranks, long_first=False)
     return np.repeat(np.arange(ranks), counts), any_counts_bound(work, ranks)
 
@@ -24,16 +27,15 @@ def contiguous(
 def zigzag(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """One range from the head and its mirror from the tail, which balances causal masks (and no
-    others).
+    """Assign one range from the head and its mirror from the tail; balances only causal masks.
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
-    # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one block more.
+    # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one additional block.
     each = len(work) // (2 * ranks)
     head = np.full(ranks, each)
     tail = _counts(len(work), ranks, long_first=True) - head
-    # Of two more per rank, one belongs to the head.
+    # If each rank gets two additional blocks, one belongs to the head.
     head += tail > each + 1
     tail = _counts(len(work), ranks, long_first=True) - head
     numbers = np.arange(ranks)
@@ -46,12 +48,12 @@ def zigzag(
 def random(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """Blocks at random, equally many for every rank.
+    """Assign random blocks, the same number to every rank.
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     order = np.random.default_rng(seed).permutation(len(work))
-    if pinned >= 0:  # to the front, where ranks have one block more
+    if pinned >= 0:  # to the front, where ranks have one additional block
         at = int(np.flatnonzero(order == pinned)[0])
         order[[0, at]] = order[[at, 0]]
     rank_of = np.empty(len(work), dtype=np.int64)
@@ -62,10 +64,10 @@ def random(
 def lpt(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """Heaviest block first, to the least loaded rank, whatever the token counts (Cornstarch v1
-    App. A; Graham 1969).
+    """Assign the heaviest block first to the least loaded rank, without regard to token counts.
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    The policy of Cornstarch v1, App. A (Graham 1969). Arguments and result follow
+    :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     return token_swaps.lpt(work, descending(work), ranks), any_counts_bound(work, ranks)
 
@@ -73,15 +75,15 @@ def lpt(
 def paper_lpt(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """:func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed.
+    """Apply :func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed.
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     return token_swaps.lpt(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
 
 
 def _counts(blocks: int, ranks: int, long_first: bool) -> np.ndarray:
-    """Blocks per rank, equal to within one."""
+    """Return the number of blocks per rank, equal to within one."""
     number = np.arange(ranks)
     longer = number < blocks % ranks if long_first else number >= ranks - blocks % ranks
     return blocks // ranks + longer
@@ -106,4 +108,4 @@ TOKENS = (
     _baseline("lpt", "Graham 1969, Cornstarch v1 App. A"),
     _baseline("paper_lpt", "Cornstarch v2, Algorithm 1 as printed"),
 )
-"""From work per block and a number of ranks to a distribution."""
+"""Policies: (work per block, number of ranks) -> distribution."""

@@ -1,4 +1,4 @@
-"""What a transformer's forward pass costs, per unit of a sample."""
+"""Cost of a transformer's forward pass per unit of a sample."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ def transformer_cost(
     parameters: float, layers: int, hidden: int, *,
     tokens_per_unit: int = 1, causal: bool = False, units_attend: bool = True,
 ) -> UnitCost:
-    """FLOPs of a transformer's forward pass (Megatron-LM's count: 2 per parameter and token, and
-    ``4 * layers * hidden`` per pair of tokens, half of it under a causal mask).
+    """Return the FLOPs of a transformer's forward pass.
+
+    Megatron-LM's count: 2 per parameter and token, and ``4 * layers * hidden`` per pair of tokens,
+    half of it under a causal mask.
 
     Args:
-        parameters: of all layers.
-        layers, hidden: how many, and how wide.
+        parameters: parameters of all layers.
         tokens_per_unit: e.g. 1025 for a 448-pixel tile in patches of 14.
-        causal: whether tokens see only those before.
+        causal: True if tokens see only earlier tokens.
         units_attend: False if attention stays within a unit, as within an image tile.
     """
     linear = 2.0 * parameters * tokens_per_unit

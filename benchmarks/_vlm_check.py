@@ -1,5 +1,8 @@
-"""A whole model in modules and stages, beside the same model in one process: loss, every gradient,
-the losses of three steps of AdamW, and its folder, written and read again."""
+"""Check of a vision-language model in stages against the same model in one process.
+
+Compares the loss, every gradient, the losses of three AdamW steps, and the saved and reloaded
+folder.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op
 
 LLM = "llm"
-# Said of a class whose step had both.
+# Label of a class whose step contained both.
 SEVERAL = "images and sound"
 _MOST_PARAMETERS = 60_000_000
 _STEPS = 3
@@ -63,11 +66,11 @@ Batch = dict[str, torch.Tensor]
 
 
 class NotRunnableError(UnmakeableError):
-    """A class with which no tiny configuration and no inputs ran in one process."""
+    """Error for a class of which no tiny configuration and inputs ran in one process."""
 
 
 def check(family: Family, training: bool = True) -> Outcome:
-    """A class, with each of its modules in two stages, beside one process."""
+    """Compare a class, with each of its modules in two stages, with one process."""
     try:
         with torch.device("meta"):
             check_kind(family.model_class._from_config(complete_default(family.config_class)))
@@ -105,10 +108,10 @@ def check(family: Family, training: bool = True) -> Outcome:
 
 
 def runnable(family: Family) -> tuple[PretrainedConfig, list[Batch]]:
-    """A tiny configuration and microbatches with which the class runs as transformers has it.
+    """Return a tiny configuration and microbatches with which transformers runs the class.
 
     Raises:
-        UnmakeableError: there is none.
+        UnmakeableError: no such configuration was found.
     """
     errors: list[str] = []
     hint = HINTS.get(family.name, Hint())
@@ -161,13 +164,13 @@ def _tries(model: Any, config: PretrainedConfig, errors: list[str]) -> Iterator[
 
 
 def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The model's own forward."""
+    """Return the logits of the model's own forward."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return model(**inputs, use_cache=False).logits
 
 
 def one_process(source: ConfigSource, microbatches: list[Batch]) -> list[Result]:
-    """Loss and gradients of three steps."""
+    """Return loss and gradients of three steps."""
     model = noisy(source.build())
     model.train()
     labels = _label_tokens(microbatches)
@@ -190,7 +193,10 @@ def one_process(source: ConfigSource, microbatches: list[Batch]) -> list[Result]
 
 
 def noisy(model: nn.Module) -> nn.Module:
-    """With what begins as zeros or ones away from them, alike in any part of the model."""
+    """Add noise to parameters that are initialized with zeros or ones.
+
+    The noise of a parameter is the same in every part of the model.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             name = name.removeprefix("module.")
@@ -223,7 +229,7 @@ class _Module:
 
 
 class _Stages:
-    """A model's towers and its language model, each in two stages if it has two blocks."""
+    """Towers and language model, each in two stages if it has at least two blocks."""
 
     def __init__(self, source: ConfigSource, microbatches: list[Batch]) -> None:
         self._microbatches = microbatches
@@ -253,7 +259,7 @@ class _Stages:
             stage.train()
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Of all stages, by the model's names."""
+        """Return the parameters of all stages under the model's names."""
         return {
             name.removeprefix("module."): parameter.detach()
             for stage in self.stages.values() for name, parameter in stage.named_parameters()
@@ -263,7 +269,9 @@ class _Stages:
         return [stage for stage in self.stages if stage.module == name]
 
     def unreached(self, due: Result) -> str | None:
-        """Which tower has no gradient, so that nothing was compared; None if all have."""
+        """Return a tower without any gradient, for which nothing was compared; None if all have
+        some.
+        """
         for tower in self.towers:
             own = [g for n, g in due[1].items() if is_within(n, tower.places) and g is not None]
             if not any(bool(gradient.any()) for gradient in own):
@@ -271,7 +279,7 @@ class _Stages:
         return None
 
     def steps(self) -> list[Result]:
-        """Loss and gradients of three steps."""
+        """Return loss and gradients of three steps."""
         entries = {entry for tower in self.towers for _, entry in tower.arguments}
         inputs: dict[StageId, list[Any]] = {StageId(t.name, 0): [] for t in self.towers}
         inputs[StageId(LLM, 0)] = []
@@ -311,7 +319,7 @@ class _Stages:
 
 
 def _shared(named: list[tuple[str, nn.Parameter]]) -> list[list[nn.Parameter]]:
-    """Parameters by name: those of several stages together."""
+    """Group named parameters; entries of several stages form one group."""
     by_name: dict[str, list[nn.Parameter]] = {}
     for name, parameter in named:
         by_name.setdefault(name, []).append(parameter)

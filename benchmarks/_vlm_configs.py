@@ -1,4 +1,4 @@
-"""What tiny configurations of whole models need besides: parts that fit each other."""
+"""Adjustments that make the parts of tiny vision-language configurations fit each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AROUND = (
 
 
 def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
-    """A class's own defaults, and of parts that it has none of by default, theirs."""
+    """Return a class's defaults; parts without a default get the defaults of their own class."""
     config = default_config(config_class)
     kinds: Any = config_class.sub_configs or {}
     missing = {
@@ -36,8 +36,11 @@ def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
 
 
 def fit_parts(config: PretrainedConfig) -> None:
-    """Nothing is drawn; placeholders have ids; what towers give is as wide as the text model takes,
-    and as many tokens as a small image has patches."""
+    """Make the parts of a configuration consistent.
+
+    Disable random numbers, set placeholder ids, make tower outputs as wide as the text model's
+    input, and as many tokens as a small image has patches.
+    """
     every = (config, *_parts(config))
     text = getattr(config, "text_config", None) or config
     wide = getattr(text, "hidden_size", None)
@@ -52,7 +55,7 @@ def fit_parts(config: PretrainedConfig) -> None:
         for name, value in AWKWARD.get(type(part).__name__, {}).items():
             if "." not in name:
                 setattr(part, name, value)
-    for name in _AROUND:  # which published configurations have, and these classes' defaults not
+    for name in _AROUND:  # set in published configurations, but not by these classes' defaults
         if hasattr(config, "audio_config") and not hasattr(config, name):
             setattr(config, name, 90 + _AROUND.index(name))
     _fit_images(config)
@@ -82,8 +85,10 @@ def _side(value: Any) -> int | None:
 
 
 def fit_sections(model: nn.Module, config: PretrainedConfig) -> None:
-    """Sections of rotary positions that are as wide together as heads have become. Their default
-    is often not in a configuration, but in the class."""
+    """Set rotary sections that add up to the reduced head width.
+
+    Their default is often defined in the class instead of the configuration.
+    """
     for child in model.modules():
         sections, table = getattr(child, "mrope_section", 0), getattr(child, "inv_freq", None)
         if table is None or not isinstance(sections, list | tuple | None):

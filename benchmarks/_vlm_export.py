@@ -1,4 +1,4 @@
-"""A model put together of what its stages have, saved as a folder, and read again."""
+"""Export and reload of a model that is assembled from its stages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raymm.storage.model_folder import SOURCE, ModelFolder
 def reload_problem(
     source: ConfigSource, parameters: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """What is wrong with the folder; None if its model gives the same logits bit for bit.
+    """Return the problem of an exported folder; None if it gives the same logits bit for bit.
 
     Args:
-        source: of the whole model.
-        parameters: of all stages, by name.
-        batch: inputs of its forward.
+        source: source of the full model.
+        parameters: parameters of all stages, by name.
+        batch: inputs of the forward.
     """
     model = source.build().eval()
     named = dict(model.named_parameters())
@@ -40,7 +40,8 @@ def reload_problem(
     lost = [name for kind in ("missing_keys", "unexpected_keys") for name in report[kind]]
     if lost:
         return f"the folder it is saved as has other keys than its class: {', '.join(lost[:3])}"
-    for parameter in again.parameters():  # products round by where in memory their factors begin
+    # rounding of products depends on the memory alignment of their factors
+    for parameter in again.parameters():
         parameter.data = parameter.data.clone()
     with torch.no_grad():
         before, after = (_logits(m, batch) for m in (model, again.eval()))
@@ -50,12 +51,14 @@ def reload_problem(
 
 
 def _export_problem(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> str | None:
-    """Return how an export of a bf16 folder differs from that folder, or a second export of
-    trained weights from the first; None if all files are equal byte for byte.
+    """Compare a bf16 export with its source folder, and a second export with the first.
 
     Args:
-        model: in fp32, with trained weights.
-        batch: inputs of its forward.
+        model: fp32 model with trained weights.
+        batch: inputs of the forward.
+
+    Returns:
+        The difference; None if all files are equal byte for byte.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     with tempfile.TemporaryDirectory() as place:

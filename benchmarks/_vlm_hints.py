@@ -1,5 +1,8 @@
-"""What a class's names and defaults do not say of its inputs, and where defaults do not fit each
-other when they are small. By name of the class, for this benchmark alone."""
+"""Hints for vision-language classes, by class name, used by this benchmark alone.
+
+They describe inputs that names and defaults do not imply, and defaults that are inconsistent when
+they are small.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,19 @@ Random = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Hint:
-    """Of one class.
+    """Hint for one class.
 
     Attributes:
-        default: changes of its defaults before these shrink, by dotted name.
+        default: changes of its defaults before shrinking, by dotted name.
         config: changes of the small configuration.
-        make: an item of the first, second, ... size; None: as its names say.
-        modality: of the item.
-        per_row: rows of items have a dimension of their own.
-        token: in whose place features are put; None: as the configuration says.
-        tokens: how many of it the first and second item have; empty: as many as features are seen.
-        always: whether the class takes no text alone.
-        more: what belongs to the text: of ids (B, T), where items are (B, T) bool, and the items.
+        make: function that makes an item of the n-th size; None to use the parameter names.
+        modality: modality of the item.
+        per_row: True if rows of items have a separate dimension.
+        token: placeholder id; None to use the configuration.
+        tokens: placeholders of the first and second item; empty for as many as there are features.
+        always: True if the class does not accept text alone.
+        more: additional text inputs, computed from ids (B, T), item positions (B, T) bool, and
+            items.
     """
 
     default: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +46,7 @@ class Hint:
 
 
 def set_values(config: PretrainedConfig, values: dict[str, Any]) -> None:
-    """Changes of a configuration, by dotted name."""
+    """Change a configuration, by dotted name."""
     for path, value in values.items():
         part: Any = config
         *parents, name = path.split(".")
@@ -166,7 +170,7 @@ def _sound(name: str, bins: int, frames: int, mask: str) -> Callable[[Any, int, 
 
 
 def _crops(config: Any, n: int, random: Random) -> Item:
-    """A picture of 1 or 2 crops, after one of all of it."""
+    """Return a picture as 1 or 2 crops that follow one of the full picture."""
     side, crops = config.vision_config.crop_size, 1 + n
     patches = side // config.vision_config.patch_size
     return {
@@ -278,7 +282,7 @@ HINTS: dict[str, Hint] = {
     ),
     "VibeVoiceAsrForConditionalGeneration": Hint(
         config={
-            "acoustic_tokenizer_encoder_config.vae_std": 0.0,  # nothing is drawn
+            "acoustic_tokenizer_encoder_config.vae_std": 0.0,  # no random numbers
             "acoustic_tokenizer_encoder_config.depths": [1] * 7,
             "semantic_tokenizer_encoder_config.depths": [1] * 7,
             "acoustic_tokenizer_encoder_config.num_filters": 4,

@@ -1,5 +1,7 @@
-"""Batches for a whole model: text with placeholders for items of several sizes, made from what its
-forward's parameters and its configuration are called."""
+"""Batches for vision-language models: text with placeholders for items of several sizes.
+
+They are derived from the names of the forward's parameters and of the configuration's fields.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ _PLACEHOLDERS = {
     "audio": ("audio_token_id", "audio_token_index", "speech_token_id"),
     "text": (),
 }
-_KINDS = {"image": 1, "audio": 3}  # in mm_token_type_ids
+_KINDS = {"image": 1, "audio": 3}  # values of mm_token_type_ids
 
 
 @dataclass(frozen=True)
 class Style:
-    """One way in which items may be given.
+    """Input format of items.
 
     Attributes:
-        make: an item of the first, second, ... size.
-        per_row: rows of items have a dimension of their own, before that of items.
-        wide: name of the tensor whose items lie one after another in its last dimension.
+        make: function that makes an item of the n-th size.
+        per_row: True if rows of items have a separate dimension before that of items.
+        wide: name of the tensor whose items are concatenated in its last dimension.
     """
 
     modality: str
@@ -41,7 +43,7 @@ class Style:
     wide: str = ""
 
     def collate(self, rows: list[list[Item]]) -> Item:
-        """Of several rows, with their items in order."""
+        """Collate the items of several rows, in order."""
         if self.per_row:
             most = max(map(len, rows))
             filled = [
@@ -66,7 +68,7 @@ def _joined(items: list[Item]) -> Item:
 
 
 def _same_size(items: list[Item]) -> list[Item]:
-    """Padded behind with zeros, in all dimensions but the first."""
+    """Pad items with zeros at the end of all dimensions except the first."""
     grown: list[Item] = [{} for _ in items]
     for name in items[0]:
         shape = [max(item[name].shape[d] for item in items) for d in range(items[0][name].dim())]
@@ -84,7 +86,7 @@ def _hint(model: nn.Module) -> Hint:
 
 
 def styles(model: nn.Module, config: PretrainedConfig) -> Iterator[Style]:
-    """Ways to give a model items, the likeliest first."""
+    """Yield input formats, the likeliest first."""
     names = set(inspect.signature(type(model).forward).parameters)
     generator = torch.Generator().manual_seed(3)
 
@@ -248,7 +250,7 @@ def _audio_styles(names: set[str], config: Any, random: Random) -> Iterator[Styl
 
 
 def placeholder(config: PretrainedConfig, modality: str) -> int | None:
-    """Id of the token in whose place features are put."""
+    """Return the id of the token that features replace."""
     parts = [config, getattr(config, "text_config", None)]
     for name in _PLACEHOLDERS[modality]:
         for part in parts:
@@ -258,7 +260,7 @@ def placeholder(config: PretrainedConfig, modality: str) -> int | None:
 
 
 def item_tokens(model: nn.Module, item: Item, width: int, ids: torch.Tensor) -> int | None:
-    """How many tokens an item becomes, by what the model's call returns; None if it calls none."""
+    """Return the number of tokens of an item as the model's call returns it, or None."""
     try:
         calls = calls_of(model, {"input_ids": ids, **item})
     except ProbeError:
@@ -283,18 +285,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [first] if isinstance(first, torch.Tensor) else []
 
 
-# Which items each row of a microbatch has, by number of their size; and text around them.
+# Items of each row of a microbatch, by index of their size, with text around them.
 MICROBATCHES = ([[0], [1]], [[], []], [[], [1, 0]])
 
 
 def batches(
     model: nn.Module, config: PretrainedConfig, kinds: Sequence[Style], vocabulary: int, width: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Three microbatches: an item per row, text only, and two items in one of two rows; without
-    text alone, if the class takes none. Of several kinds, an item of each in an item's place.
+    """Return three microbatches: one item per row, text only, and two items in one of two rows.
+
+    Text only is left out if the class does not accept it. With several kinds, an item of each kind
+    takes the place of one item.
 
     Raises:
-        ValueError: the model makes no features of an item.
+        ValueError: the model computes no features of an item.
     """
     names = set(inspect.signature(type(model).forward).parameters)
     hint = _hint(model)

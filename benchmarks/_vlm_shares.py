@@ -1,6 +1,8 @@
-"""A whole model whose modules processes share, beside the same model in one process: loss, every
-gradient, and parameters after three steps of AdamW. Every process has all stages, so nothing but
-what processes of a rank tell one another is sent."""
+"""Check of sharded vision-language models against the same model in one process.
+
+Compares the loss, every gradient, and the parameters after three AdamW steps. Every process has all
+stages, so only communication within a rank takes place.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,27 @@ from raymm.scheduler.schedule.lower import lower
 
 KIND = "whole model"
 STEPS, MICROBATCHES = 3, 4
-# Relative to its own norm; of what is nothing but rounding (a key's bias), to the largest.
+# Relative to the gradient's own norm; gradients that are only rounding error (a key's bias) are
+# compared with the largest norm.
 TOLERANCE, FLOOR = 1e-5, 1e-6
 LOSS_TOLERANCE = 1e-6
-# Of how far a parameter has moved in the steps, as AdamW makes much of a gradient's rounding; of
-# one whose gradient is rounding only, of how far AdamW moves one at most.
+# Relative to the distance that a parameter moved, as AdamW amplifies a gradient's rounding. If the
+# gradient is only rounding error: relative to the largest distance that AdamW can move.
 MOVED_TOLERANCE, MOVED_FLOOR, ROUNDING_TOLERANCE = 1e-3, 1e-7, 1e-2
-_ALIKE = 1e-5  # what several processes have, relative to its norm
+_ALIKE = 1e-5  # values of replicas, relative to their norm
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid out over the processes.
+    """Layout of a model over the processes.
 
     Attributes:
-        specs: by module; ``"tower"`` is all towers.
-        options: of :func:`raymm.from_pretrained`; in ``train``, ``"tower"`` is all towers.
-        longrope: positions that the text model was trained with, of rotary embeddings that have
-            other frequencies in longer texts; None for the model's own.
+        specs: specs by module; ``"tower"`` means all towers.
+        options: options of :func:`raymm.from_pretrained`; in ``train``, ``"tower"`` means all
+            towers.
+        longrope: number of trained positions for rotary embeddings whose frequencies change in
+            longer texts; None for the model's default.
     """
 
     specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
@@ -60,17 +64,17 @@ class Layout:
     longrope: int | None = None
 
     def of(self, model: WholeModel) -> dict[str, ParallelSpec]:
-        """By the model's modules."""
+        """Return the specs by the model's module names."""
         every = {name: self.specs.get("tower", ParallelSpec()) for name in model.tower_names}
         return every | {LANGUAGE_MODEL: self.specs.get(LANGUAGE_MODEL, ParallelSpec())}
 
 
 def made(name: str, layout: Layout) -> tuple[WholeModel, list[dict[str, torch.Tensor]]]:
-    """A tiny model of a class, and microbatches.
+    """Build a tiny model of a class, and microbatches.
 
     Args:
-        name: of the class in transformers.
-        layout: with options of the model.
+        name: class name in transformers.
+        layout: layout with options of the model.
     """
     model_class = getattr(transformers, name)
     config, microbatches = runnable(Family(KIND, model_class, model_class.config_class))
@@ -93,29 +97,29 @@ def made(name: str, layout: Layout) -> tuple[WholeModel, list[dict[str, torch.Te
 
 
 def outcome(group: dist.ProcessGroup, name: str, layout: Layout) -> Outcome:
-    """What comes of a class under a layout.
+    """Return the outcome of a class under a layout.
 
     Args:
-        group: the processes, which all call it.
-        name: of a class in transformers.
-        layout: for as many processes.
+        group: processes, all of which call this function.
+        name: class name in transformers.
+        layout: layout for as many processes.
     """
     try:
         model, microbatches = made(name, layout)
         own = _Shares(group, model, layout)
-    except Error as error:  # the same on all processes, before they meet
+    except Error as error:  # raised by all processes before any communication
         return Outcome(REFUSED, str(error))
     problems = compare(own, model, microbatches)
     return Outcome(WRONG, problems) if problems else Outcome(EXACT)
 
 
 def compare(own: _Shares, model: WholeModel, microbatches: list[dict[str, torch.Tensor]]) -> str:
-    """What differs from one process, in words; nothing if nothing does.
+    """Describe the differences from one process; empty if there are none.
 
     Args:
-        own: this process's part.
-        model: the whole.
-        microbatches: of every step.
+        own: this process's shards.
+        model: full model.
+        microbatches: microbatches of every step.
     """
     reference = noisy(model.materialize())
     trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
@@ -144,7 +148,7 @@ def gradient_problems(
     found: Mapping[str, torch.Tensor | None], due: Mapping[str, torch.Tensor | None],
     tolerance: float = TOLERANCE,
 ) -> list[str]:  # fmt: skip
-    """Gradients that differ, each relative to its own norm, in words.
+    """Describe the gradients that differ, each relative to its own norm.
 
     Args:
         found, due: gradients by name.
@@ -167,8 +171,10 @@ def gradient_problems(
 
 
 def only_rounding(due: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
-    """Names of parameters whose gradient is rounding only, such as a key's bias, to which a softmax
-    is invariant."""
+    """Return names of parameters whose gradient is only rounding error.
+
+    One example is a key's bias, to which a softmax is invariant.
+    """
     norms = {name: float(g.norm()) for name, g in due.items() if g is not None}
     return frozenset(n for n, norm in norms.items() if norm <= 1e-5 * max(norms.values()))
 
@@ -178,13 +184,13 @@ def moved_problems(
     before: Mapping[str, torch.Tensor], rounding: frozenset[str],
     tolerance: float = MOVED_TOLERANCE,
 ) -> list[str]:  # fmt: skip
-    """Parameters after the steps that differ, in words.
+    """Describe the parameters that differ after the steps.
 
     Args:
         found, due: values by name.
         before: values before the first step.
-        rounding: names of :func:`only_rounding`.
-        tolerance: accepted error, relative to how far a parameter has moved.
+        rounding: names from :func:`only_rounding`.
+        tolerance: accepted error, relative to the distance that a parameter moved.
     """
     problems = []
     for name, parameter in due.items():
@@ -201,7 +207,7 @@ def moved_problems(
 
 
 class _Shares:
-    """A process's part of a model."""
+    """Shards of a model on one process."""
 
     def __init__(self, group: dist.ProcessGroup, model: WholeModel, layout: Layout) -> None:
         self._group, self._model = group, model
@@ -252,7 +258,7 @@ class _Shares:
         return gradient
 
     def run(self, microbatches: list[dict[str, torch.Tensor]], step: int) -> float:
-        """Loss of a step, whose gradients are then the sums over processes and stages."""
+        """Run a step and return its loss; gradients are then summed over processes and stages."""
         self.optimizer.zero_grad()
         towers = self._model.tower_inputs
         parts = [whole_parts(towers, batch) for batch in microbatches]
@@ -308,7 +314,7 @@ class _Shares:
         return len(spec.sharers(name, self._places[module])) > 1
 
     def gathered(self, gradients: bool) -> dict[str, torch.Tensor | None]:
-        """Whole gradients or parameters, by the model's names."""
+        """Return full gradients or parameters by the model's names."""
         own: dict[tuple[str, str], torch.Tensor | None] = {}
         for stage, module in self.stages.items():
             for name, parameter in module.named_parameters():
@@ -328,10 +334,10 @@ class _Shares:
 def _assembled(
     spec: ShardSpec, name: str, pieces: list[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """A parameter of its shards, which are all summed already.
+    """Assemble a parameter from its shards, which are already summed.
 
     Raises:
-        ValueError: processes that have all of it do not have the same.
+        ValueError: the values of replicas differ.
     """
     if spec.shard(name, 0) is None:
         first = pieces[0]

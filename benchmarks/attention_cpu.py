@@ -1,12 +1,12 @@
-"""Attention on a CPU beside `scaled_dot_product_attention` with a dense bool mask.
+"""Claim: attention on a CPU takes less time and memory than SDPA with a dense bool mask.
 
-Forward and backward of one layer, per mask pattern. Every run has a process of its own, which
-reports CPU seconds (this path's planning included, building SDPA's mask not: the layers of a
-model share it) and peak memory above its inputs (mask included); per pattern this path runs
-before and after the dense one, and the mean of the two counts. Outputs and gradients of the
-same runs are compared.
+Run with `python -m benchmarks.attention_cpu --json`.
 
-    python -m benchmarks.attention_cpu --json
+One layer, forward and backward, per mask pattern. Every run has a separate process, which reports
+CPU seconds and peak memory above its inputs, the mask included. The seconds include this path's
+planning but not the construction of SDPA's mask, which the layers of a model share. Per pattern
+this path runs before and after the dense one, and the mean of the two is reported. Outputs and
+gradients of the same runs are compared.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TENSORS = ("out", "dq", "dk", "dv")
 
 
 def masks(length: int) -> dict[str, Callable[[], AttentionMask]]:
-    """The patterns, in proportion to the length; at 8192 tokens an image has 256 to 576."""
+    """Return the patterns, scaled to the length; at 8192 tokens an image has 256 to 576."""
     unit = length // 128
-    # 12 images of 4 to 9 units among text of 2 to 9 units: 60% of the tokens are images'.
+    # 12 images of 4 to 9 units among text of 2 to 9 units: 60% of the tokens belong to images.
     sizes = [4, 9, 4, 6, 9, 4, 9, 6, 4, 9, 4, 9]
     gaps = [5, 3, 2, 9, 2, 5, 3, 2, 5, 3, 2, 6]
     spans, at = [], 0
@@ -106,9 +106,10 @@ def main() -> None:
 def measure(
     name: str, build: Callable[[], AttentionMask], args: argparse.Namespace, folder: Path
 ) -> dict[str, float]:
-    """One pattern: seconds, memory, errors relative to each tensor's norm.
+    """Measure seconds, memory and relative errors of one pattern.
 
-    The floor is the dense run's seconds times the visible share of its pairs.
+    Errors are relative to each tensor's norm. The floor is the dense run's seconds times the
+    visible share of its pairs.
     """
     runs = []
     for method in (OURS, DENSE, OURS):
@@ -138,7 +139,7 @@ def measure(
 def in_child(
     method: str, pattern: str, args: argparse.Namespace, path: Path
 ) -> tuple[float, float]:
-    """CPU seconds and peak extra megabytes of one run in a process of its own."""
+    """Return CPU seconds and peak additional megabytes of one run in a child process."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=run, args=(method, pattern, args, path, sending))
@@ -153,11 +154,11 @@ def in_child(
 def run(
     method: str, pattern: str, args: argparse.Namespace, path: Path, answer: Any
 ) -> None:
-    """In the child: one forward and backward; its tensors go to ``path``."""
+    """Run one forward and backward in the child and write the tensors to ``path``."""
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     prepare, attend = OF_METHOD[method]
-    # Libraries load and kernels are chosen at first use.
+    # Libraries are loaded and kernels selected at first use.
     warm = inputs(256, *args.heads, args.head_dim, dtype)
     mask = prepare(masks(256)[pattern]())
     attend(*warm, mask)[0].backward(warm[0].detach())
@@ -165,7 +166,7 @@ def run(
     grad = torch.randn(query.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     mask = masks(args.length)[pattern]()
     before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     mask = prepare(mask)
     start = time.process_time()
     out = attend(query, key, value, mask)[0]
@@ -178,7 +179,8 @@ def run(
 def inputs(
     length: int, query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Query, key and value as projections leave them: (B, T, H, D) seen as (B, H, T, D)."""
+    """Return query, key and value as projections return them: (B, T, H, D) viewed as (B, H, T, D).
+    """
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(1, length, heads, head_dim, generator=generator)
@@ -188,7 +190,7 @@ def inputs(
 
 
 def dense_mask(mask: AttentionMask) -> torch.Tensor:
-    """(T, T) bool, filled in by portions of rows so that making it takes no more memory."""
+    """Return a (T, T) bool mask, filled in row blocks to keep the peak memory low."""
     visible = torch.empty(mask.shape, dtype=torch.bool)
     step = 256
     for start in range(0, mask.n_queries, step):
@@ -199,17 +201,17 @@ def dense_mask(mask: AttentionMask) -> torch.Tensor:
 def dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
 ) -> tuple[torch.Tensor]:
-    """SDPA with a dense mask; on CPUs this is ATen's flash attention too."""
+    """Run SDPA with a dense mask; on CPUs this also is ATen's flash attention."""
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
     return (out,)
 
 
-# How a method prepares its mask (not timed) and attends.
+# For each method, its mask preparation (not timed) and its attention.
 OF_METHOD = {OURS: (lambda mask: mask, cpu_attention), DENSE: (dense_mask, dense_attention)}
 
 
 def _memory(field: str) -> int:
-    """Bytes of this process's VmRSS or VmHWM."""
+    """Return this process's VmRSS or VmHWM in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

@@ -1,13 +1,14 @@
-"""What checksums cost of a checkpoint: saving with and without them, and verifying.
+"""Claim: checksums add little time to saving a checkpoint.
 
-A shard of `--mib` MiB of fp32 tensors is written and forced to disk, as a rank does it
-(`raymm.actors.optimizer.checkpoint_shards.write_shard`), in turns with the same without a
-checksum. `checksum_share` is the median over rounds of how much longer it takes: the checksum is
+Run with `python -m benchmarks.checkpoint_checksum --json`.
+
+A shard of `--mib` MiB of fp32 tensors is written and flushed to disk, as a rank does it
+(`raymm.actors.optimizer.checkpoint_shards.write_shard`), alternating with a save without a
+checksum. `checksum_share` is the relative increase in time, median over rounds: the checksum is
 computed from the tensors while the disk writes the file. `in_memory_share` is the same on a file
-system in memory (/dev/shm), where nothing hides it: an upper bound for any disk. `gb_per_s`
-compares digests on bytes in memory; `verify_gb_per_s` is what a reader does first.
-
-    python -m benchmarks.checkpoint_checksum --json
+system in memory (/dev/shm), where the checksum cannot overlap with I/O: an upper bound for any
+disk. `gb_per_s` compares digests on bytes in memory; `verify_gb_per_s` is the speed of verification
+before a load.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ DIGEST_MIB = 64
 
 
 def timed(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """How long something takes, and what it gives."""
+    """Return the seconds of a call, and its result."""
     start = time.perf_counter()
     result = work(*arguments)
     return time.perf_counter() - start, result
 
 
 def without_checksum(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """What a save was before there were checksums."""
+    """Save a shard without a checksum."""
     save_file(tensors, path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def compare(folder: Path, tensors: dict[str, torch.Tensor], rounds: int) -> dict[str, float]:
-    """Medians of saving with and without checksums in turns, and of verifying."""
+    """Return medians of alternating saves with and without checksums, and of verifying."""
     path = folder / "model-rank0.safetensors"
     plain, summed, verified = [], [], []
     for number in range(rounds + 1):
@@ -80,7 +81,7 @@ def compare(folder: Path, tensors: dict[str, torch.Tensor], rounds: int) -> dict
 
 
 def measure(mib: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """All figures."""
+    """Return all figures."""
     tensors = {
         f"llm/module.layers.{i}.weight": torch.randn(TENSOR_MIB * 2**18)
         for i in range(max(mib // TENSOR_MIB, 1))
@@ -102,7 +103,6 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
     parser = _common.parser(__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the shard")
     parser.add_argument("--rounds", type=int, default=7)

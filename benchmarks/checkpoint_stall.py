@@ -1,15 +1,14 @@
-"""How long steps stop for a checkpoint: written at once, and behind them.
+"""Claim: an asynchronous checkpoint stops training for a fraction of a synchronous save.
 
-A Llama of two stages trains on Ray actors and saves all it has (weights and AdamW's moments), in
-turns as :meth:`raymm.storage.checkpoint.CheckpointStore.save` and ``start`` do it, forced to disk
-and with checksums either way. `stall_s` is how long no step runs for a save, `slower_s` by how much
-longer the steps took that ran while it was written (their time beyond the median of steps without),
-`committed_s` how long it was until the checkpoint counted, all medians over rounds. The key
-`stall_ratio` is the asynchronous stall over the synchronous one, `cost_ratio` the same of stall and
-slower steps together: on a machine whose cores the ranks keep busy, writing has to come from
-somewhere.
+Run with `python -m benchmarks.checkpoint_stall --json`.
 
-    python -m benchmarks.checkpoint_stall --json
+A Llama of two stages trains on Ray actors and saves weights and AdamW moments, alternating between
+:meth:`raymm.storage.checkpoint.CheckpointStore.save` and ``start``; both flush to disk and compute
+checksums. All figures are medians over rounds: `stall_s` is the time without a running step,
+`slower_s` the additional time of the steps during the write (beyond the median of steps without a
+save), `committed_s` the time until the checkpoint is committed. The key `stall_ratio` is the
+asynchronous stall over the synchronous one. `cost_ratio` also includes the slower steps: on a
+machine whose cores the ranks keep busy, the write takes time from them.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from raymm.storage.checkpoint import CheckpointStore
 
 ROWS, TOKENS, MICROBATCHES, STAGES = 1, 128, 2, 2
 WARM_UP_STEPS = 3
-LEAST_STEPS = 3  # after a save that was started
+LEAST_STEPS = 3  # after the start of a save
 
 
 class Save(NamedTuple):
-    """What one checkpoint took, in seconds.
+    """Seconds of one checkpoint.
 
     Attributes:
-        stall: no step ran.
-        slower: what steps beside it took more than others.
-        committed: from its beginning until it counted.
+        stall: seconds without a running step.
+        slower: additional seconds of the steps during the write.
+        committed: seconds from the start to the commit.
     """
 
     stall: float
@@ -52,7 +51,7 @@ class Save(NamedTuple):
 
 
 def build(hidden: int, layers: int) -> tuple[MultimodalModule, list[dict[str, Any]]]:
-    """The model, and a step's microbatches."""
+    """Return the model, and a step's microbatches."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=8192, tie_word_embeddings=False,
@@ -66,14 +65,14 @@ def build(hidden: int, layers: int) -> tuple[MultimodalModule, list[dict[str, An
 
 
 def timed(work: Callable[..., Any], *arguments: Any) -> float:
-    """Seconds that something takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     work(*arguments)
     return time.perf_counter() - start
 
 
 def synchronous(store: CheckpointStore, parallel: MultimodalParallelModule) -> Save:
-    """A save of the current state, at once."""
+    """Save the current state synchronously."""
     seconds = timed(store.save, parallel, {})
     return Save(seconds, 0.0, seconds)
 
@@ -82,26 +81,25 @@ def asynchronous(
     store: CheckpointStore, parallel: MultimodalParallelModule, step: Callable[[], float],
     usual: float,
 ) -> Save:
-    """A save of the current state, and steps until it counts.
+    """Save the current state asynchronously, and run steps until it is committed.
 
     Args:
-        store: keeps it.
-        parallel: the model.
-        step: takes one; returns its seconds.
-        usual: seconds of a step with nothing beside it.
+        store: checkpoint store.
+        step: runs one step and returns its seconds.
+        usual: seconds of a step without a concurrent save.
     """
     start = time.perf_counter()
     stall = timed(store.start, parallel, {})
     beside = [step() for _ in range(LEAST_STEPS)]
     while (saved := store.ended()) is None:
         beside.append(step())
-    # It is committed between two looks; it says itself when.
+    # The commit happens between two polls; the store records its time.
     committed = min(saved.seconds + stall, time.perf_counter() - start)
     return Save(stall, sum(beside) - usual * len(beside), committed)
 
 
 def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, Any]:
-    """All figures."""
+    """Return all figures."""
     model, batch = build(hidden, layers)
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), MICROBATCHES).plan(model)
     saves: dict[str, list[Save]] = {"synchronous": [], "asynchronous": []}
@@ -142,7 +140,6 @@ def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, An
 
 
 def main() -> None:
-    """Run and print."""
     parser = _common.parser(str(__doc__).split("\n", 1)[0])
     parser.add_argument("--hidden", type=int, default=768, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=8, help="its layers")

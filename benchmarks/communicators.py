@@ -1,36 +1,35 @@
-"""Communicators that every process of a large run has, what it does to make them, and what the
-driver does before.
+"""Claim: communicators, setup and driver time per process stay small up to 1,024 processes.
 
-A vision and an audio encoder of one stage each and a language model of seven, tensor parallelism 4,
-tied embeddings, ZeRO-1: 36 processes, times data parallelism; 1,024 with a model of six. Nothing
-runs; what is counted is what a process's plan says.
+Run with `python -m benchmarks.communicators --json`.
 
-- `per_process_<n>`: the most that any of n processes is a member of: links for messages, groups
-  within a rank, groups that sum gradients, and the one of all processes;
-- `calls_<n>`: groups that a process makes, beside that one; if every process were to take part in
-  the making of every group, `groups_<n>`;
-- `chain_<n>`: groups of which each waits for the one before, in the order in which they are made;
-  `edge_chain_<n>`: in the order of the plan's edges;
-- `store_operations_<n>`: what a process sets and reads in the store for these groups, the most;
-- `links_<n>`: of all communicators, links for messages: one per ordered pair of processes with
-  messages; `edge_links_<n>`: what there would be with one per directed edge of stages;
+The model has a vision and an audio encoder of one stage each and a language model of seven, tensor
+parallelism 4, tied embeddings and ZeRO-1: 36 processes, times data parallelism; 1,024 with a
+language model of six stages. Nothing is trained; the figures come from the plans of the processes.
+
+- `per_process_<n>`: largest number of memberships among n processes: links for messages, groups
+  within a rank, groups that sum gradients, and the group of all processes;
+- `calls_<n>`: groups that a process creates, without the group of all; `groups_<n>`: the number if
+  every process took part in the creation of every group;
+- `chain_<n>`: longest chain of groups that wait for each other, in order of creation;
+  `edge_chain_<n>`: the same in order of the plan's edges;
+- `store_operations_<n>`: largest number of store operations of a process for these groups;
+- `links_<n>`: communicators that are links for messages, one per ordered pair of processes with
+  messages; `edge_links_<n>`: their number with one per directed edge of stages;
 - `edge_per_process_<n>`: `per_process` with `edge_links`;
 - `message_ctas_<n>`: multiprocessors that a message may occupy on a GPU;
-- `connection_bytes_<n>`: of what a process is told of its connections, the most, pickled;
-  `connection_cpu_s_<n>`: the driver's CPU time to work them all out;
-- `program_cpu_s_<n>`: the driver's CPU time to lower a step, with 8 microbatches per replica;
-  `proof_cpu_s_<n>`: to prove that it ends, and in which order;
-- the same with two chunks of every rank's layers (`interleaved_...`), where two ranks have several
-  edges with one another;
-- `made_calls_<n>`, `made_store_operations_<n>`, `made_s_<n>`: of n real processes over gloo (1
-  replica, a model of 1 and 2 ranks), the most calls and store operations of one, and seconds until
-  the last one has its groups, median of turns; `all_made_...`: where every process takes part in
-  every group; in turns;
-- `proof_over_lowering_<schedule>`: CPU time of `check_program`, with the order it makes, over that
-  of lowering, for 24 stages and microbatches; `lowering_ms_<schedule>`: that of lowering. Least
-  of 9 turns.
-
-    python -m benchmarks.communicators --json
+- `connection_bytes_<n>`: largest pickled size of a process's connection plan;
+  `connection_cpu_s_<n>`: driver CPU time to compute all of them;
+- `program_cpu_s_<n>`: driver CPU time to lower a step with 8 microbatches per replica;
+  `proof_cpu_s_<n>`: to prove that it terminates, and in which order;
+- the same with two chunks of layers per rank (`interleaved_...`), where two ranks share several
+  edges;
+- `made_calls_<n>`, `made_store_operations_<n>`, `made_s_<n>`: for n real processes over gloo (1
+  replica, a language model on 1 and 2 ranks), the largest number of calls and store operations of a
+  process, and seconds until the last process has its groups, median of alternating rounds;
+  `all_made_...`: the same if every process takes part in every group;
+- `proof_over_lowering_<schedule>`: CPU time of `check_program`, including the order that it
+  computes, over that of lowering, for 24 stages and microbatches; `lowering_ms_<schedule>`: time of
+  lowering. Minimum of 9 rounds.
 """
 
 from __future__ import annotations
@@ -61,14 +60,15 @@ from raymm.scheduler.schedule.lower import full_program
 # Replicas, and ranks of the language model.
 SIZES = ((1, 7), (4, 7), (16, 7), (32, 6))
 TP = 4
-MICROBATCHES = 8  # of a replica
+MICROBATCHES = 8  # per replica
 MADE_LLM_RANKS, MADE_TURNS = (1, 2), 5
 CHAIN, TURNS = 24, 9
 ENCODERS = ("vision", "audio")
 
 
 def plan(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> Plan:
-    """Encoders and a language model, each with as many replicas, on ranks of 4 processes."""
+    """Return a plan of encoders and a language model with equal replicas, on ranks of 4 processes.
+    """
     layers = llm_ranks * chunks
     graph = ModuleGraph(
         (*(ModuleNode(name, (True,)) for name in ENCODERS), ModuleNode("llm", (True,) * layers)),
@@ -85,8 +85,11 @@ def plan(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> Plan:
 
 
 def sums(processes: Processes) -> tuple[ReductionGroup, ...]:
-    """Every group that sums gradients: what tensor parallelism shards, what it does not, and the
-    embedding of the first and the last stage."""
+    """Return every group that sums gradients.
+
+    These are the groups for parameters that tensor parallelism shards, for those that it
+    replicates, and for the embedding of the first and last stage.
+    """
     shard = tuple(ParameterShard(0, ((i, i + 1),)) for i in range(TP))
     stages = processes.plan.stages
     shards = {f"{stage.index}.weight": shard for stage in stages} | {"embedding": shard}
@@ -103,12 +106,12 @@ def sums(processes: Processes) -> tuple[ReductionGroup, ...]:
 
 
 def most(groups: Iterable[Iterable[int]]) -> int:
-    """The most groups that a process is in."""
+    """Return the largest number of groups that contain one process."""
     return max(Counter(process for group in groups for process in group).values())
 
 
 def count(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> dict[str, int | float]:
-    """What there is of a layout, by name."""
+    """Return the figures of a layout by name."""
     planned = plan(replicas, llm_ranks, chunks)
     begin = time.process_time()
     processes = Processes(planned)
@@ -131,7 +134,7 @@ def count(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> dict[str, int |
         "calls": max(len(each.rounds) for each in plans),
         "chain": longest_chain([one.members for one in made]),
         "edge_chain": longest_chain([*processes.groups, *pairs, *others[len(processes.groups):]]),
-        # gloo: sets its own address, reads each member's.
+        # gloo sets its own address and reads the address of each member.
         "store_operations": max(
             sum(1 + len(one.members) for one in each.rounds) for each in plans
         ),
@@ -145,14 +148,14 @@ def count(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> dict[str, int |
 
 
 def connections(replicas: int, llm_ranks: int) -> tuple[ConnectionPlan, ...]:
-    """What the processes of a layout connect."""
+    """Return the connection plans of the processes of a layout."""
     processes = Processes(plan(replicas, llm_ranks))
     p2p_groups = [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
     return connection_plans(len(processes.all), p2p_groups, processes.groups, sums(processes))
 
 
 def really_made(llm_ranks: int) -> dict[str, float]:
-    """What real processes do, both ways."""
+    """Measure group creation by real processes, both ways."""
     plans = connections(1, llm_ranks)
     rows: dict[bool, list[tuple[int, int, float]]] = {True: [], False: []}
     for turn in range(MADE_TURNS):
@@ -170,7 +173,7 @@ def really_made(llm_ranks: int) -> dict[str, float]:
 
 
 def driver(replicas: int, llm_ranks: int) -> dict[str, float]:
-    """CPU seconds of a step's program and of its proof."""
+    """Return CPU seconds of lowering a step's program and of its proof."""
     planned = plan(replicas, llm_ranks)
     begin = time.process_time()
     program = full_program(planned)
@@ -183,7 +186,7 @@ def driver(replicas: int, llm_ranks: int) -> dict[str, float]:
 
 
 def proof_over_lowering(schedule: str) -> tuple[float, float]:
-    """CPU seconds of proof over those of lowering, and these."""
+    """Return CPU seconds of proof over lowering, and the seconds of lowering."""
     stages = tuple(Stage("llm", i, (i, i + 1), i) for i in range(CHAIN))
     graph = ModuleGraph((ModuleNode("llm", (True,) * CHAIN),), ())
     chain = Plan(graph, stages, CHAIN, schedule=schedule)

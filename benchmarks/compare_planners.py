@@ -1,11 +1,11 @@
-"""Predicted steps of raymm's plan and of other planners' plans, for one configured run.
+"""Claim: raymm's plans have shorter predicted steps than those of other planners.
 
-All are judged by the same costs. Pipelines are compared with Cornstarch's Algorithm 1, simpler
-balances and OmniBal (`benchmarks.baselines.pipelines`); with `--style multiplexed`, mappings with
-those of Megatron-LM, DistMM and Spindle (`benchmarks.baselines.mappings`). Options of planning are
-those of `raymm plan`.
+Run with `python -m benchmarks.compare_planners CONFIG.yaml --ranks 8 --device H100 --json`.
 
-    python -m benchmarks.compare_planners CONFIG.yaml --ranks 8 --device H100 --json
+All plans of a configured run are evaluated with the same costs. Pipelines are compared with
+Cornstarch's Algorithm 1, simpler balances and OmniBal (`benchmarks.baselines.pipelines`); with
+`--style multiplexed`, mappings are compared with those of Megatron-LM, DistMM and Spindle
+(`benchmarks.baselines.mappings`). Planning options are those of `raymm plan`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from raymm.planning.styles import plan_step_multiplexed
 from raymm.scheduler.search.evaluation import Option
 from raymm.scheduler.search.uncut_modules import with_uncut_modules
 
-# Relative differences below this are smaller than the digits that are printed.
+# Relative differences below this are smaller than the printed digits.
 SAME = 5e-4
 
 
 class Timed(Protocol):
-    """A plan or a mapping with predicted seconds of a step."""
+    """Plan or mapping with predicted seconds of a step."""
 
     @property
     def seconds(self) -> float: ...
@@ -49,10 +49,10 @@ def other_pipelines(planned: Planned) -> dict[str, Option | str]:
     """Solve the problem of a plan with every other planner.
 
     Args:
-        planned: a result of raymm's search.
+        planned: result of raymm's search.
 
     Returns:
-        For each planner its best plan, or the reason why it has none.
+        Best plan of each planner, or the reason why it has none.
     """
     problem = planned.problem
     assert problem is not None
@@ -64,12 +64,12 @@ def other_pipelines(planned: Planned) -> dict[str, Option | str]:
 def comparison_rows(
     seconds: float, solved: Mapping[str, Timed | str], baselines: Iterable[Baseline[Any, Any]]
 ) -> list[dict[str, str]]:
-    """Make a row for raymm's plan and one for each baseline.
+    """Return a row for raymm's plan and one for each baseline.
 
     Args:
         seconds: predicted seconds of a step under raymm's plan.
-        solved: for each baseline its solution, or the reason why it has none.
-        baselines: the baselines in the order of the rows.
+        solved: solution of each baseline, or the reason why it has none.
+        baselines: baselines in the order of the rows.
     """
     rows = [{"planner": "raymm", "step": time_text(seconds), "longer": "", "what it is": ""}]
     for baseline in baselines:
@@ -99,7 +99,6 @@ def _table(rows: list[dict[str, str]]) -> Table:
 
 
 def main() -> None:
-    """Plan, print and report."""
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("config", help="YAML file of a run, as of `raymm plan`")
     options.add_argument(

@@ -1,25 +1,26 @@
-"""Self-attention over 4 processes: balance of work and tokens, bytes, and time per method.
+"""Claim: `balanced` token distribution gives context-parallel ranks equal work and tokens.
 
-EP, EE and MP at 16k tokens, as in `benchmarks.token_distribution` but with samples a quarter as
-long, so that 16k hold twelve. One layer, forward and backward, fp32; gloo on the loopback, one
-thread per rank, methods in turns. With fewer cores than ranks wall time is that of the cores;
-the largest CPU time of a rank is what as many devices would wait for.
+Run with `python -m benchmarks.context_parallel --json`.
+
+Self-attention over 4 processes: balance, bytes and time per method. EP, EE and MP masks at 16k
+tokens, as in `benchmarks.token_distribution` but with samples of a quarter of the length, so that
+16k tokens hold twelve. One layer, forward and backward, fp32; gloo on the loopback, one thread per
+rank, methods alternate. With fewer cores than ranks, wall time is limited by the cores; the largest
+CPU time of a rank is the time that as many devices would take.
 
 - `imbalance_<policy>_<mask>`, `token_imbalance_...`: largest over mean attention work (active
   tiles) and tokens per rank, the worst of several seeds;
-- `cpu_s_<method>_<mask>`, `cpu_mean_s_...`, `seconds_...`: the busiest rank's and the mean CPU
-  seconds, and wall seconds, `balanced` layout; `megabytes_...`: sent per rank, mean and largest;
-- `cpu_s_<policy>_<mask>`: the busiest rank's with `gather` in another layout;
-  `cpu_imbalance_...`: over the mean; `<policy>_over_balanced_<mask>`: over that of the balanced
-  layout; `timed_imbalance_...`: active tiles of the one mask that was timed;
-- `megabytes_needed_<policy>_<mask>`: what `needed` sends in each layout, by the formulas;
-- `auto_<mask>`: what `auto` would pick by bytes;
-- `relative_error_<mask>`: the largest of O, dQ, dK, dV of all methods beside one process, dense,
-  in float64, of the rows that were checked.
+- `cpu_s_<method>_<mask>`, `cpu_mean_s_...`, `seconds_...`: CPU seconds of the busiest rank and
+  their mean, and wall seconds, `balanced` layout; `megabytes_...`: sent per rank, mean and largest;
+- `cpu_s_<policy>_<mask>`: CPU seconds of the busiest rank with `gather` in another layout;
+  `cpu_imbalance_...`: the same over the mean; `<policy>_over_balanced_<mask>`: over that of the
+  balanced layout; `timed_imbalance_...`: active tiles of the one mask that was timed;
+- `megabytes_needed_<policy>_<mask>`: bytes that `needed` sends in each layout, by the formulas;
+- `auto_<mask>`: method that `auto` would select by bytes;
+- `relative_error_<mask>`: the largest error of O, dQ, dK, dV of all methods against dense float64
+  attention in one process, for the checked rows.
 
 Bytes are counted and compared with the formulas in every run.
-
-    python -m benchmarks.context_parallel --json
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ from raymm.scheduler.context_parallel.traffic import choose_method, method_bytes
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK, active_key_blocks
 
 LENGTH, RANKS = 16384, 4
-# A quarter of Cornstarch v2 §5.1's: per sample text; image (kind 1), audio (kind 2).
+# A quarter of Cornstarch v2 §5.1: text per sample; image (kind 1), audio (kind 2).
 TEXT, TOKENS = 256, {1: 299, 2: 750}
 SAMPLE = TEXT + sum(TOKENS.values())
 LONGEST_DOCUMENT = 4  # samples
 POLICIES = ("balanced", "contiguous", "zigzag")
 BY_NAME = {"balanced": balanced, **_token_policies.POLICIES}
-# Not at a block's edge, and in items and text alike.
+# Neither end is a block boundary, and the rows include items and text.
 CHECKED_ROWS = slice(9000, 9300)
 
 
 def ep(length: int, rng: np.random.Generator) -> AttentionMask:
-    """Encoder outputs first, in random order, then text."""
+    """Return a mask of encoder outputs in random order, then text."""
     kinds = rng.permutation(list(TOKENS) * (length // SAMPLE))
     items = [(int(kind), TOKENS[kind]) for kind in kinds]
     return patterns.prepended(items, length - sum(tokens for _, tokens in items))
 
 
 def ee(length: int, rng: np.random.Generator) -> AttentionMask:
-    """Encoder outputs at random places of one text."""
+    """Return a mask of encoder outputs at random positions in one text."""
     return patterns.embedded(length, _spans(rng, length, 0, length // SAMPLE))
 
 
 def mp(length: int, rng: np.random.Generator) -> AttentionMask:
-    """Documents of random numbers of samples, packed; what is left is a document of text."""
+    """Return a mask of packed documents with random numbers of samples; the remainder is text."""
     lengths: list[int] = []
     spans: list[Span] = []
     while (left := (length - sum(lengths)) // SAMPLE) > 0:
@@ -88,7 +89,7 @@ def mp(length: int, rng: np.random.Generator) -> AttentionMask:
 
 
 def _spans(rng: np.random.Generator, length: int, at: int, samples: int) -> list[Span]:
-    """The items of samples in random order and places within [at, at + length)."""
+    """Place the items of samples in random order within [at, at + length)."""
     kinds = rng.permutation(list(TOKENS) * samples)
     places = np.sort(rng.integers(0, length - sum(TOKENS[kind] for kind in kinds) + 1, len(kinds)))
     spans, before = [], 0
@@ -105,13 +106,13 @@ MASKS: dict[str, Callable[[int, np.random.Generator], AttentionMask]] = {
 
 
 def dealt(mask: AttentionMask, policy: str) -> TokenDistribution:
-    """A mask's tokens over the ranks."""
+    """Distribute a mask's tokens over the ranks."""
     work = active_key_blocks(mask.query_table, mask.key_table, *mask.shape)
     return distribute(work, RANKS, BY_NAME[policy], n_tokens=mask.n_queries)
 
 
 def imbalances(length: int, seeds: int) -> dict[str, float]:
-    """Of every policy and mask, the worst of the seeds."""
+    """Return the worst imbalance of the seeds for every policy and mask."""
     found: dict[str, float] = {}
     for name, build in MASKS.items():
         masks = [build(length, np.random.default_rng(seed)) for seed in range(seeds)]
@@ -125,7 +126,7 @@ def imbalances(length: int, seeds: int) -> dict[str, float]:
 
 
 def timed(ranks: Ranks, name: str, args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """One mask: all methods in the balanced layout, and `gather` in the others."""
+    """Time one mask: all methods in the balanced layout, and `gather` in the others."""
     mask = MASKS[name](args.length, np.random.default_rng(0))
     calls = {}
     for policy in POLICIES:
@@ -138,7 +139,7 @@ def timed(ranks: Ranks, name: str, args: argparse.Namespace, path: Path) -> dict
     jobs = {method: (balanced, method) for method in methods}
     jobs |= {policy: (calls[policy], "gather") for policy in POLICIES[1:]}
     write_expected(balanced, CHECKED_ROWS, path)
-    # Also the warm-up.
+    # This also is the warm-up.
     error = max(largest_error(ranks, *job, CHECKED_ROWS, path) for job in jobs.values())
     runs: dict[str, list[Measured]] = {job: [] for job in jobs}
     for number in range(args.rounds):
@@ -161,7 +162,7 @@ def timed(ranks: Ranks, name: str, args: argparse.Namespace, path: Path) -> dict
         sent = method_bytes(call.shape, "needed", call.needed())
         found[f"megabytes_needed_{policy}"] = round(sent.total / RANKS / 1e6, 3)
         found[f"timed_imbalance_{policy}"] = round(dealt(mask, policy).imbalance, 4)
-    # `gather` is the balanced layout's run of what the others run.
+    # The run of `gather` in the balanced layout is already measured.
     for policy in POLICIES[1:]:
         found[f"{policy}_over_balanced"] = round(
             found[f"cpu_s_{policy}"] / found["cpu_s_gather"], 3
@@ -193,7 +194,7 @@ def main() -> None:
 
 
 def show(console: Any, result: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     table = Table("mask", *POLICIES, title="work imbalance (tokens)")
     for name in MASKS:
         table.add_row(name, *(

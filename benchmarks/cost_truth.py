@@ -1,14 +1,14 @@
-"""Counted costs of modules against what torch measures of them, for every kind of module.
+"""Claim: the cost model's counts equal torch's measurements for every kind of module.
 
-Per kind of module and size of its inputs: parameters, FLOPs of a forward and of a backward that
-reaches the inputs (`FlopCounterMode`, of attention the pairs that its mask lets be seen), bytes
-that autograd saves (`saved_tensors_hooks`, without parameters), and bytes of the messages that
-stages of one layer would send. `flops_max_relative_error` and `bytes_max_relative_error` are the
-largest relative errors of all rows, `parameters_max_relative_error` must be 0.
-`messages_max_relative_error` is the largest relative error of the bytes that plans of pipelines
-have for an edge, against what ranks send on it in a step, by the ranks' own counts.
+Run with `python -m benchmarks.cost_truth --json`.
 
-    python -m benchmarks.cost_truth --json
+Figures per kind of module and input size: parameters; FLOPs of a forward and of a backward that
+reaches the inputs (`FlopCounterMode`; for attention, the visible pairs of its mask); bytes that
+autograd saves (`saved_tensors_hooks`, without parameters); and bytes of the messages between stages
+of one layer each. `flops_max_relative_error` and `bytes_max_relative_error` are the largest
+relative errors of all rows; `parameters_max_relative_error` must be 0.
+`messages_max_relative_error` is the largest relative error of the planned bytes per pipeline edge
+against the bytes that the ranks report for a step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BYTES = ("saved", "messages")
 
 
 def rows_of(case: Case) -> Iterator[dict[str, Any]]:
-    """Counted and measured figures of a case, by size."""
+    """Yield counted and measured figures of a case, by size."""
     for size, make in enumerate(case.inputs):
         torch.manual_seed(size)
         model = case.source().build().eval()
@@ -76,13 +76,13 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
             load = _seen(case, inputs)
         figures = counted(module, load, case.causal)
         found = measured(model, inputs, case.causal)
-        # Later blocks read what the tower made, which every stage but the last hands on.
+        # Later blocks read the tower's output, which every stage but the last forwards.
         found["messages"] += relayed * (num_blocks(model) - 1)
         yield {"case": case.name, "size": size, "counted": figures, "measured": found}
 
 
 def _described(case: Case) -> PretrainedConfig:
-    """The configuration of a case's model, which names its class."""
+    """Return the configuration of a case's model, which names its class."""
     source = cast(ConfigSource, case.source())
     source.config.architectures = [source.model_class.__name__]
     return source.config
@@ -91,8 +91,11 @@ def _described(case: Case) -> PretrainedConfig:
 def _without_tower(
     model: nn.Module, whole: WholeModel, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """Let a model have the features of its tower as received, without the tower's parameters, and
-    return the inputs without labels, and the features' bytes."""
+    """Feed a model the features of its tower as received, without the tower's parameters.
+
+    Returns:
+        Inputs without labels, and bytes of the features.
+    """
     (tower,) = whole.towers
     with torch.no_grad():
         computed = tower.output(model, tower.inputs(inputs) or {})
@@ -110,7 +113,7 @@ def _width(model: nn.Module) -> int:
 
 
 def _seen(case: Case, inputs: dict[str, Any]) -> Load:
-    """The load of an encoder's inputs, as a plan has it."""
+    """Return the load of an encoder's inputs, as in a plan."""
     module = case.source().build().eval()
     (seen,) = observe(module, inputs, module)
     (halved,) = observe(module, inputs, module, dtype=torch.bfloat16)
@@ -127,15 +130,15 @@ def _seen(case: Case, inputs: dict[str, Any]) -> Load:
 
 
 def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
-    """Figures of the cost model.
+    """Return the figures of the cost model.
 
     Args:
-        module: a skeleton.
-        load: what it has to do.
+        module: skeleton.
+        load: load of the module.
         causal: True for a language model.
     """
     layers = count_layers(module, load, causal, forward_run(module, load, "fp32", causal))
-    if isinstance(module, Projector):  # one layer, whatever it is made of
+    if isinstance(module, Projector):  # one layer, whatever its components
         costs = projector_layers(module, load, "cpu", "fp32")
     else:
         costs = analytic_layers(module, load, "cpu", "fp32", causal=causal)
@@ -145,7 +148,7 @@ def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
     return {
         "parameters": sum(layer.parameters for layer in layers) - layers[-1].tied,
         "forward": products + attention + sum(layer.weight_flops for layer in layers),
-        # A base under adapters has no gradients of its weights.
+        # Base weights under adapters have no gradients.
         "backward": 2 * products - base + 2 * attention,
         "saved": sum(cost.activation_bytes for cost in costs),
         "messages": sum(cost.output_bytes for cost in costs[: len(costs) - causal]),
@@ -153,11 +156,11 @@ def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
 
 
 def measured(model: nn.Module, inputs: dict[str, Any], causal: bool) -> dict[str, float]:
-    """Figures of real runs.
+    """Return the figures of real runs.
 
     Args:
-        model: with weights.
-        inputs: of its forward.
+        model: model with weights.
+        inputs: inputs of its forward.
         causal: True for a language model.
     """
     forward, backward = _flops(copy.deepcopy(model), inputs, causal)
@@ -169,7 +172,7 @@ def measured(model: nn.Module, inputs: dict[str, Any], causal: bool) -> dict[str
 
 
 def _run(model: nn.Module, inputs: dict[str, Any], causal: bool) -> torch.Tensor:
-    """A loss that autograd saves nothing for but what it must."""
+    """Return a loss for which autograd saves no tensors beyond those of the model."""
     inputs = {
         k: v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()
@@ -183,15 +186,14 @@ def _run(model: nn.Module, inputs: dict[str, Any], causal: bool) -> torch.Tensor
 
 
 def _plain(output: Any) -> Any:
-    """What a transformers model returns, as containers that torch knows."""
+    """Convert the output of a transformers model to containers that torch supports."""
     return dict(output) if isinstance(output, ModelOutput) else output
 
 
 def _convolution_backward(
     gradient: Any, inputs: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    """FLOPs of both gradients of a convolution; torch counts those of groups as if they were
-    dense."""
+    """Return FLOPs of both gradients of a convolution; torch counts grouped ones as if dense."""
     rows = math.prod(gradient[:1]) * math.prod(gradient[2:])
     return 2 * 2 * rows * math.prod(weight)
 
@@ -199,7 +201,7 @@ def _convolution_backward(
 def _solve(
     system: Any, right: Any, *_: Any, left: bool = True, out_shape: Any = None, **__: Any
 ) -> int:
-    """FLOPs of a triangular system of equations, which torch does not count."""
+    """Return FLOPs of a triangular solve, which torch does not count."""
     equations = right[-2] if left else right[-1]
     return math.prod(right) * equations
 
@@ -211,14 +213,15 @@ CUSTOM_FLOPS = {
 
 
 class _Pairs:
-    """FLOPs of attention that is computed, and of the pairs that are seen."""
+    """FLOPs of the computed attention, and of its visible pairs."""
 
     computed = visible = 0.0
 
 
 @contextmanager
 def _eager(model: nn.Module) -> Iterator[_Pairs]:
-    """Attention by plain products, which torch's counter knows, under a model's own mask."""
+    """Use attention by plain products, which torch's counter supports, under the model's own mask.
+    """
     pairs = _Pairs()
 
     def attend(
@@ -256,7 +259,7 @@ def _flops(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[floa
 
 
 def _bytes(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[int, int]:
-    """Saved bytes, and bytes of what blocks and the module hand on."""
+    """Return saved bytes, and bytes that blocks and the module send."""
     if causal:  # as ranks attend
         self_attention.register()
         model.set_attn_implementation(self_attention.NAME)  # pyright: ignore
@@ -281,7 +284,7 @@ def _bytes(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[int,
         for sender in senders
     ]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = _run(model, inputs, causal)  # held until here: its graph keeps what was saved
+        loss = _run(model, inputs, causal)  # keep the loss alive: its graph holds the saved tensors
     for handle in handles:
         handle.remove()
     del loss
@@ -289,13 +292,13 @@ def _bytes(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[int,
 
 
 def error(row: dict[str, Any], name: str) -> float:
-    """Relative error of a counted figure."""
+    """Return the relative error of a counted figure."""
     counted_figure, figure = row["counted"][name], row["measured"][name]
     return abs(counted_figure - figure) / max(figure, 1)
 
 
 def result_of(rows: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest errors of rows, with the rows."""
+    """Return the largest errors of rows, with the rows."""
     return {
         "messages_max_relative_error": max(
             (abs(row["planned"] - row["sent"]) / max(row["sent"], 1) for row in messages),

@@ -1,22 +1,22 @@
-"""Cross attention over ranks: moving queries (LV-XAttn) beside moving keys and values.
+"""Claim: moving queries (LV-XAttn) beats moving keys and values if there are few queries.
 
-A few queries (text) and many keys (video), and the reverse; forward and backward of one layer,
-every query seeing every key; methods in turns in one run, on a network that is slower than the
-loopback, because on that wall time says nothing. All ranks share the one slow loopback.
+Run with `python -m benchmarks.cross_attention --json`.
 
-- `lv_over_ring_<Sq>x<Skv>`, `lv_over_ulysses_...`: seconds of the ring (of Ulysses) over those
-  of query rotation, the fastest of several rounds each (other work on the machine only adds
-  time); `..._median_...`: medians;
+A few queries (text) and many keys (video), and the reverse; one layer, forward and backward, every
+query sees every key. Methods alternate in one run on a network that is slower than the loopback,
+because wall time on the loopback would not depend on the bytes. All ranks share the slow loopback.
+
+- `lv_over_ring_<Sq>x<Skv>`, `lv_over_ulysses_...`: seconds of the ring (of Ulysses) over those of
+  query rotation, the fastest of several rounds each (other work on the machine only adds time);
+  `..._median_...`: medians;
 - `bytes_ratio_<Sq>x<Skv>`: bytes of the ring over those of query rotation, counted;
 - `loopback_gbit`: Gbit/s of one large message, measured (an emulated link does not slow it);
-- `auto_<Sq>x<Skv>`: what `auto` would pick by bytes, `auto_over_best_...` its seconds over those
-  of the fastest;
+- `auto_<Sq>x<Skv>`: method that `auto` would select by bytes, `auto_over_best_...` its seconds over
+  those of the fastest;
 - `seconds_<method>_...`, `cpu_s_<method>_...` (the busiest rank's), `megabytes_<method>_...` (per
   rank);
-- `relative_error_...`: the largest of O, dQ, dK, dV of all methods, beside dense float64;
+- `relative_error_...`: the largest error of O, dQ, dK, dV of all methods against dense float64;
   `relative_error_one_process_...`: of one process in the same dtype.
-
-    python -m benchmarks.cross_attention --json
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     )
     args = options.parse_args()
     console = _common.console()
-    machine = _common.machine()  # before the network goes
+    machine = _common.machine()  # before this process loses its network
     limit, why = slow_network(args.limit, args.gbit)
     if limit != "namespace":
         what = {"emulated": "the link is EMULATED in user space", "none": "it ran UNLIMITED"}
@@ -105,18 +105,18 @@ def _case(text: str) -> tuple[int, int]:
 
 
 def usable(call: Call) -> list[str]:
-    """Methods that this shape allows."""
+    """Return the methods that support this shape."""
     rows = choose_method(call.shape, methods=METHODS).table
     refused = {row.method for row in rows if row.refused}
     return [method for method in METHODS if method not in refused]
 
 
 def one_case(ranks: Ranks, call: Call, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All methods, in turns."""
+    """Measure all methods in alternating rounds."""
     methods = usable(call)
     path, rows = folder / "expected.pt", slice(0, CHECKED_ROWS)
     alone = write_expected(call, rows, path)
-    # Also the warm-up of every method.
+    # This also is the warm-up of every method.
     error = max(largest_error(ranks, call, method, rows, path) for method in methods)
     runs: dict[str, list[Measured]] = {method: [] for method in methods}
     for number in range(args.rounds):

@@ -1,23 +1,24 @@
-"""Data workers beside torch's DataLoader: decoded and collated samples per second.
+"""Claim: data workers decode and collate at the rate of torch's DataLoader.
 
-Pictures of many resolutions and spoken clips of the example's training data (`make train` prepares
-them), decoded, tokenized and collated into steps of microbatches:
+Run with `python -m benchmarks.data_loading --json`.
+
+Pictures of many resolutions and spoken clips of the example's training data (prepared by `make
+train`), decoded, tokenized and collated into steps of microbatches:
 
 - `raymm`: `StepLoader`, Ray actors that leave tensors in the object store;
 - `dataloader`: `torch.utils.data.DataLoader` with as many workers, the same function from a step's
-  samples to its microbatches (`StepBuilder.build`), as many steps ahead, the same environment.
+  samples to its microbatches (`StepBuilder.build`), the same prefetch depth and environment.
 
-Both take the same steps in turns, round after round, in one process that fetches every tensor (of
-`raymm` all of a step at once, as the call of a rank does); each first works off what it prepared
-while it was idle. `raymm_over_dataloader` is the median over rounds of the ratio of their rates.
-Rounds in which other processes took more than 5 % of the machine's time are repeated, and count
-only if fewer than three are without. `cpu_ms_per_sample_*` is what this process and its
-children took (Ray's servers are among `raymm`'s), which a busy machine changes less.
+Both load the same steps in alternating rounds, in one process that fetches every tensor (for
+`raymm` all tensors of a step at once, as the call of a rank does). Each first consumes the steps
+that it prefetched while idle. `raymm_over_dataloader` is the median over rounds of the ratio of
+their rates. Rounds in which other processes took more than 5 % of the machine's time are repeated,
+and count only if fewer than three rounds are quiet. `cpu_ms_per_sample_*` is the CPU time of this
+process and its children (Ray's servers count for `raymm`), on which other work on the machine has
+less effect.
 
-`stall_share` is the most that ranks of the example's main job stood still for data: the time its
-driver waited for steps over the time they took, without the first, in which workers start.
-
-    python -m benchmarks.data_loading --json
+`stall_share` is the data stall of the ranks in the example's main job: the driver's waiting time
+for steps over the time of these steps, without the first, in which workers start.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from raymm.config.sections import load_config
 from raymm.data import DataConfig, StepBuilder, StepLoader, open_split, training_sampler
 
 CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
-AHEAD = 2  # steps per worker, DataLoader's default
+AHEAD = 2  # steps per worker, as DataLoader's default
 SETTLE_SECONDS = 1.0
-OTHERS_SHARE = 0.05  # of the machine's time; above it a round is repeated
+OTHERS_SHARE = 0.05  # share of the machine's time above which a round is repeated
 ENOUGH_QUIET = 3  # rounds
 TRAIN_SECONDS = 1200
 
 
 class Steps(Dataset):
-    """Steps as a map-style data set: element i is all microbatches of step i."""
+    """Map-style data set of steps: element i contains all microbatches of step i."""
 
     def __init__(self, config: DataConfig, indices: list) -> None:
         self.builder = StepBuilder(config, open_split(config, "train"))
@@ -67,7 +68,7 @@ class Steps(Dataset):
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors of nested dicts and lists."""
+    """Yield all tensors of nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     else:
@@ -76,7 +77,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def samples_of(microbatches: Any) -> int:
-    """Fetch every tensor; how many samples there are."""
+    """Fetch every tensor and return the number of samples."""
     rows = 0
     for microbatch in microbatches:
         for tensor in tensors(microbatch):
@@ -86,7 +87,7 @@ def samples_of(microbatches: Any) -> int:
 
 
 def raymm_steps(loader: StepLoader) -> Iterator[list[dict]]:
-    """Microbatches of every step, fetched from the object store."""
+    """Yield the microbatches of every step, fetched from the object store."""
     import ray
 
     from raymm.data import join_parts
@@ -97,19 +98,19 @@ def raymm_steps(loader: StepLoader) -> Iterator[list[dict]]:
 
 
 def process_times() -> dict[int, tuple[int, float]]:
-    """Process -> (its parent, CPU seconds so far)."""
+    """Return process id -> (parent id, CPU seconds so far)."""
     tick, found = os.sysconf("SC_CLK_TCK"), {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         found[int(path.parent.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / tick
     return found
 
 
 def machine_seconds() -> float:
-    """CPU seconds that were spent by anybody so far."""
+    """Return the CPU seconds of all processes so far."""
     user, nice, system, _, _, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split()[1:9]
     )
@@ -117,7 +118,7 @@ def machine_seconds() -> float:
 
 
 def descendants(times: dict[int, tuple[int, float]]) -> set[int]:
-    """This process and all below it."""
+    """Return this process and all its descendants."""
     tree = {os.getpid()}
     while below := {pid for pid, (parent, _) in times.items() if parent in tree} - tree:
         tree |= below
@@ -125,8 +126,11 @@ def descendants(times: dict[int, tuple[int, float]]) -> set[int]:
 
 
 def cpu_seconds(without: set[int]) -> tuple[float, float]:
-    """CPU seconds so far of this process and those below it but some, and of all others on the
-    machine."""
+    """Return CPU seconds so far of this process with its descendants, and of all other processes.
+
+    Args:
+        without: descendants that count as other processes.
+    """
     times = process_times()
     tree = descendants(times)
     mine = sum(times[pid][1] for pid in tree - without)
@@ -135,7 +139,7 @@ def cpu_seconds(without: set[int]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples per second, CPU milliseconds per sample, and others' share of the machine."""
+    """Samples per second, CPU milliseconds per sample, and the machine time of other processes."""
 
     rate: float
     cpu_ms: float
@@ -143,8 +147,11 @@ class Measured:
 
 
 def measure(steps: Iterator, not_mine: set[int], ahead: int, count: int) -> Measured:
-    """Of `count` steps, after those that were ready; `not_mine` are processes of the other, which
-    have nothing to do."""
+    """Measure `count` steps after the prefetched ones.
+
+    Args:
+        not_mine: idle processes of the other contender.
+    """
     for _ in islice(steps, ahead):
         pass
     before, start = cpu_seconds(not_mine), time.perf_counter()
@@ -155,13 +162,13 @@ def measure(steps: Iterator, not_mine: set[int], ahead: int, count: int) -> Meas
 
 
 def same(mine: list[dict], theirs: list[dict]) -> None:
-    """Raise unless both are the same microbatches."""
+    """Raise an error unless both sets of microbatches are equal."""
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def compare(config: DataConfig, rounds: int, count: int) -> dict[str, list[Measured]]:
-    """Both in every round: in so many quiet ones, or in three times as many."""
+    """Alternate both loaders until enough rounds are quiet, or for three times as many rounds."""
     ahead = AHEAD * config.num_workers
     total = 1 + (3 * rounds + 1) * (count + ahead)
     sampler = training_sampler(config, open_split(config, "train"))
@@ -178,7 +185,7 @@ def compare(config: DataConfig, rounds: int, count: int) -> dict[str, list[Measu
         found: dict[str, list[Measured]] = {name: [] for name in sources}
         for number in range(3 * rounds + 1):
             for name in list(sources)[:: 1 if number % 2 else -1]:
-                time.sleep(SETTLE_SECONDS)  # until the other has prepared what it may
+                time.sleep(SETTLE_SECONDS)  # until the other loader has filled its prefetch queue
                 not_mine = their_workers if name == "raymm" else rays
                 one = measure(sources[name], not_mine, ahead, count)
                 if number:  # tokenizers, codecs and page caches are warm after the first
@@ -189,7 +196,7 @@ def compare(config: DataConfig, rounds: int, count: int) -> dict[str, list[Measu
 
 
 def quiet_rounds(found: dict[str, list[Measured]]) -> list[int]:
-    """Rounds in which nothing else ran."""
+    """Return the indices of rounds without other load on the machine."""
     pairs = zip(*found.values(), strict=True)
     return [
         number for number, both in enumerate(pairs)
@@ -198,7 +205,7 @@ def quiet_rounds(found: dict[str, list[Measured]]) -> list[int]:
 
 
 def stall_share(config: Path, overrides: list[str], steps: int) -> float:
-    """Time that the driver of a training run waited for data over the time of its steps."""
+    """Return the driver's waiting time for data over the time of the steps of a training run."""
     with tempfile.TemporaryDirectory(prefix="raymm-stall-") as folder:
         settings = [
             *overrides, f"run.storage_path={folder}/run", f"run.steps={steps + 1}",
@@ -215,7 +222,7 @@ def stall_share(config: Path, overrides: list[str], steps: int) -> float:
 
 
 def result_of(found: dict[str, list[Measured]]) -> dict[str, Any]:
-    """The figures of the rounds that count."""
+    """Return the figures of the rounds that count."""
     quiet = quiet_rounds(found)
     rounds = quiet if len(quiet) >= ENOUGH_QUIET else range(len(found["raymm"]))
     kept = {name: [values[i] for i in rounds] for name, values in found.items()}
@@ -255,7 +262,7 @@ def main() -> None:
     config = config.model_copy(
         update={"num_workers": args.workers, "prefetch_steps": AHEAD * args.workers}
     )
-    # What raymm gives its workers; those of the DataLoader inherit it.
+    # raymm sets these for its workers; the workers of DataLoader inherit them.
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with _common.local_ray(num_cpus=args.workers + 1):
         found = compare(config, args.rounds, args.steps)

@@ -1,13 +1,13 @@
-"""Memory of a data worker over a stream of many items, from files here and from an S3 server.
+"""Claim: the memory of a data worker does not grow over a stream, from files or from S3.
 
-Tar shards of pictures and texts are made, and read once from this machine's disk and once by URL
-from a loopback S3 server (moto, in a process of its own) by `StepLoader` with one worker, which
-decodes, tokenizes and collates all of them. After every so many items the worker's own memory is
-read from `/proc/PID/status`: resident pages without those that it shares with Ray's object store
-(`RssAnon + RssFile`). `growth_mib` is its median over the last quarter of the run less that over
-the second one: the first has imports and caches that fill.
+Run with `python -m benchmarks.data_memory --json`.
 
-    python -m benchmarks.data_memory --json
+Tar shards of pictures and texts are written, then read once from the local disk and once by URL
+from a loopback S3 server (moto, in a separate process), by `StepLoader` with one worker, which
+decodes, tokenizes and collates all of them. At regular intervals the worker's private memory is
+read from `/proc/PID/status`: resident pages without those shared with Ray's object store (`RssAnon
++ RssFile`). `growth_mib` is its median over the last quarter of the run less that over the second
+quarter; the first includes imports and caches that fill.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks import _common
 
 SHARDS = 10
-SIZE = 64  # pixels a side
+SIZE = 64  # pixels per side
 BATCH = 20
 BUCKET = "items"
 SERVER_SECONDS = 60
@@ -40,7 +40,7 @@ WORDS = [f"w{number}" for number in range(50)]
 
 
 def pixels(file: Any) -> dict[str, torch.Tensor]:
-    """What a data worker makes of a picture: (3, SIZE, SIZE) float32."""
+    """Convert a picture to (3, SIZE, SIZE) float32, as the worker's processor."""
     from raymm.data.samples.processors import read_image
 
     values = torch.from_numpy(np.array(read_image(file)))
@@ -48,7 +48,7 @@ def pixels(file: Any) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of fifty words."""
+    """Write a tokenizer of fifty words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_shards(folder: Path, items: int) -> int:
-    """Tar shards of pictures of noise, which nothing compresses; their bytes."""
+    """Write tar shards of incompressible noise pictures and return their size in bytes."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
@@ -81,7 +81,7 @@ def write_shards(folder: Path, items: int) -> int:
 
 
 def start_server(folder: Path) -> tuple[subprocess.Popen, str]:
-    """An S3 server that has the shards, and their URL."""
+    """Start an S3 server with the shards and return it with their URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -111,7 +111,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen, str]:
 
 
 def resident_mib(pid: int) -> float:
-    """A process's own resident memory, in MiB."""
+    """Return a process's private resident memory in MiB."""
     lines = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
@@ -119,7 +119,7 @@ def resident_mib(pid: int) -> float:
 
 
 def measure(path: str, tokenizer: Path, items: int, every: int) -> dict[str, Any]:
-    """A worker's memory over one pass of a source."""
+    """Measure a worker's memory over one pass of a source."""
     import ray
 
     from raymm.data import DataConfig, StepLoader

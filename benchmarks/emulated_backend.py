@@ -1,7 +1,7 @@
-"""An emulated GPU: a module's work sleeps for as long as a performance model says.
+"""Emulated GPU: a module's work sleeps for the time that a performance model predicts.
 
-Sleeping needs no core, so the modules of several emulated GPUs (Ray actors, one each) run side
-by side on a small machine, and plans of many GPUs can be run against their prediction.
+A sleeping process needs no core, so the modules of several emulated GPUs (Ray actors, one each) run
+concurrently on a small machine, and plans for many GPUs can be compared with their prediction.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import nn
 from raymm.actors.quota.partition import Multiprocessors, Partition
 from raymm.actors.quota.recording import Account, AccountedStream, RecordingBackend
 
-# A sleep ends this late at most times; the rest is waited for awake.
+# Sleeps end at most this late; the remaining time is spent in a busy loop.
 AWAKE_SECONDS = 2e-4
 
 
 class Seconds(Protocol):
-    """A performance model of forwards, or of backwards."""
+    """Performance model of forwards, or of backwards."""
 
     def __call__(
         self, module: str, degree: int, quota: float, colocated: Mapping[str, float]
     ) -> float:
-        """Seconds of one call.
+        """Return the seconds of one call.
 
         Args:
-            module: that runs.
-            degree: GPUs that it is replicated on.
-            quota: its share of the GPU, as granted.
-            neighbours: shares, as granted, of the modules that run beside it.
+            module: running module.
+            degree: number of GPUs that it is replicated on.
+            quota: granted share of the GPU.
+            colocated: granted shares of the modules that run concurrently.
         """
         ...
 
 
 def pause(seconds: float) -> None:
-    """Take this much time and no core, but for the last moment."""
+    """Wait without using a core, except for the last moment."""
     deadline = time.perf_counter() + seconds
     if seconds > AWAKE_SECONDS:
         time.sleep(seconds - AWAKE_SECONDS)
@@ -52,7 +52,7 @@ _CURRENT = threading.local()
 
 
 class EmulatedStream(AccountedStream):
-    """A partition on which work takes the time that a performance model says."""
+    """Partition on which work takes the time that a performance model predicts."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class EmulatedStream(AccountedStream):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Hold the partition; :class:`EmulatedModule`'s work in this thread runs on it.
+        """Hold the partition; the work of :class:`EmulatedModule` in this thread runs on it.
 
         Raises:
-            InternalError: somebody holds some of its multiprocessors.
+            InternalError: some of its multiprocessors are already held.
         """
         before = getattr(_CURRENT, "stream", None)
         with super().use():
@@ -82,15 +82,15 @@ class EmulatedStream(AccountedStream):
 
     @property
     def quotas(self) -> dict[str, float]:
-        """Of its module and of those beside it."""
+        """Return the quotas of its module and of the modules that run concurrently."""
         return {**self._colocated, self.partition.module: self.partition.share}
 
     def forward(self, degree: int) -> None:
-        """Take the time of the module's forward on ``degree`` GPUs."""
+        """Sleep for the module's forward on ``degree`` GPUs."""
         self._take(self._backend.forward_seconds, degree)
 
     def backward(self, degree: int) -> None:
-        """Take the time of the module's backward on ``degree`` GPUs."""
+        """Sleep for the module's backward on ``degree`` GPUs."""
         self._take(self._backend.backward_seconds, degree)
 
     def _take(self, seconds: Seconds, degree: int) -> None:
@@ -99,13 +99,13 @@ class EmulatedStream(AccountedStream):
 
 
 class EmulatedBackend(RecordingBackend):
-    """Streams whose work sleeps, and who ran when.
+    """Backend whose streams sleep and record their use.
 
     Args:
-        forward_seconds, backward_seconds: the performance model.
-        gpu: what is pretended to be shared; by default an H100.
-        clock: gives the account's time, in seconds.
-        pause: lets so many seconds pass.
+        forward_seconds, backward_seconds: performance model.
+        gpu: emulated GPU; by default an H100.
+        clock: returns the time of the record, in seconds.
+        pause: waits for a number of seconds.
     """
 
     def __init__(
@@ -126,14 +126,13 @@ class EmulatedBackend(RecordingBackend):
 
 
 def quotas_here() -> dict[str, float] | None:
-    """In a thread that holds a stream: shares of the GPU of its module and of those beside it; in
-    others the device is whole: None."""
+    """Return GPU shares of this thread's module and its concurrent ones; None without a stream."""
     stream = getattr(_CURRENT, "stream", None)
     return None if stream is None else stream.quotas
 
 
 class _Sleeps(torch.autograd.Function):
-    """``x + weight``, whose forward and backward sleep on the thread's current stream."""
+    """Autograd function ``x + weight`` that sleeps on the thread's current stream."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, degree: int) -> torch.Tensor:
@@ -163,11 +162,12 @@ def _current_stream() -> EmulatedStream:
 
 
 class EmulatedModule(nn.Module):
-    """A module that sleeps on the stream that is current where its forward and its backward
-    are called. Computes ``x + weight``, with a single weight.
+    """Module ``x + weight`` with a single weight that sleeps on the current stream.
+
+    Forward and backward each use the stream that is current in the thread that calls them.
 
     Args:
-        degree: GPUs that the module is replicated on.
+        degree: number of GPUs that the module is replicated on.
     """
 
     def __init__(self, degree: int = 1) -> None:
@@ -176,12 +176,11 @@ class EmulatedModule(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape to the same shape. On the meta device, where shapes are tried, it takes no
-        time.
+        """Return a tensor of the input's shape; on the meta device without sleeping.
 
         Raises:
-            RuntimeError: no emulated stream is current in this thread; in the backward, also if
-                it is another module's.
+            RuntimeError: no emulated stream is current in this thread; in the backward, also if the
+                stream belongs to another module.
         """
         if x.is_meta:
             return x + self.weight

@@ -1,5 +1,8 @@
-"""Emulated GPUs for multiplexed programs: modules sleep for as long as the performance model of a
-mapping problem says, and hand on tiny tensors that are really sent."""
+"""Emulated GPUs for multiplexed programs.
+
+Modules sleep for the time that the performance model of a mapping problem predicts, and send tiny
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 
 
 class Slice(NamedTuple):
-    """What a node stands for: a share of the work of one of the problem's modules."""
+    """Share of the work of one of the problem's modules that a node represents."""
 
     module: str
     share: float = 1.0
@@ -25,13 +28,14 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class SurfaceSeconds:
-    """Seconds of a module's forward (or backward) by its scaling surface, and by what disturbs
-    it on the GPU where it runs (Mosaic eq. 7 and 8).
+    """Seconds of a module's forward or backward, by its scaling surface and by interference.
+
+    Interference is from modules on the same GPU (Mosaic eq. 7 and 8).
 
     Attributes:
-        problem: with surfaces and interference.
-        slices: what each node stands for.
-        share: of an iteration's time.
+        problem: problem with surfaces and interference.
+        slices: node -> represented slice.
+        share: share of an iteration's time.
     """
 
     problem: MappingProblem
@@ -41,8 +45,8 @@ class SurfaceSeconds:
     def __call__(
         self, module: str, degree: int, quota: float, colocated: Mapping[str, float]
     ) -> float:
-        """As of :class:`benchmarks.emulated_backend.Seconds`. Nodes that stand for nothing take no
-        time."""
+        """Return seconds as :class:`benchmarks.emulated_backend.Seconds` does; 0 for other nodes.
+        """
         if module not in self.slices:
             return 0.0
         name, part = self.slices[module]
@@ -58,12 +62,12 @@ class SurfaceSeconds:
 
 @dataclass(frozen=True)
 class EmulatedGpu:
-    """Makes the backend of one emulated GPU, in the process that is it.
+    """Factory for the backend of one emulated GPU, called in the process of that GPU.
 
     Attributes:
-        problem: what is emulated.
-        slices: what each node of the program stands for.
-        forward_share: share of a module's iteration that is its forward.
+        problem: emulated problem.
+        slices: node of the program -> represented slice.
+        forward_share: share of the forward in a module's iteration.
     """
 
     problem: MappingProblem
@@ -71,7 +75,7 @@ class EmulatedGpu:
     forward_share: float = 1 / 3
 
     def __call__(self) -> EmulatedBackend:
-        """The backend; its quotas are the problem's steps, exactly."""
+        """Return the backend; its quotas are exactly the problem's steps."""
         return EmulatedBackend(
             SurfaceSeconds(self.problem, self.slices, self.forward_share),
             SurfaceSeconds(self.problem, self.slices, 1 - self.forward_share),
@@ -80,11 +84,11 @@ class EmulatedGpu:
 
 
 class EmulatedNode(nn.Module):
-    """Adds up its inputs (n, W) and sleeps.
+    """Module that adds up its inputs (n, W) and sleeps.
 
     Args:
-        degree: GPUs that it is replicated on.
-        loss: return (n,), the means over W.
+        degree: number of GPUs that it is replicated on.
+        loss: True to return (n,), the means over W.
     """
 
     def __init__(self, degree: int, loss: bool = False) -> None:
@@ -93,7 +97,9 @@ class EmulatedNode(nn.Module):
         self.loss = loss
 
     def forward(self, own: slice | None = None, **inputs: torch.Tensor) -> torch.Tensor:
-        """Any number of inputs of one shape; with ``own``, all samples of which these count."""
+        """Add inputs of one shape; with ``own``, the slice of all samples that belong to this
+        replica.
+        """
         total = self.work(sum(inputs.values()))
         if own is not None:
             total = total[own]

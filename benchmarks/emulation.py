@@ -1,4 +1,4 @@
-"""A mapping problem as a model that sleeps: plans run on actors without GPUs."""
+"""Mapping problems as models that sleep, to run plans on actors without GPUs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.plan.plan import Plan
 
-# The batch's entry that modules without a producer read, (samples, W).
+# Entry of the batch that modules without a producer read, (samples, W).
 ENTRY = "x"
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What :class:`raymm.DagParallelModule` is made of.
+    """Arguments for :class:`raymm.DagParallelModule`.
 
     Attributes:
-        dag: nodes that sleep. Those that nothing reads are losses.
-        mapping: of the nodes.
-        backend: of every GPU.
+        dag: nodes that sleep. Nodes without a consumer are losses.
+        mapping: mapping of the nodes.
+        backend: backend of every GPU.
     """
 
     dag: ModuleDag
@@ -33,8 +33,11 @@ class Emulation:
 
     @property
     def plan(self) -> Plan:
-        """The mapping's plan. A stage alone on its GPU has all of it as a quota: nodes sleep on
-        streams, which say whose time it is."""
+        """Return the mapping's plan.
+
+        A stage alone on its GPU has all of it as a quota, because nodes sleep on streams, which
+        identify the module.
+        """
         mapped = plan_of_mapping(self.dag, self.mapping)
         return replace(mapped, stages=tuple(
             replace(stage, quota=stage.quota or 1.0) for stage in mapped.stages
@@ -44,14 +47,14 @@ class Emulation:
 def emulate(
     problem: MappingProblem, mapping: Mapping, contrastive: Collection[str] = ()
 ) -> Emulation:
-    """A problem's modules under a mapping.
+    """Emulate a problem's modules under a mapping.
 
-    Slices of a module's work become nodes of their own, one after the other: what Spindle does
-    with a module's layers.
+    Slices of a module's work become separate, consecutive nodes, as Spindle does with a module's
+    layers.
 
     Args:
         problem: modules, their times, and dependencies.
-        mapping: of the problem.
+        mapping: mapping of the problem.
         contrastive: modules that read every sample of their producers.
     """
     whole, parts, degrees, slices = _whole_slices(mapping)
@@ -76,8 +79,8 @@ def emulate(
 def _whole_slices(
     mapping: Mapping,
 ) -> tuple[Mapping, dict[str, list[str]], dict[str, int], dict[str, Slice]]:
-    """A mapping of the slices, those of every module in their order, and of each its degree and
-    what it stands for."""
+    """Return a mapping of slices, the ordered slices of every module, and degree and share of each.
+    """
     parts: dict[str, list[str]] = {}
     degrees: dict[str, int] = {}
     slices: dict[str, Slice] = {}

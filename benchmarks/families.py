@@ -1,16 +1,16 @@
-"""Every causal language model and every encoder of the installed transformers, cut in two.
+"""Claim: raymm cuts every causal language model and encoder of transformers exactly.
 
-Each class gets a tiny configuration made from its own defaults, and runs in training mode through
-raymm's own probe, stages and executor, as one stage and as two: loss and every gradient must
-agree. What comes of a class is one of
+Run with `python -m benchmarks.families --json`.
+
+Each class gets a tiny configuration derived from its own defaults, and runs in training mode
+through raymm's own probe, stages and executor, as one stage and as two: loss and every gradient
+must agree. Outcomes of a class:
 
 - ``exact``: the loss and all gradients agree, each to 1e-5 of its own norm;
-- ``refused``: raymm says why it cannot be cut;
-- ``unclear``: an error that is not raymm's own, no result in time, no configuration;
+- ``refused``: raymm reports why the class cannot be cut;
+- ``unclear``: an error that is not raymm's own, a timeout, or no configuration;
 - ``wrong``: the numbers differ;
-- ``not_applicable``: transformers itself cannot run it here, with its own error.
-
-    python -m benchmarks.families --json
+- ``not_applicable``: transformers itself cannot run it here, and raises an error.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from benchmarks._family_classes import ENCODER, LANGUAGE, Family, encoders, lang
 
 TIMEOUT_SECONDS = 120
 RESULTS = (EXACT, REFUSED, UNCLEAR, WRONG, NOT_APPLICABLE)
-# The awkward kinds, and quick: what a test runs.
+# Classes with unusual features that also run fast; used by a test.
 QUICK = {
     LANGUAGE: (
         "GPT2LMHeadModel",  # dropout, tied embeddings
         "OPTForCausalLM",  # embeddings narrower than blocks
-        "Qwen3MoeForCausalLM",  # experts
-        "Gemma3ForCausalLM",  # layers of two kinds
-        "RoFormerForCausalLM",  # a frozen table of positions, read by every block
+        "Qwen3MoeForCausalLM",  # mixture of experts
+        "Gemma3ForCausalLM",  # two kinds of layers
+        "RoFormerForCausalLM",  # frozen table of positions, read by every block
         "OpenAIGPTLMHeadModel",  # blocks return lists; weights from the constructor only
     ),
     ENCODER: (
@@ -59,7 +59,7 @@ QUICK = {
         "DINOv3ViTModel",  # rescaled rotary tables
         "Wav2Vec2Model",  # layer drop, weight norm, masked spans
         "ConvNextModel",  # stages, feature maps
-        "Llama4VisionModel",  # a feed-forward's width follows from others'; other names
+        "Llama4VisionModel",  # a feed-forward width that depends on other sizes; other names
     ),
 }
 
@@ -105,7 +105,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Family]:
-    """The classes that were asked for."""
+    """Return the selected classes."""
     families: list[Family] = []
     if arguments.kind != "encoder":
         families += language_models()
@@ -122,13 +122,14 @@ def outcomes(
     families: Iterable[Family], options: argparse.Namespace,
     of: Callable[..., Outcome] = check,
 ) -> Iterable[tuple[Family, Outcome, float]]:  # fmt: skip
-    """Each class's outcome, as they come: in a process of its own, which a crash or a forward that
-    does not end takes with it.
+    """Yield the outcome of each class in order of completion.
+
+    Each class runs in a separate process, so that a crash or an endless forward ends only that
+    process.
 
     Args:
-        families: the classes.
-        options: ``timeout`` (seconds), ``workers``; ``eval``, without draws.
-        of: what finds the outcome of a class.
+        options: ``timeout`` (seconds), ``workers``; ``eval``, without random numbers.
+        of: returns the outcome of a class.
     """
     forking = multiprocessing.get_context("fork")  # transformers is imported once
     waiting = list(reversed(list(families)))
@@ -177,7 +178,7 @@ def _work(
 
 
 def summary(found: dict[Family, Outcome]) -> dict[str, Any]:
-    """Counts per kind and in all, and the classes of every result, with their sentences."""
+    """Return counts per kind and in total, and the classes of every outcome with their messages."""
     counts = {
         kind: {r: Counter(o.result for f, o in found.items() if f.kind == kind)[r] for r in RESULTS}
         for kind in (LANGUAGE, ENCODER)

@@ -1,22 +1,23 @@
-"""What it costs a run to be able to go on in place, and how long that takes.
+"""Claim: in-place recovery takes seconds, and its snapshots cost steps little time.
 
-A Llama of two stages trains on Ray actors, in turns of `TURN` steps, every other one of which has a
-snapshot (:class:`raymm.actors.recovery.snapshots.Snapshots`) after its first step; two steps in
-flight as the trainer has it. What a turn with one takes more than the turns without before and
-after it is what a snapshot costs: `snapshot_s`, the median over pairs, and `snapshot_cpu_s`, the
-same of CPU seconds of ranks and driver, which others at work on the machine disturb less.
-`overhead` is what a snapshot every `--every` steps takes as a share of these steps, and what
-heartbeats take of a second, `heartbeat_cpu`, in CPU seconds of all processes; `overhead_cpu` is in
-CPU seconds throughout, `overhead_low` and `overhead_high` are the former's quartiles. `copy_s` is
-the copy in host memory, the call included, which alone is in the steps' way, the least, and
-`copy_share` that of a step. Pairs are measured until `--seconds` are over.
+Run with `python -m benchmarks.fault_tolerance --json`.
 
-Then a rank is killed: `recovery_s` is from the error until all have gone back to the snapshot,
-`renew_s` of it until all have met anew, medians; `spare_recovery_s` and `spare_renew_s` with a
-process that waits, `fresh_recovery_s` with a new one that imports everything anew, as on a cluster
-(the others are forked from a process that has done so, as of every run with a Ray of its own).
+A Llama of two stages trains on Ray actors in rounds of `TURN` steps with two steps in flight, as in
+the trainer. Every other round takes a snapshot (:class:`raymm.actors.recovery.snapshots.Snapshots`)
+after its first step. The cost of a snapshot is the additional time of its round over the rounds
+without one before and after it: `snapshot_s` is the median over pairs, and `snapshot_cpu_s` the
+same in CPU seconds of ranks and driver, on which other work on the machine has less effect.
+`overhead` is the cost of a snapshot every `--every` steps as a share of these steps, plus the cost
+of heartbeats per second, `heartbeat_cpu`, in CPU seconds of all processes; `overhead_cpu` uses CPU
+seconds throughout, `overhead_low` and `overhead_high` are the quartiles of `overhead`. `copy_s` is
+the minimum time of the copy to host memory, including the call, which is the only part that blocks
+steps, and `copy_share` is its share of a step. Pairs are measured for `--seconds`.
 
-    python -m benchmarks.fault_tolerance --json
+Then a rank is killed: `recovery_s` is the time from the error until all ranks have restored the
+snapshot, `renew_s` the part until the rendezvous is complete, medians; `spare_recovery_s` and
+`spare_renew_s` are the same with a spare process, `fresh_recovery_s` with a new process that
+imports everything, as on a cluster (the other new processes are forked from one that already has,
+as in every run with its own Ray).
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 MICROBATCHES, STAGES, IN_FLIGHT, HEARTBEATS, COPIES = 4, 2, 2, 100, 5
-# Steps of a turn: what is done behind the steps is done by then.
+# Steps of a round: background work of a snapshot ends within them.
 TURN = 3
-# Pairs of turns at least.
+# Minimum number of pairs.
 FEWEST_PAIRS = 4
 CPUS = 4
-# Seconds that a spare may take until it waits.
+# Seconds until a spare process must be ready.
 WARM_S = 120.0
 
 
 class Seconds(NamedTuple):
-    """What something takes: of time, and of CPU time of all that work at it."""
+    """Wall seconds, and CPU seconds of all involved processes."""
 
     wall: float
     cpu: float
 
 
 def build(hidden: int, layers: int, tokens: int) -> tuple[MultimodalModule, list[dict[str, Any]]]:
-    """The model, and a step's microbatches."""
+    """Return the model, and a step's microbatches."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=1024, tie_word_embeddings=False,
@@ -79,12 +80,11 @@ def build(hidden: int, layers: int, tokens: int) -> tuple[MultimodalModule, list
 def turn(
     parallel: MultimodalParallelModule, prepared: Any, snapshots: Snapshots | None
 ) -> Seconds:
-    """What :data:`TURN` steps take, the last of which is waited for.
+    """Measure :data:`TURN` steps, including the wait for the last.
 
     Args:
-        parallel: the model.
         prepared: a step's microbatches.
-        snapshots: of which one is taken after the first step; None for none.
+        snapshots: takes a snapshot after the first step; None for none.
     """
     cpu = _cpu_seconds(parallel)
     start, pending = time.perf_counter(), deque()
@@ -101,7 +101,7 @@ def turn(
 
 
 def _cpu_seconds(parallel: MultimodalParallelModule) -> float:
-    """Of the driver and of all ranks, so far."""
+    """Return the CPU seconds of the driver and all ranks so far."""
     ticks = 0
     for pid in [os.getpid(), *(place.pid for place in parallel.group.places)]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -110,8 +110,10 @@ def _cpu_seconds(parallel: MultimodalParallelModule) -> float:
 
 
 def heartbeat(parallel: MultimodalParallelModule) -> float:
-    """CPU seconds, of all processes, of asking all ranks where they are, as a share of the second
-    between two such questions."""
+    """Return CPU seconds of one heartbeat to all ranks over the second between two of them.
+
+    CPU seconds are those of all processes.
+    """
     actors = dict(enumerate(parallel.group._actors))
     cpu = _cpu_seconds(parallel)
     for _ in range(HEARTBEATS):
@@ -120,7 +122,7 @@ def heartbeat(parallel: MultimodalParallelModule) -> float:
 
 
 def copy(parallel: MultimodalParallelModule) -> float:
-    """Seconds of what alone is in the steps' way: the copy in host memory, on all ranks."""
+    """Return seconds of the copy to host memory on all ranks, the only part that blocks steps."""
     start = time.perf_counter()
     parallel.group.call("copy_snapshot")
     seconds = time.perf_counter() - start
@@ -131,8 +133,10 @@ def copy(parallel: MultimodalParallelModule) -> float:
 def recovery(
     parallel: MultimodalParallelModule, prepared: Any, snapshots: Snapshots
 ) -> tuple[float, float]:
-    """Seconds from an error until ranks have met anew, and until they have gone back. Waits for a
-    spare before, if there is to be one."""
+    """Return seconds from an error to the completed rendezvous, and to the restored snapshot.
+
+    Waits for a spare process first, if the run has spares.
+    """
     deadline = time.monotonic() + WARM_S
     while parallel.options.placement.spares and not parallel.group.has_spare():
         assert time.monotonic() < deadline, "no spare is there"
@@ -160,20 +164,19 @@ def recovery(
 def costs(
     parallel: MultimodalParallelModule, prepared: Any, every: int, seconds: float
 ) -> dict[str, Any]:
-    """What snapshots and heartbeats cost the steps.
+    """Return the costs of snapshots and heartbeats.
 
     Args:
-        parallel: the model.
         prepared: a step's microbatches.
         every: steps between two snapshots.
-        seconds: how long to measure.
+        seconds: duration of the measurement.
     """
     snapshots = Snapshots(parallel.group)
     turn(parallel, prepared, snapshots)
     deadline = time.monotonic() + seconds
     plain, extra = [turn(parallel, prepared, None)], []
     while len(extra) < FEWEST_PAIRS or time.monotonic() < deadline:
-        # Around each turn with a snapshot one without: what drifts counts for neither.
+        # Each round with a snapshot is between two without, so that drift cancels.
         taken = turn(parallel, prepared, snapshots)
         plain.append(turn(parallel, prepared, None))
         around = [statistics.mean(times) for times in zip(*plain[-2:], strict=True)]
@@ -202,13 +205,13 @@ def costs(
 def recoveries(
     model: MultimodalModule, plan: Any, batch: Any, kills: int, spares: int, name: str
 ) -> dict[str, float]:
-    """Medians of :func:`recovery`, under two names.
+    """Return medians of :func:`recovery` under two names.
 
     Args:
-        model, plan, batch: what runs.
-        kills: how many.
-        spares: processes that wait.
-        name: before those of the figures.
+        model, plan, batch: the training job.
+        kills: number of killed ranks.
+        spares: number of spare processes.
+        name: prefix of the figures' names.
     """
     options = PlacementOptions(spares=spares)
     with MultimodalParallelModule(model, plan, placement=options) as parallel:
@@ -223,7 +226,7 @@ def recoveries(
 
 
 def measure(args: Any) -> dict[str, Any]:
-    """All figures."""
+    """Return all figures."""
     model, batch = build(args.hidden, args.layers, args.tokens)
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), MICROBATCHES).plan(model)
     start_servers(2, ["transformers.models.llama.modeling_llama"])
@@ -242,7 +245,6 @@ def measure(args: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
     parser = _common.parser(str(__doc__).split("\n", 1)[0])
     parser.add_argument("--hidden", type=int, default=256, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=4, help="its layers")

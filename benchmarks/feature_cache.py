@@ -1,20 +1,20 @@
-"""A second epoch with frozen towers whose features are kept, against a run without a tower at all.
+"""Claim: with cached features, an epoch is as fast as training without a tower.
+
+Run with `python -m benchmarks.feature_cache --json`.
 
 The example's job (`examples/alignment/stamps.yaml`: EfficientNet-Lite and Whisper, both frozen,
-projectors, SmolLM2; `make train` prepares it) on its first rows, an epoch at a time:
+projectors, SmolLM2; prepared by `make train`) on its first rows, one epoch per run:
 
-- `plain`: as the file has it, every step runs the towers;
+- `plain`: the unchanged job; every step runs the towers;
 - `first`: an empty cache, which is filled;
-- `second`: the cache of `first`: every item's features are there, as in any later epoch;
-- `no_tower`: a model whose encoders hand on what they are given, and data that are the features
+- `second`: the cache of `first`: the features of every item are cached, as in any later epoch;
+- `no_tower`: a model whose encoders return their inputs, with data that are the features
   themselves, in files.
 
-`second` and `no_tower` take the same steps in turns, in one cluster; `epoch2_over_no_tower` is the
-median over steps of the ratio of their seconds, the wait for data included. Their losses and those
-of `first` must be the same bits. `plain` computes the items of a microbatch together, which rounds
-differently where a kernel does: `plain_same_bits` says whether it was so.
-
-    python -m benchmarks.feature_cache --json
+`second` and `no_tower` run the same steps alternately, in one cluster; `epoch2_over_no_tower` is
+the median over steps of the ratio of their seconds, the wait for data included. Their losses and
+those of `first` must be bitwise equal. `plain` computes the items of a microbatch together, and
+some kernels then round differently: `plain_same_bits` reports if its losses are bitwise equal too.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from raymm.training.kept_features import KeptFeatures
 
 CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
 COLUMNS = {"vision": "images", "audio": "audio"}
-FILLED_SECONDS = 2.0  # what is written behind the last step
+FILLED_SECONDS = 2.0  # wait for background writes after the last step
 
 
 class Identity(nn.Module):
-    """An encoder that hands on what it is given."""
+    """Encoder that returns its input."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return features
 
 
 def identity() -> nn.Module:
-    """Factory of the encoders of `no_tower`."""
+    """Build the encoders of `no_tower`."""
     return Identity()
 
 
 def load_features(path: str) -> dict[str, torch.Tensor]:
-    """Processor of `no_tower`: features of an item, from the file that the cache has."""
+    """Load an item's features from a file of the cache, as the processor of `no_tower`."""
     file = Path(path)
     features = FeatureFolder(file.parents[1], 0).read(file.stem)
     if features is None:
@@ -70,12 +70,12 @@ def load_features(path: str) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    """A job that takes steps.
+    """Job that runs steps.
 
     Args:
-        config: of the job.
-        cache: of features; None for none.
-        steps: that it may take.
+        config: configuration of the job.
+        cache: feature cache; None for none.
+        steps: maximum number of steps.
     """
 
     def __init__(self, config: TrainConfig, cache: CacheSection | None, steps: int) -> None:
@@ -101,7 +101,7 @@ class Run:
             yield from loader
 
     def take(self) -> None:
-        """One step."""
+        """Run one step."""
         start = time.perf_counter()
         step = next(self.steps)
         output = self.parallel.submit(
@@ -115,13 +115,13 @@ class Run:
         )
 
     def end(self) -> None:
-        """Its processes."""
+        """Stop the job's processes."""
         self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]  a generator
         self.parallel.shutdown()
 
 
 def first_rows(config: Mapping[str, Any], count: int, folder: Path) -> list[dict[str, Any]]:
-    """The first rows of the job's data, with absolute paths."""
+    """Return the first rows of the job's data, with absolute paths."""
     source = Path(config["data"]["train"])
     rows = [json.loads(line) for line in source.read_text().splitlines()[:count]]
     for row in rows:
@@ -140,7 +140,7 @@ def without_towers(
     values: dict[str, Any], rows: list[dict[str, Any]], folders: Mapping[str, FeatureFolder],
     folder: Path,
 ) -> dict[str, Any]:
-    """The job with features for data."""
+    """Return the job's configuration with features as data."""
     changed = []
     for row in rows:
         row = dict(row)
@@ -162,11 +162,11 @@ def without_towers(
 
 
 def measure(rows: int, folder: Path) -> dict[str, Any]:
-    """All four runs, an epoch each.
+    """Run all four jobs for an epoch each.
 
     Args:
-        rows: of the data.
-        folder: for what is written.
+        rows: number of rows of the data.
+        folder: folder for all output.
     """
     loaded = load_config(CONFIG)
     values = json.loads(loaded.model_dump_json(exclude_unset=True))
@@ -204,7 +204,7 @@ def _config(values: Mapping[str, Any], file: Path) -> TrainConfig:
 
 
 def result_of(runs: Mapping[str, Run]) -> dict[str, Any]:
-    """What is printed."""
+    """Return the figures."""
     median = {name: statistics.median(run.seconds[1:]) for name, run in runs.items()}
     pairs = list(zip(runs["second"].seconds, runs["no_tower"].seconds, strict=True))[1:]
     same = runs["first"].losses == runs["second"].losses == runs["no_tower"].losses
@@ -220,7 +220,6 @@ def result_of(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
     parser = _common.parser(__doc__ or "")
     parser.add_argument("--rows", type=int, default=180, help="of the data; 12 make a step")
     args = parser.parse_args()
