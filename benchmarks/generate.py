@@ -1,27 +1,28 @@
-"""Eight prompts written on by two stages of a pipeline, against one process on the same two cores.
+"""Claim: two pipeline stages generate text for eight prompts faster than one process.
 
-A Llama with random weights, fp32, greedy, no end token: every way writes the same tokens of every
-prompt, and `tokens_equal` says that it did. Ways take turns, round by round:
+Run with `python -m benchmarks.generate --json`.
 
-- `pipelined`: two ranks of one thread each, all prompts under way at once, in two steps
-  (:func:`raymm.runtime.generation.generate`'s default);
-- `one_at_a_time`: the same ranks with one prompt under way: what keeping several under way brings;
-- `one_process`: transformers' `generate` with its cache of keys and values, a prompt after the
-  other, with both cores as threads;
+A Llama with random weights, fp32, greedy, without an end token, on the same two cores: every method
+generates the same tokens, and `tokens_equal` reports if it did. Methods alternate:
+
+- `pipelined`: two single-threaded ranks, all prompts in flight at once, in two steps (the default
+  of :func:`raymm.runtime.generation.generate`);
+- `one_at_a_time`: the same ranks with one prompt in flight, to measure the gain from several in
+  flight;
+- `one_process`: transformers' `generate` with its KV cache, one prompt after the other, with two
+  threads;
 - `one_process_one_core`: the same with one thread;
-- `one_process_batch`: the same with both cores and all prompts as one batch, padded on the left,
-  which reads the weights once for all of them.
+- `one_process_batch`: the same with two threads and all prompts as one left-padded batch, which
+  reads the weights once for all of them.
 
-`tokens_per_second_ratio` is `pipelined` over the faster of `one_process` and
-`one_process_one_core` (on a busy machine two threads that wait for each other are slower than one),
-median over rounds. What bounds it is printed beside it. Every token of a prompt waits for the one
-before, through both stages; several steps under way hide that wait, so at best the slower rank
-computes without a pause. `busy_share` is the part of the time in which it did,
-`bound_tokens_per_second` what it would write if that were all, `bound_ratio` that over the same
-process. `chain_ms` is what a token takes with nothing else under way: both stages' compute
-(`chain_compute_ms`), and messages, calls and replies between them.
-
-    python -m benchmarks.generate --json
+`tokens_per_second_ratio` is `pipelined` over the faster of `one_process` and `one_process_one_core`
+(on a busy machine two threads that wait for each other are slower than one), median over rounds.
+Its bound is printed next to it. Every token of a prompt waits for the previous one, through both
+stages; several steps in flight hide that wait, so at best the slower rank computes without a pause.
+`busy_share` is the fraction of the time in which it computed, `bound_tokens_per_second` the rate if
+it never paused, `bound_ratio` that rate over the same process. `chain_ms` is the latency of a token
+with no other step in flight: the compute of both stages (`chain_compute_ms`), and messages, calls
+and replies between them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WAYS = ("pipelined", "one_at_a_time", "one_process", "one_process_one_core", "on
 
 
 def llama(hidden: int, layers: int) -> Any:
-    """Weights so large that what is written depends on all that was before."""
+    """Return a model with weights large enough that every token depends on all previous ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -61,7 +62,7 @@ def llama(hidden: int, layers: int) -> Any:
 
 
 def prompts_of(longest: int) -> list[list[int]]:
-    """Of unlike lengths, half to all of the longest."""
+    """Return prompts of different lengths, from half of the longest up."""
     draw = torch.Generator().manual_seed(1)
     lengths = [longest - number * longest // (2 * PROMPTS) for number in range(PROMPTS)]
     return [torch.randint(1, VOCABULARY, (n,), generator=draw).tolist() for n in lengths]
@@ -70,14 +71,13 @@ def prompts_of(longest: int) -> list[list[int]]:
 def in_one_process(
     module: Any, prompts: list[list[int]], tokens: int, threads: int, batched: bool
 ) -> list[list[int]]:
-    """What transformers writes.
+    """Generate with transformers.
 
     Args:
-        module: the model.
         prompts: token ids.
-        tokens: to write of each.
-        threads: of torch.
-        batched: all prompts at once.
+        tokens: number of tokens to generate per prompt.
+        threads: torch threads.
+        batched: True to generate for all prompts as one batch.
     """
     torch.set_num_threads(threads)
     batches = [prompts] if batched else [[ids] for ids in prompts]
@@ -96,11 +96,7 @@ def in_one_process(
 
 
 class Ranks:
-    """The model on the ranks of a pipeline, with the compute of their steps.
-
-    Args:
-        module: the model.
-    """
+    """Model on the ranks of a pipeline, with the compute time of their steps."""
 
     def __init__(self, module: Any) -> None:
         from raymm.model.modality_module import ModalityModule
@@ -110,7 +106,7 @@ class Ranks:
         spec = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), 1)
         self.parallel = spec.apply(MultimodalModule({}, ModalityModule(module)))
         self.steps: list[list[float]] = []
-        """Of each step since :meth:`write` began, the ranks' seconds of compute."""
+        """Compute seconds of the ranks, for each step since the start of :meth:`write`."""
         self._submit, submitted = self.parallel.submit, self._noted
         self.parallel.submit = submitted  # type: ignore[method-assign]
 
@@ -129,12 +125,12 @@ class Ranks:
     def write(
         self, prompts: list[list[int]], tokens: int, under_way: int | None
     ) -> list[list[int]]:
-        """What the ranks write.
+        """Generate with the ranks.
 
         Args:
             prompts: token ids.
-            tokens: to write of each.
-            under_way: prompts at once.
+            tokens: number of tokens to generate per prompt.
+            under_way: prompts in flight.
         """
         from raymm.runtime.generation import Prompt, generate
 
@@ -145,7 +141,7 @@ class Ranks:
 
 @contextmanager
 def ranks_of(module: Any) -> Iterator[Ranks]:
-    """Ranks, ended after a block."""
+    """Start ranks for a `with` block."""
     ranks = Ranks(module)
     try:
         yield ranks
@@ -154,7 +150,7 @@ def ranks_of(module: Any) -> Iterator[Ranks]:
 
 
 def measure(module: Any, prompts: list[list[int]], tokens: int, rounds: int) -> dict[str, Any]:
-    """All ways in turns."""
+    """Measure all methods in alternating rounds."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     written: dict[str, list[list[list[int]]]] = {way: [] for way in WAYS}
     busy: dict[str, list[list[float]]] = {way: [] for way in WAYS}
@@ -186,14 +182,14 @@ def result_of(
     seconds: dict[str, list[float]], busy: dict[str, list[list[float]]],
     written: dict[str, list[list[list[int]]]], chain: list[float], tokens: int,
 ) -> dict[str, Any]:
-    """What is printed.
+    """Return the figures.
 
     Args:
-        seconds: of each way and round.
-        busy: of the ways on ranks, per round, every rank's seconds of compute.
-        written: of each way and round, every prompt's tokens.
-        chain: per round, the median seconds of compute of a token on all ranks, one under way.
-        tokens: of a round.
+        seconds: seconds of each method and round.
+        busy: compute seconds of every rank, for each method on ranks and each round.
+        written: tokens of every prompt, for each method and round.
+        chain: median compute seconds of a token on all ranks with one prompt in flight, per round.
+        tokens: tokens per round.
     """
     due = written["one_process"][0]
     rate = {way: tokens / statistics.median(values) for way, values in seconds.items()}
@@ -226,7 +222,6 @@ def result_of(
 
 
 def main() -> None:
-    """Run and print."""
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--tokens", type=int, default=32, help="written of each prompt")

@@ -1,14 +1,14 @@
-"""How often the host waits for the device within a training step, on the pretended GPU.
+"""Claim: the host hardly ever waits for the device within a training step.
 
-Whole steps (forwards, backwards, messages, clipping, AdamW) of a tiny vision-language model run
-through a rank's actor, on a CPU that says it is a GPU: what waits there is counted by CUDA's rules,
-by file and line, from the first instruction to the last one. Losses and norms are compared with
-those on the CPU.
+Run with `python -m benchmarks.host_stalls --json`.
 
-- `waits_per_step`: over all cases, the most of any rank's third step;
-- `cases`: each with its `waits_per_step`, `waits_by_place`, `max_relative_error` and its `bound`.
+Full steps (forwards, backwards, messages, clipping, AdamW) of a tiny vision-language model run
+through a rank's actor, on a CPU that pretends to be a GPU. Waits are counted by CUDA's rules, per
+file and line, from the first instruction to the last one. Losses and norms are compared with those
+on the CPU.
 
-    python -m benchmarks.host_stalls --json
+- `waits_per_step`: largest number of waits in any rank's third step, over all cases;
+- `cases`: `waits_per_step`, `waits_by_place`, `max_relative_error` and `bound` of each case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks import _common
 
-# Ranks by case of benchmarks.pretended_gpu.steps, whose libraries are not to be imported here.
+# Ranks by case of benchmarks.pretended_gpu.steps, whose libraries must not be imported here.
 RANKS = {
     "fp32": 1, "bf16": 1, "frozen": 1, "plain": 1, "packed": 1, "two ranks": 2,
     "two ranks, plain": 2,
@@ -34,7 +34,7 @@ SECONDS = 240
 
 
 def measure(case: str) -> dict[str, Any]:
-    """Run a case's ranks, each in a process of its own.
+    """Run a case's ranks, each in a separate process.
 
     Raises:
         RuntimeError: a rank failed.
@@ -63,7 +63,7 @@ def measure(case: str) -> dict[str, Any]:
 
 
 def _two_free_ports() -> int:
-    """The first of two ports next to each other that nobody listens at."""
+    """Return the first of two adjacent free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]

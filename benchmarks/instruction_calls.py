@@ -1,9 +1,11 @@
-"""What each instruction costs the executor: `python -m benchmarks.instruction_calls --json`.
+"""Claim: the executor's own work per instruction stays within fixed call counts.
 
-Counted, not timed: calls of Python functions (and of C functions) between one instruction and the
-next, on one rank of a chain with messages both ways whose links do nothing. The stage's own calls
-are left out, as are autograd's. A test holds the counts
-(`tests/actors/executor/test_instruction_calls.py`), so that no step gets heavier unseen.
+Run with `python -m benchmarks.instruction_calls --json`.
+
+Counts calls of Python functions and of C functions between one instruction and the next, on one
+rank of a chain with messages in both directions over links that do nothing. Calls of the stage and
+of autograd are excluded. A test checks the counts
+(`tests/actors/executor/test_instruction_calls.py`), so that no step gets slower unnoticed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 class Scale(torch.nn.Module):
-    """A stage that draws nothing: one product."""
+    """Stage without random numbers: one product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class _Done:
 
 
 class IdleLink(Link):
-    """A link over which everything has come at once."""
+    """Link over which every message has already arrived."""
 
     def __init__(self) -> None:
         self.peer = 0
@@ -69,14 +71,14 @@ class IdleLink(Link):
 
 
 class _Described(RecvChannel):
-    """Layouts are known without a message."""
+    """Receive channel whose layouts are known without a message."""
 
     def _recv_layout(self) -> Layout:
         return Layout(((SHAPE, torch.float32),))
 
 
 class CallCounter(TaskTracker):
-    """Counts calls per operation, from when it is entered."""
+    """Task tracker that counts calls per operation between enter and exit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +92,9 @@ class CallCounter(TaskTracker):
         self.entered[self._op] += 1
 
     def event(self, frame: FrameType, event: str, argument: Any) -> None:
-        """For ``sys.setprofile``. Calls by or within torch's Python and the stage are not ours."""
+        """Count one event of ``sys.setprofile``, except calls from torch's Python code and the
+        stage.
+        """
         file = frame.f_code.co_filename
         ours = "/actors/" in file or "/kernels/" in file
         if ours and event == "call":
@@ -100,7 +104,7 @@ class CallCounter(TaskTracker):
 
 
 def middle_rank() -> tuple[Executor, Any, CallCounter]:
-    """The executor of a rank with messages from and to two others, its program, its counter."""
+    """Return the executor, program and counter of a rank between two others."""
     graph = ModuleGraph((ModuleNode("chain", (True,) * 3),), ())
     plan = Plan(graph, tuple(Stage("chain", i, (i, i + 1), i) for i in range(3)), MICROBATCHES)
     program = lower(plan, [()] * MICROBATCHES)
@@ -121,10 +125,10 @@ def middle_rank() -> tuple[Executor, Any, CallCounter]:
 
 
 def calls() -> dict[str, dict[str, float]]:
-    """Calls of raymm's Python functions, and of C functions by them, per instruction."""
+    """Return calls of raymm's Python functions, and their calls of C functions, per instruction."""
     executor, prepared, counter = middle_rank()
     meta = StepMeta(0, 1, ("shape",) * MICROBATCHES)
-    for _ in range(2):  # layouts, and what a first step finds out
+    for _ in range(2):  # the first step determines layouts
         executor.run(prepared, {}, meta)
     for counts in (counter.python, counter.c, counter.entered):
         counts.clear()
@@ -141,8 +145,10 @@ def calls() -> dict[str, dict[str, float]]:
 
 
 def microseconds() -> float:
-    """Of this thread's time per instruction, autograd and the stage included: the least of
-    several turns, as the machine may have others."""
+    """Return microseconds of this thread per instruction, including autograd and the stage.
+
+    The minimum of several rounds, because of other load on the machine.
+    """
     executor, prepared, _ = middle_rank()
     meta = StepMeta(0, 1, ("shape",) * MICROBATCHES)
     turns = []

@@ -1,13 +1,13 @@
-"""Model features and training options times layouts, each against one process.
+"""Claim: every layout trains every feature and option exactly as one process does.
+
+Run with `python -m benchmarks.layout_sweep --json --results /tmp/cells.json`.
 
 A cell is a tiny model with a feature (a rope type, windows, softcaps, dropout, experts, adapters,
 ...), trained with an option (an optimizer, averages, bf16, DPO, ...) on Ray actors under a layout.
 Its losses, every gradient relative to its own norm, and its parameters after three optimizer steps
-must be those of transformers, peft and torch in one process. For dropout and layer drop, one
-process of raymm draws the reference. A cell is ``exact``, ``refused`` by a sentence that names what
-does not go together before anything starts, ``wrong``, or ``unclear``: anything else.
-
-    python -m benchmarks.layout_sweep --json --results /tmp/cells.json
+must equal those of transformers, peft and torch in one process. For dropout and layer drop, the
+reference is one process of raymm. A cell is ``exact``; ``refused`` before the start by a message
+that names the incompatible features; ``wrong``; or ``unclear``: anything else.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from benchmarks._sweep_cells import Cell, cells, outcomes
 from benchmarks._sweep_tables import FEATURES, LAYOUTS, OPTIONS
 
 RESULTS = (EXACT, REFUSED, WRONG, UNCLEAR)
-# Logical CPUs: the most processes that a layout has, and some more.
+# Logical CPUs: the largest number of processes of a layout, with a margin.
 _CPUS = 8
 _QUICK_LAYOUTS = ("tp 2", "fsdp 2", "packing, cp 2")
-# Characters of a sentence that a line shows.
+# Displayed characters of a message.
 _SHOWN = 400
 
 
 def quick_cells() -> list[Cell]:
-    """The part that a test runs: three of every five pairs, each under one of three layouts."""
+    """Return the cells of the test: three of every five pairs, each under one of three layouts."""
     every = cells(FEATURES, OPTIONS, _QUICK_LAYOUTS)
     chosen = [cell for number, cell in enumerate(every) if number % 3 == number // 3 % 3]
     return [cell for number, cell in enumerate(chosen) if number % 5 < 3]
@@ -43,7 +43,7 @@ def quick_cells() -> list[Cell]:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """A Ray of this process, whose workers are forked."""
+    """Start a local Ray cluster whose workers are forked."""
     import ray
 
     from raymm.runtime.embedded.embedded_ray import start_embedded_ray

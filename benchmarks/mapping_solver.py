@@ -1,27 +1,27 @@
-"""Mapping of modules to stages and shared GPUs: solver against proof, baselines, model error.
+"""Claim: mappings to shared GPUs are near-optimal and faster than those of other systems.
+
+Run with `python -m benchmarks.mapping_solver --json`.
 
 Random seeded problems of three kinds (a star of encoders, backbone and decoders; layered graphs;
-all modules independent) with roofline-shaped surfaces and interference, on 8 and 32 GPUs in steps
-of a tenth. Keys of the result, n being the number of modules:
+independent modules) with roofline-shaped surfaces and interference, on 8 and 32 GPUs in steps of a
+tenth. Keys of the result, n being the number of modules:
 
-- `optimality_<n>_min`, `_median`: seconds of the best mapping known over seconds of `auto`'s: its
-  own where that is proven optimal, else the better of it and a long run of `exact`;
+- `optimality_<n>_min`, `_median`: seconds of the best known mapping over those of `auto`'s; the
+  best is its own if proven optimal, else the better of it and a long run of `exact`;
 - `proven_<n>_min`, `_median`: the same with the highest proven lower bound instead;
-  `proven_optimal_<n>`: share of problems in which that is 1;
+  `proven_optimal_<n>`: share of problems in which the ratio is 1;
 - `seconds_<n>`, `seconds_<n>_median`: CPU seconds of `auto`, one thread;
-- `greedy_optimality_<n>_min`, `_median`, `greedy_seconds_<n>`: the same of Algorithm 1;
+- `greedy_optimality_<n>_min`, `_median`, `greedy_seconds_<n>`: the same for Algorithm 1;
 - `over_megatron`, `over_distmm`, `over_spindle`: medians of iteration time over `auto`'s, with 12
   modules;
-- `memory_*`: where those problems are short of memory over a whole iteration: how much longer
-  mappings take that fit, over the lower bound, and CPU seconds of finding them;
-- `performance_model`: per number of modules, errors (mean of |predicted / measured - 1|) of plans
-  and modules that were not fitted, with 5 % noise on what was fitted and what is measured; `_true`:
-  against the time without noise (the noise alone makes 4.0 %); R² of the delay, both ways. The
-  truth is a closed queueing network (`benchmarks._colocations`), not eq. 8. `blind`, `additive`
-  and `full`, the latter with the coupling that also holds for three modules and more on a GPU;
+- `memory_*`: for problems that are short of memory over a full iteration, the slowdown of mappings
+  that fit, over the lower bound, and CPU seconds of finding them;
+- `performance_model`: per number of modules, errors (mean of |predicted / measured - 1|) for plans
+  and modules that were not fitted, with 5 % noise on fitted and measured values; `_true`: against
+  the time without noise (the noise alone makes 4.0 %); R² of the delay, both ways. The ground truth
+  is a closed queueing network (`benchmarks._colocations`), not eq. 8. `blind`, `additive` and
+  `full`, the latter with the coupling that also holds for three or more modules on a GPU;
   `full_eq8`: with eq. 8's product.
-
-    python -m benchmarks.mapping_solver --json
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FORMS = {
 
 
 def timed(problem: MappingProblem, strategy: str) -> tuple[Mapping, float]:
-    """A mapping and the CPU seconds it took."""
+    """Return a mapping and the CPU seconds of the solver."""
     start = time.process_time()
     mapping = solve(problem, strategy)
     seconds = time.process_time() - start
@@ -64,7 +64,7 @@ def timed(problem: MappingProblem, strategy: str) -> tuple[Mapping, float]:
 
 
 def one(kind: str, modules: int, gpus: int, seed: int, oracle_seconds: float) -> dict[str, Any]:
-    """All figures of one problem."""
+    """Return all figures of one problem."""
     problem = random_problem(seed, kind, modules, gpus)
     ours, seconds = timed(problem, "auto")
     greedy, greedy_seconds = timed(problem, "greedy")
@@ -88,7 +88,7 @@ def one(kind: str, modules: int, gpus: int, seed: int, oracle_seconds: float) ->
 
 
 def summary(rows: list[dict[str, Any]], modules: int) -> dict[str, float]:
-    """The keys of the result for one number of modules."""
+    """Return the keys of the result for one number of modules."""
     rows = [row for row in rows if row["modules"] == modules]
     result: dict[str, float] = {}
     for key, worst in (
@@ -106,7 +106,7 @@ def summary(rows: list[dict[str, Any]], modules: int) -> dict[str, float]:
 
 
 def model_errors() -> dict[str, dict[str, float]]:
-    """Errors of the models by number of modules."""
+    """Return the errors of the models by number of modules."""
     fitted: list[Colocation] = []
     for modules in MODELLED:
         fitted += random_colocations(0, FITTED, modules, NOISE)[0]
@@ -127,7 +127,7 @@ def model_errors() -> dict[str, dict[str, float]]:
 
 
 def memory_rows(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Of problems that are short of memory over an iteration, what fitting costs."""
+    """Return the slowdown of fitting mappings, for problems short of memory over an iteration."""
     result = []
     for row in rows:
         problem = random_problem(
@@ -146,7 +146,7 @@ def memory_rows(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Per kind, number of modules and GPUs, over seeds."""
+    """Return a table by kind, number of modules and GPUs, over seeds."""
     columns = (
         ("optimality", min), ("proven", min), ("greedy_optimality", statistics.median),
         ("seconds", max), ("over_megatron", statistics.median),
@@ -173,7 +173,7 @@ def main() -> None:
     )
     args = options.parse_args()
     console = _common.console()
-    for strategy in ("auto", "local_search"):  # loads what is compiled
+    for strategy in ("auto", "local_search"):  # load compiled code
         solve(random_problem(0, "parallel", 13, 8), strategy)
 
     rows = []

@@ -1,19 +1,19 @@
-"""Bytes that real ranks hold at most, beside what the plan said.
+"""Claim: planned memory equals the peak bytes of real ranks, on devices and hosts.
+
+Run with `python -m benchmarks.memory_model --json`.
 
 A small vision-language model is profiled, a plan with that profile is made for every case
-(pipelines, copies, FSDP, tensor parallelism, recomputation, bf16), and a few steps of it run on Ray
-actors. In every actor each storage that an operator makes is counted while it is alive
+(pipelines, replicas, FSDP, tensor parallelism, recomputation, bf16), and a few steps of it run on
+Ray actors. In every actor, each storage that an operator creates is counted during its lifetime
 (:class:`raymm.actors.memory.live_bytes.LiveBytes`): parameters, gradients, optimizer state,
-activations, messages, what kernels are handed and what they return. A rank's peak in its steps
-after the first two is compared with :func:`raymm.scheduler.schedule.memory.rank_memory`.
+activations, messages, inputs and outputs of kernels. A rank's peak in its steps after the first two
+is compared with :func:`raymm.scheduler.schedule.memory.rank_memory`.
 
-    python -m benchmarks.memory_model --json
+The copies of an asynchronous checkpoint and a snapshot in each process's host memory, counted in
+the actor, are compared with :func:`raymm.layout.host_memory.host_needs`.
 
-Host memory is compared, too: what an asynchronous checkpoint and a snapshot of each process copy,
-counted in the actor, with :func:`raymm.layout.host_memory.host_needs`.
-
-The keys ``max_relative_error`` and ``max_host_relative_error`` are the largest of all ranks, and of
-all processes, of all cases.
+The keys ``max_relative_error`` and ``max_host_relative_error`` are the largest errors over all
+ranks, and over all processes, of all cases.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ STEPS, WARM_UP_STEPS = 4, 2
 
 
 class CountedRank(RankActor):
-    """A rank that counts bytes of tensors where others say what memory is resident."""
+    """Rank that reports bytes of live tensors instead of resident memory."""
 
     def run_step(
         self, key: str, meta: StepMeta, layout: Sequence[tuple[StageId, int]] = (),
         *inputs: dict[str, Any],
     ) -> StepResult:
-        """As of a rank."""
+        """Run a step as a rank does, with counted bytes."""
         live = LiveBytes()
         live.note_all()
         with live:
@@ -74,7 +74,7 @@ class CountedRank(RankActor):
         return result
 
     def copied_bytes(self) -> HostNeed:
-        """Bytes of what a checkpoint and a snapshot copy to host memory."""
+        """Return the bytes that a checkpoint and a snapshot copy to host memory."""
         with LiveBytes() as checkpoint:
             self.copy_state(frozenset())
         with LiveBytes() as snapshot:
@@ -85,11 +85,11 @@ class CountedRank(RankActor):
 
 @dataclass(frozen=True)
 class Case:
-    """A layout.
+    """Layout of the model.
 
     Attributes:
         vision, llm: degrees of the two modules.
-        precision, recompute: of all.
+        precision, recompute: settings for both modules.
     """
 
     llm: ParallelSpec = ParallelSpec()
@@ -98,7 +98,7 @@ class Case:
     recompute: bool = False
 
     def plan(self, model: MultimodalModule, profile: CostProfile) -> Plan:
-        """The plan, with the profile of its precision."""
+        """Return the plan, with the profile of its precision."""
         spec = MultimodalParallelSpec(
             {"vision": self.vision}, self.llm, MICROBATCHES, recompute=self.recompute
         )
@@ -129,7 +129,7 @@ class HostRow:
     """Host memory of one process of one case.
 
     Attributes:
-        need, measured: of its copies, planned and counted.
+        need, measured: planned and counted bytes of its copies.
     """
 
     case: str
@@ -139,17 +139,17 @@ class HostRow:
 
     @property
     def error(self) -> float:
-        """Of what the plan says, relative to what was measured, of all copies."""
+        """Return the relative error of the planned bytes of all copies."""
         return sum(self.need) / max(1, sum(self.measured)) - 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of one case.
+    """Row of one rank of one case.
 
     Attributes:
-        need: what the plan says.
-        measured: bytes at most, of the rank's process that held most.
+        need: planned bytes.
+        measured: peak bytes of the rank's process with the highest peak.
     """
 
     case: str
@@ -159,7 +159,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of what the plan says, relative to what was measured."""
+        """Return the relative error of the planned bytes."""
         return self.need.total / self.measured - 1
 
 
@@ -205,7 +205,7 @@ def main() -> None:
 def measure(
     name: str, case: Case, model: MultimodalModule, batch: list[dict], profile: CostProfile
 ) -> tuple[list[Row], list[HostRow]]:
-    """A row per rank, and one per process."""
+    """Return one row per rank, and one per process."""
     plan = case.plan(model, profile)
     needs = rank_memory(plan, full_program(plan))
     peaks: list[tuple[int, ...]] = []
@@ -229,18 +229,18 @@ def measure(
 
 
 def build_model() -> MultimodalModule:
-    """SigLIP, an MLP and Llama, with random weights, all trained."""
+    """Build SigLIP, an MLP and Llama with random weights, all trained."""
     vision = ModalityModule(SiglipVisionConfig(**VISION), "mlp", seed=1)
     return MultimodalModule({"vision": vision}, ModalityModule(LlamaConfig(**LLAMA), seed=2))
 
 
 def microbatches(count: int) -> list[dict[str, Any]]:
-    """Microbatches of :data:`ROWS` rows, an image each."""
+    """Return microbatches of :data:`ROWS` rows with one image each."""
     return _image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """A line per rank."""
+    """Return a table with one line per rank."""
     parts = [field.name for field in fields(RankMemory)]
     table = Table("case", "rank", *parts, "planned MB", "measured", "error")
     for row in rows:
@@ -252,7 +252,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def host_table(rows: Sequence[HostRow]) -> Table:
-    """A line per process."""
+    """Return a table with one line per process."""
     table = Table(
         "case", "process", "checkpoint MB", "measured", "snapshot MB", "measured", "error"
     )
@@ -265,7 +265,7 @@ def host_table(rows: Sequence[HostRow]) -> Table:
 
 
 def row_dict(row: Row) -> dict[str, Any]:
-    """Ready for JSON; bytes."""
+    """Return the bytes of a row, ready for JSON."""
     return {
         "case": row.case, "rank": row.rank, "planned": row.need.total, "measured": row.measured,
         "error": round(row.error, 4), "parts": asdict(row.need),

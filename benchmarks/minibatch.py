@@ -1,28 +1,29 @@
-"""Balance of mini-batches: random, length-grouped, OmniBal's ISF and raymm's default.
+"""Claim: balanced mini-batches beat random, length-grouped and OmniBal's ISF batches.
 
-From files of sample sizes alone: a JSON list per data set of objects with `vit_num` (image
-tiles) and `token_num` (text tokens), as OmniBal publishes them. For every data set, and all
-together if there are several, per method and number of data-parallel ranks:
+Run with `python -m benchmarks.minibatch --json --data a.json b.json`.
+
+Input are files of sample sizes alone: a JSON list per data set of objects with `vit_num` (image
+tiles) and `token_num` (text tokens), as OmniBal publishes them. Figures for every data set, and for
+all together if there are several, per method and number of data-parallel ranks:
 
 - `pad`, `dist_vit`, `dist_llm`: OmniBal's PadRatio and DistRatios (eq. 1 and 2);
-- `efficiency`: mean over steps of mean rank cost over largest, on FLOPs of InternVL-Chat-1.5's
-  6B + 20B; `step_efficiency`: with a pipeline of 4 microbatches in flight that differ;
-- `batch`: samples per group; `left_out`: samples that no step has;
-- `groups_over_bound`: groups over the least that could hold their samples within the budgets;
-- `mixing`: total-variation distance of a step's mix of data sets to the whole's, and
-  `random_mixing`, the same if samples were shuffled;
+- `efficiency`: mean over steps of mean rank cost over largest, on FLOPs of InternVL-Chat-1.5's 6B +
+  20B; `step_efficiency`: with a pipeline of 4 microbatches in flight that differ;
+- `batch`: samples per group; `left_out`: samples that are in no step;
+- `groups_over_bound`: groups over the least number that could hold their samples within the
+  budgets;
+- `mixing`: total-variation distance between a step's mix of data sets and the mix of all data, and
+  `random_mixing`, the same for shuffled samples;
 - `seconds`: CPU time to plan.
 
-And the CPU seconds to plan 1.2 million samples drawn with replacement from all files.
+Also the CPU seconds to plan 1.2 million samples drawn with replacement from all files.
 
-Without files only what follows: sizes drawn from distributions of `_drawn_sizes.py`, seeded, at 8
-to 256 ranks. `drawn_steps_over_bound`: steps over the least that could hold the samples within the
-budgets (every step has a group per rank), the worst and the median; `drawn_efficiency_min`; and
-`drawn_step_efficiency_over_isf_min`, where ISF has groups for all ranks. `documents`: 30,000
-sizes like DocVQA's, planned with the default costs as a run without a profile does; the least
+Without files, only figures for sizes drawn from seeded distributions of `_drawn_sizes.py`, at 8 to
+256 ranks. `drawn_steps_over_bound`: steps over the least number that could hold the samples within
+the budgets (every step has a group per rank), worst and median; `drawn_efficiency_min`; and
+`drawn_step_efficiency_over_isf_min`, where ISF has groups for all ranks. `documents`: 30,000 sizes
+like DocVQA's, planned with the default costs as in a run without a profile; the least
 `documents_efficiency_min` and the most `documents_plan_seconds_max` CPU seconds of a plan.
-
-    python -m benchmarks.minibatch --json --data a.json b.json
 """
 
 from __future__ import annotations
@@ -53,32 +54,34 @@ from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_rando
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 
-BATCH = 4  # samples per group that all methods aim at (OmniBal, Table 5)
+BATCH = 4  # target samples per group of all methods (OmniBal, Table 5)
 ISF_ITERATIONS = 50  # as in the authors' code
 MILLION = 1_200_000
 # Samples and ranks; the last have few steps.
 DRAWN_CASES = ((20_000, 8), (20_000, 64), (20_000, 256), (2_000, 64))
 DRAWN_SEED = 0
 DOCUMENTS, DOCUMENT_RANKS = 30_000, (8, 64, 256)
-# InternViT-6B: 45 layers of 3200, 1025 tokens per tile, which attend within the tile.
+# InternViT-6B: 45 layers of 3200, 1025 tokens per tile, with attention within the tile.
 # InternLM2-20B: 48 layers of 6144.
 MODEL = CostModel((
     transformer_cost(5.5e9, 45, 3200, tokens_per_unit=1025, units_attend=False),
     transformer_cost(19.9e9, 48, 6144, causal=True),
 ))
-KNOB = (0.0, 0.005, 0.01, 0.02, 0.05, 1.0)  # `alike`, from balance to mixing
+KNOB = (0.0, 0.005, 0.01, 0.02, 0.05, 1.0)  # values of `alike`, from balance to mixing
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the tables."""
+    """Method that makes one row of the tables."""
 
     name: str
     plan: Callable[[SampleSizes, int, int], MiniBatchPlan]  # sizes, ranks, epoch
 
 
 def methods(budgets: tuple[int, ...] | None) -> list[Method]:
-    """What is compared; `balanced_at_isf_budgets` has the budgets that ISF's search found."""
+    """Return the compared methods; `balanced_at_isf_budgets` has the budgets that ISF's search
+    found.
+    """
     return [
         Method("random", lambda s, r, e: plan_random(s, r, BATCH, epoch=e)),
         Method("random_sharded", lambda s, r, e: plan_random(
@@ -99,10 +102,10 @@ def methods(budgets: tuple[int, ...] | None) -> list[Method]:
 
 
 def read(path: Path) -> np.ndarray:
-    """(N, 2) tiles and tokens of one file.
+    """Return (N, 2) tiles and tokens of one file.
 
     Raises:
-        SystemExit: the file is not such a list; says which entry.
+        SystemExit: the file is not such a list; the message names the entry.
     """
     entries = json.loads(path.read_text())
     try:
@@ -112,14 +115,14 @@ def read(path: Path) -> np.ndarray:
 
 
 def joined(parts: list[np.ndarray]) -> SampleSizes:
-    """Several data sets as one, told apart by `sources`."""
+    """Join several data sets into one with a source per sample."""
     return SampleSizes(
         NAMES, np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(p) for p in parts])
     )
 
 
 def figures(plan: MiniBatchPlan, sizes: SampleSizes) -> dict[str, float]:
-    """The figures of one plan."""
+    """Return the figures of one plan."""
     found = balance(plan, sizes, MODEL)
     result = {
         "pad": found.pad["text"],
@@ -142,7 +145,7 @@ def figures(plan: MiniBatchPlan, sizes: SampleSizes) -> dict[str, float]:
 def compare(
     sizes: SampleSizes, ranks: int, epochs: int, budgets: tuple[int, ...] | None
 ) -> dict[str, dict[str, Any]]:
-    """Per method the means over epochs; `worst_efficiency` is the least of them."""
+    """Return means over epochs per method; `worst_efficiency` is the least of the epochs."""
     result: dict[str, dict[str, Any]] = {}
     for method in methods(budgets):
         rows, seconds = [], []
@@ -165,7 +168,7 @@ def compare(
 
 
 def knob(sizes: SampleSizes, ranks: int, epochs: int) -> dict[str, dict[str, float]]:
-    """Balance against mixing: figures by `alike`, and with the levelling of sources off."""
+    """Return figures of balance and mixing by `alike`, and without the levelling of sources."""
     result = {}
     for weight in (None, 0.0):
         for alike in KNOB:
@@ -186,7 +189,7 @@ def knob(sizes: SampleSizes, ranks: int, epochs: int) -> dict[str, dict[str, flo
 
 
 def million(sizes: SampleSizes, ranks: int, repeats: int) -> dict[str, Any]:
-    """CPU seconds to plan 1.2 million samples drawn from the data, median of the repeats."""
+    """Return median CPU seconds to plan 1.2 million samples drawn from the data."""
     drawn = np.random.default_rng(0).integers(0, len(sizes), MILLION)
     many = SampleSizes(NAMES, sizes.values[drawn], sizes.sources[drawn])
     seconds = []
@@ -203,7 +206,7 @@ def million(sizes: SampleSizes, ranks: int, repeats: int) -> dict[str, Any]:
 
 
 def drawn(epochs: int) -> dict[str, Any]:
-    """The default on sizes of other distributions, beside ISF with the same budgets."""
+    """Compare the default with ISF at the same budgets, on sizes of other distributions."""
     rows = {}
     for name, (count, ranks) in itertools.product(DISTRIBUTIONS, DRAWN_CASES):
         sizes = drawn_sizes(name, count, DRAWN_SEED)
@@ -239,9 +242,9 @@ def drawn(epochs: int) -> dict[str, Any]:
 
 
 def documents(epochs: int) -> dict[str, Any]:
-    """The default on many samples with long tails, half of them text only."""
+    """Measure the default on many samples with long tails, half of them text only."""
     sizes = drawn_sizes("documents", DOCUMENTS, DRAWN_SEED)
-    plan_balanced(sizes, DOCUMENT_RANKS[0])  # compiles
+    plan_balanced(sizes, DOCUMENT_RANKS[0])  # compile first
     rows = {}
     for ranks in DOCUMENT_RANKS:
         seconds, found = [], []
@@ -264,7 +267,7 @@ def documents(epochs: int) -> dict[str, Any]:
 
 
 def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
-    """Cost of every rank in 40 steps by method."""
+    """Draw the cost of every rank in 40 steps by method."""
     from matplotlib.figure import Figure
 
     from raymm.draw import palette
@@ -282,7 +285,7 @@ def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
     for axis, (name, (label, colour)) in zip(axes, shown.items(), strict=True):
         plan = chosen[name].plan(sizes, ranks, 0)
         of_ranks = costs(plan, sizes, MODEL).sum(2)
-        # Per sample, so that groups of different numbers of samples can be compared.
+        # Costs per sample, so that groups of different sizes are comparable.
         of_ranks = of_ranks / of_ranks.mean()
         some = of_ranks[:40]
         step = np.arange(len(some))
@@ -328,7 +331,7 @@ def main() -> None:
     together = joined(list(parts.values()))
     if len(parts) > 1:
         sets["together"] = together
-    plan_balanced(together, args.ranks[0], budgets)  # compiles
+    plan_balanced(together, args.ranks[0], budgets)  # compile first
     plan_isf(together, args.ranks[0], iterations=1)
 
     result: dict[str, Any] = {"machine": _common.machine(), "methods": {}}
@@ -366,7 +369,7 @@ def main() -> None:
         result["plan_seconds_1_2m"] = max(
             result[f"million_dp{ranks}"]["plan_seconds"] for ranks in args.ranks
         )
-    # The worst of the default over data sets and ranks.
+    # Worst figures of the default over data sets and ranks.
     worst = [rows["balanced"] for rows in result["methods"].values()]
     if any("error" in row for row in worst):
         raise SystemExit(f"balanced failed: {[row for row in worst if 'error' in row]}")

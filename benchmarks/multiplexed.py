@@ -1,10 +1,10 @@
-"""Multiplexed plans on actors with emulated GPUs: measured against predicted, ours against others.
+"""Claim: multiplexed plans run as fast as predicted, and faster than those of other systems.
 
-One actor per GPU; modules sleep for as long as the performance model says (scaling surface and
-interference on their GPU), tiny tensors are really sent, gradients really summed. What is measured
-beside the sleeping is what the runtime itself takes.
+Run with `python -m benchmarks.multiplexed --json`.
 
-    python -m benchmarks.multiplexed --json
+One actor per GPU; modules sleep for the time that the performance model predicts (scaling surface
+and interference on their GPU), tiny tensors are sent and gradients are summed for real. Measured
+time beyond the sleeps is the overhead of the runtime.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLES, WIDTH = 16, 8
 
 
 def plans(shape: Shape, problem: MappingProblem) -> dict[str, Mapping]:
-    """Ours and the baselines'; Spindle's slices are whole layers."""
+    """Return raymm's mapping and the baselines'; Spindle's slices are whole layers."""
     return {
         "raymm": solve(problem), "megatron": megatron(problem), "distmm": distmm(problem),
         "spindle": spindle(problem, layers=shape.layers),
@@ -49,18 +49,18 @@ def plans(shape: Shape, problem: MappingProblem) -> dict[str, Mapping]:
 
 
 def iteration_seconds(running: DagParallelModule, count: int) -> list[float]:
-    """Seconds of training iterations, all submitted ahead: from end to end."""
+    """Return seconds between the ends of training iterations, all submitted ahead."""
     step = running.prepare({ENTRY: torch.randn(SAMPLES, WIDTH)})
     under_way = [running.submit(step, update=True) for _ in range(count + 1)]
     ends = []
-    for one in under_way:  # the first tells layouts
+    for one in under_way:  # the first iteration transfers layouts
         one.result()
         ends.append(time.perf_counter())
     return [b - a for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def simulated(shape: Shape, problem: MappingProblem, mapping: Mapping) -> Timeline:
-    """The simulator's timeline of an iteration in which GPUs go on as soon as they can."""
+    """Simulate an iteration in which GPUs continue as soon as they can."""
     made = emulate(problem, mapping, shape.contrastive)
     plan = made.plan
     gpu = made.backend
@@ -84,9 +84,14 @@ def simulated(shape: Shape, problem: MappingProblem, mapping: Mapping) -> Timeli
 
 
 def measure(model: str, iterations: int, pictures: Path | None) -> dict[str, Any]:
-    """All plans of a model: seconds predicted by the sum of stages (Mosaic, eq. 1) and by the
-    simulator, and their measured median; a picture of the first plan's timelines, if a folder for
-    it is named."""
+    """Measure all plans of a model.
+
+    Returns seconds predicted by the sum of stages (Mosaic, eq. 1) and by the simulator, and the
+    measured median.
+
+    Args:
+        pictures: folder for a picture of the first plan's timelines; None for none.
+    """
     shape = SHAPES[model]
     problem = shape.problem()
     rows: dict[str, Any] = {}
@@ -116,7 +121,7 @@ def measure(model: str, iterations: int, pictures: Path | None) -> dict[str, Any
 
 
 def table(model: str, rows: dict[str, Any]) -> Table:
-    """A model's plans, to read."""
+    """Return a table of a model's plans."""
     shown = Table("plan", "stages", "sum of stages s", "simulated s", "measured s", "error",
                   "ms per stage", "raymm faster", title=model)  # fmt: skip
     for name, row in rows.items():
@@ -129,7 +134,7 @@ def table(model: str, rows: dict[str, Any]) -> Table:
 
 
 def arguments() -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     found = parser(__doc__.splitlines()[0])
     found.add_argument("--iterations", type=int, default=2, help="measured, per plan")
     found.add_argument("--draw", type=Path, help="folder for pictures of timelines")
@@ -138,7 +143,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, emit."""
+    """Measure, print tables and the result line."""
     options = arguments()
     before = machine()
     found: dict[str, Any] = {}

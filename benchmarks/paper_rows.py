@@ -1,20 +1,19 @@
 """Stage times of Cornstarch's frozen-aware and -unaware pipelines, as plans of raymm.
 
-Rows are those of Cornstarch v1's Table 3 (a medium LLM; 24 microbatches) and v2's Table 2
-(both encoders in one module; 12 microbatches: a batch of 48 in microbatches of 4): forward and
-backward milliseconds per stage, of the encoder and of the LLM. Encoders and LLM are frozen, so
-an LLM's backward is B_d and an encoder's is B_w of the projector at its end. That LLM backwards
-take twice to ten times their forwards says that they recompute; :func:`table_plan` can take
-them apart.
+Rows are those of Cornstarch v1's Table 3 (a medium LLM; 24 microbatches) and v2's Table 2 (both
+encoders in one module; 12 microbatches: a batch of 48 in microbatches of 4): forward and backward
+milliseconds per stage, of the encoder and of the LLM. Encoders and LLM are frozen, so an LLM's
+backward is B_d and an encoder's is B_w of the projector at its end. LLM backwards that take two to
+ten times their forwards imply recomputation; :func:`table_plan` can separate the two.
 
-Stage counts. v2 gives none. v1's Table 9 does, but stages of its "Colocated" column cannot be
-the unaware ones of Table 3: VLM-S's encoder takes 49.06 ms per stage in one and 26.49 in the
-other, both with one stage. The times themselves say what the counts were: a frozen LLM's
-backward and an encoder's forward take the same over all stages, however they are cut, and
-"the number of pipeline stages are the same in both cases" (v1 §6.4). ``PaperRow.aware`` and
-``.unaware`` are, of all counts with the same total of at most :data:`MAX_STAGES`, those with
-the least :func:`mismatch`; where several are as good, v1's Table 9 decides, then what other
-rows of the table say of the same LLM. Table 9's own counts are kept in ``.table_9``.
+Stage counts. v2 gives none. v1's Table 9 does, but stages of its "Colocated" column cannot be the
+unaware ones of Table 3: VLM-S's encoder takes 49.06 ms per stage in one and 26.49 in the other,
+both with one stage. The times themselves imply the counts: a frozen LLM's backward and an encoder's
+forward take the same time over all stages, however they are cut, and "the number of pipeline stages
+are the same in both cases" (v1 §6.4). ``PaperRow.aware`` and ``.unaware`` are, of all counts with
+the same total of at most :data:`MAX_STAGES`, those with the least :func:`mismatch`; ties are broken
+by v1's Table 9, then by other rows of the table with the same LLM. Table 9's own counts are kept in
+``.table_9``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from raymm.scheduler.search.stage_space import Counts, StageSpace
 
 MAX_STAGES = 8
 ENCODER, LLM = "encoder", "llm"
-# Activations per second of forward: any number; zero-bubble lowerings compare them only.
+# Activations per second of forward. Any number works, as zero-bubble lowerings only compare them.
 BYTES_PER_SECOND = 1e9
 
 
@@ -48,7 +47,7 @@ class StageTimes(NamedTuple):
 
     @property
     def bottleneck(self) -> float:
-        """1F + 1B of the slower kind of stage."""
+        """Return 1F + 1B of the slower kind of stage."""
         return max(
             self.encoder_forward + self.encoder_backward, self.llm_forward + self.llm_backward
         )
@@ -67,15 +66,15 @@ class StageCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One model of a table.
+    """Model of a table.
 
     Attributes:
-        name: as in the paper.
-        layers: of the encoder and of the LLM.
-        times: with frozen-aware and with frozen-unaware partitions.
+        name: name in the paper.
+        layers: layers of the encoder and of the LLM.
+        times: times with frozen-aware and with frozen-unaware partitions.
         aware, unaware: stage counts.
         paper_speedup: aware over unaware: throughput per GPU (v1), iteration time (v2).
-        microbatches: per step.
+        microbatches: microbatches per step.
         table_9: (aware, unaware) stage counts of v1's Table 9.
     """
 
@@ -89,7 +88,7 @@ class PaperRow:
     table_9: tuple[StageCounts, StageCounts] | None = None
 
     def variant(self, aware: bool) -> tuple[StageTimes, StageCounts]:
-        """Times and counts of one of the two partitions."""
+        """Return times and counts of one of the two partitions."""
         return (self.times[0], self.aware) if aware else (self.times[1], self.unaware)
 
 
@@ -108,7 +107,7 @@ def _v2(name, layers, aware, unaware, counts, speedup) -> PaperRow:
     )
 
 
-# Layers are those of v1's Table 1 and v2's Table 1 (of a merged encoder: both encoders').
+# Layers are those of v1's Table 1 and v2's Table 1 (for a merged encoder the sum of both).
 ROWS = (
     _v1("VLM-S", 40, (49.06, 27.46, 0.12, 43.03), (26.49, 28.13, 0.16, 51.32),
         ((1, 6), (2, 5)), ((1, 6), (1, 3)), (6.47, 5.30)),
@@ -144,8 +143,11 @@ ROWS = (
 
 
 def mismatch(row: PaperRow, aware: StageCounts, unaware: StageCounts) -> float:
-    """How badly stage counts fit a row: by what ratio the two partitions differ in the
-    encoder's whole forward and in the LLM's whole backward (sum of absolute logarithms)."""
+    """Return the mismatch between stage counts and a row.
+
+    The ratio by which the two partitions differ in the encoder's total forward and in the LLM's
+    total backward (sum of absolute logarithms).
+    """
     first, second = row.times
     encoder = first.encoder_forward * aware.encoder / (second.encoder_forward * unaware.encoder)
     llm = first.llm_backward * aware.llm / (second.llm_backward * unaware.llm)
@@ -153,15 +155,17 @@ def mismatch(row: PaperRow, aware: StageCounts, unaware: StageCounts) -> float:
 
 
 def same_totals() -> Iterator[tuple[StageCounts, StageCounts]]:
-    """All pairs of counts with the same total of at most :data:`MAX_STAGES`."""
+    """Yield all pairs of counts with the same total of at most :data:`MAX_STAGES`."""
     for total in range(2, MAX_STAGES + 1):
         for one, other in itertools.product(range(1, total), repeat=2):
             yield StageCounts(one, total - one), StageCounts(other, total - other)
 
 
 def scale_of(row: PaperRow, bottleneck_ms: float) -> float:
-    """Seconds per printed millisecond with which the slowest stage of the *aware* partition
-    takes ``bottleneck_ms``. Both partitions of a row are scaled alike."""
+    """Return seconds per printed millisecond; both partitions of a row have the same scale.
+
+    With it, the slowest stage of the *aware* partition takes ``bottleneck_ms``.
+    """
     return bottleneck_ms / 1e3 / row.times[0].bottleneck
 
 
@@ -175,17 +179,18 @@ def table_plan(
     recompute: bool = False,
     microbatches: int | None = None,
 ) -> Plan:
-    """The row's pipeline, with exactly the table's times per stage.
+    """Return the row's pipeline with exactly the table's times per stage.
 
     Args:
-        row: of the table.
+        row: row of the table.
         scale: seconds per printed millisecond.
-        aware: which of the two partitions.
-        schedule: as of the plan.
-        counts: stage counts, if not the row's.
-        trainable: train encoder and LLM too: B_w = F everywhere, and B_d = F in the encoder.
-        recompute: take the LLM's backward apart into a recomputation, F, and the rest.
-        microbatches: if not the row's.
+        aware: True for the frozen-aware partition.
+        schedule: schedule of the plan.
+        counts: stage counts; None for the row's.
+        trainable: True to train encoder and LLM too: B_w = F everywhere, and B_d = F in the
+            encoder.
+        recompute: True to split the LLM's backward into a recomputation, F, and the rest.
+        microbatches: number per step; None for the row's.
     """
     times, own = row.variant(aware)
     counts = counts or own
@@ -208,10 +213,13 @@ def table_plan(
 
 
 def layer_profile(row: PaperRow, scale: float) -> tuple[ModuleGraph, CostProfile]:
-    """The model layer by layer, as the aware partition's times imply it: layers of a module
-    are alike. What nothing runs (B_d and B_w of the frozen encoder, B_w of the LLM) is set so
-    that all backwards are the same multiple of their forwards: then a planner that believes
-    everything to be trained balances forward times, as the paper's does."""
+    """Return the model layer by layer, as the aware partition's times imply it.
+
+    All layers of a module have the same costs. Costs that are never incurred (B_d and B_w of the
+    frozen encoder, B_w of the LLM) are set so that all backwards are the same multiple of their
+    forwards: a planner that assumes everything to be trained then balances forward times, as the
+    paper's does.
+    """
     times = row.times[0]
     encoder = times.encoder_forward * row.aware.encoder / row.layers[0] * scale
     llm = times.llm_forward * row.aware.llm / row.layers[1] * scale
@@ -225,9 +233,11 @@ def layer_profile(row: PaperRow, scale: float) -> tuple[ModuleGraph, CostProfile
 
 
 def own_plan(row: PaperRow, scale: float, aware: bool, schedule: str = "1f1b") -> Plan:
-    """raymm's own plan for as many ranks as the row's: of all stage counts, those with the
-    smallest bottleneck of 1F + 1B, and of these with the least sum of squared stage costs, all
-    as the planner believes them to be."""
+    """Return raymm's own plan for as many ranks as the row's.
+
+    Of all stage counts, the plan has the smallest bottleneck of 1F + 1B, and among these the least
+    sum of squared stage costs, under the costs that the planner assumes.
+    """
     graph, profile = layer_profile(row, scale)
     expected = None if aware else unaware_work(graph, profile)
     space = StageSpace(

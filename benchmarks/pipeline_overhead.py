@@ -1,11 +1,12 @@
-"""What a pipeline runtime costs beside the work: `python -m benchmarks.pipeline_overhead --json`.
+"""Claim: raymm's pipeline overhead is at most that of torch.distributed.pipelining.
 
-A chain of four stages runs forward and backward in 1F1B order, in four processes per contender,
-all on this machine. Contenders take turns within a round, so that they meet the same machine,
-and each grid point's figure is the median over rounds of one step's wall time, seen from the
-driver: from dispatching the step until every stage has finished it. Beside it stands the CPU time
-that a step takes of all its processes, the driver among them, which others' work on the machine
-disturbs less.
+Run with `python -m benchmarks.pipeline_overhead --json`.
+
+A chain of four stages runs forward and backward in 1F1B order, in four processes per contender, all
+on this machine. Contenders alternate within a round, so that they see the same load. Each grid
+point's figure is the median over rounds of one step's wall time in the driver: from the dispatch of
+the step until every stage has finished it. It is reported with the CPU time of a step over all its
+processes and the driver, on which other work on the machine has less effect.
 """
 
 import argparse
@@ -66,9 +67,10 @@ COMPUTE_MS = (0.0, 1.0)
 QUICK_MESSAGE_BYTES = (64 * 2**10,)
 QUICK_MICROBATCHES = (8,)
 WARM_UP_STEPS = 3
-# The first step after the others' turns finds cold caches; it runs, and is not counted.
+# The first step after the others' turns finds cold caches, so it is not counted.
 STEPS_PER_TURN = 3
-# A contender this slow does fewer steps: the first and one counted per turn, and fewer turns.
+# A contender that exceeds this time does fewer steps: the first and one counted per turn, and fewer
+# turns.
 TURN_SECONDS = 1.0
 GRID_POINT_SECONDS = 6.0
 RELATIVE_TOLERANCE = 1e-4
@@ -76,7 +78,7 @@ RELATIVE_TOLERANCE = 1e-4
 
 @contextlib.contextmanager
 def turn_of(contender: Contender) -> Iterator[None]:
-    """While `contender` is at work: the others are paused."""
+    """Pause the other contenders while `contender` works."""
     contender.resume()
     try:
         yield
@@ -85,10 +87,10 @@ def turn_of(contender: Contender) -> Iterator[None]:
 
 
 def check(contender: Contender, config: ChainConfig) -> None:
-    """Run a step of `config` and compare loss and gradients with a single process's.
+    """Run a step of `config` and compare loss and gradients with a single process.
 
     Raises:
-        AssertionError: where a number differs by more than RELATIVE_TOLERANCE.
+        AssertionError: a number differs by more than RELATIVE_TOLERANCE.
     """
     with turn_of(contender):
         contender.setup(config)
@@ -97,7 +99,7 @@ def check(contender: Contender, config: ChainConfig) -> None:
 
 
 def compare(name: str, got: ChainResult, config: ChainConfig) -> None:
-    """Raise AssertionError unless `got` is what `reference(config)` computes."""
+    """Raise AssertionError unless `got` equals `reference(config)`."""
     want = reference(config)
     pairs = zip(
         (got.loss, *got.weight_gradients), (want.loss, *want.weight_gradients), strict=True
@@ -107,7 +109,7 @@ def compare(name: str, got: ChainResult, config: ChainConfig) -> None:
 
 
 def take_steps(contender: Contender, most: int) -> list[float]:
-    """Milliseconds of `most` steps, or of two if these already take TURN_SECONDS."""
+    """Return milliseconds of `most` steps, or of two if these already take TURN_SECONDS."""
     times: list[float] = []
     while len(times) < most and (len(times) < 2 or sum(times) < TURN_SECONDS * 1e3):
         times.append(contender.step() * 1e3)
@@ -115,11 +117,12 @@ def take_steps(contender: Contender, most: int) -> list[float]:
 
 
 def cpu_ms(pids: list[int]) -> float:
-    """Milliseconds that all threads of processes have run so far; 0 where Linux does not say."""
+    """Return CPU milliseconds of all threads of processes so far; 0 if Linux does not report them.
+    """
     nanoseconds = 0
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 nanoseconds += int(thread.read_text().split()[0])
     return nanoseconds / 1e6
 
@@ -127,8 +130,12 @@ def cpu_ms(pids: list[int]) -> float:
 def measure(
     contenders: list[Contender], config: ChainConfig, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of every counted step of `config`, by contender, taken in turns; and CPU
-    milliseconds per step, of every turn."""
+    """Measure contenders in alternating turns.
+
+    Returns:
+        Milliseconds of every counted step of `config` by contender, and CPU milliseconds per step
+        of every turn.
+    """
     cpu: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
         with turn_of(contender):
@@ -137,7 +144,7 @@ def measure(
     pids = {contender.name: [os.getpid(), *contender.pids()] for contender in contenders}
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(rounds):
-        # Starting with another contender each round, so that none always follows the same one.
+        # Start with another contender each round, so that none always follows the same one.
         shift = turn % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             if sum(times[contender.name]) > GRID_POINT_SECONDS * 1e3:
@@ -154,7 +161,7 @@ def measure(
 
 
 def run_grid(contenders: list[Contender], options: argparse.Namespace) -> list[dict]:
-    """One row per grid point: what it is, each contender's median and quartiles in ms."""
+    """Return one row per grid point: its configuration, and medians and quartiles in ms."""
     out = console()
     burn_repeats = {ms: calibrate_burn(ms) if ms else 0 for ms in COMPUTE_MS}
     sizes = QUICK_MESSAGE_BYTES if options.quick else MESSAGE_BYTES
@@ -185,14 +192,16 @@ def run_grid(contenders: list[Contender], options: argparse.Namespace) -> list[d
 
 
 def quartiles(times: list[float]) -> list[float]:
-    """First and third quartile, rounded; the only value twice where there is one."""
+    """Return the first and third quartile, rounded; a single value twice."""
     cuts = statistics.quantiles(times, n=4) if len(times) > 1 else times
     return [round(cuts[0], 2), round(cuts[-1], 2)]
 
 
 def worst_ratios(rows: list[dict]) -> dict[str, float]:
-    """The largest ratio of medians over the grid, for each pair in RATIOS that was measured; of
-    wall time, and of CPU time."""
+    """Return the largest ratio of medians over the grid for each measured pair in RATIOS.
+
+    Ratios are of wall time, and of CPU time.
+    """
     result = {}
     for prefix, figure in (("", "median_ms"), ("cpu_", "cpu_ms")):
         for key, other in RATIOS.items():
@@ -207,7 +216,7 @@ def worst_ratios(rows: list[dict]) -> dict[str, float]:
 
 
 def varied_ratios(rows: list[dict]) -> dict[str, float]:
-    """The largest ratio of medians over the grid of messages of many shapes to those of one."""
+    """Return the largest ratio over the grid of messages with many shapes to those with one."""
     result = {}
     for key, varied in VARIED.items():
         ratios = [
@@ -220,7 +229,7 @@ def varied_ratios(rows: list[dict]) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> Table:
-    """Medians, one line per grid point, one column per contender."""
+    """Return a table of medians with one line per grid point, one column per contender."""
     names = list(rows[0]["median_ms"])
     result = Table(title="ms per step, median (4 stages, forward + backward, 1F1B)")
     for heading in ("compute ms", "message KB", "microbatches", *names):
@@ -233,7 +242,7 @@ def table(rows: list[dict]) -> Table:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=10, help="turns of each contender")
     options.add_argument("--quick", action="store_true", help="one message size, 8 microbatches")

@@ -1,12 +1,12 @@
-"""The planner's own speed, and what its searches gain over simpler ones.
+"""Claim: the planner is fast, and its joint search beats simpler partitioning.
 
-- seconds to cut 300 layers into 24 stages (the exact probe, and the dynamic programme that
-  also knows cut costs), to simulate 24 ranks x 24 microbatches, and to lower them;
-- the 27 models of Cornstarch v1 (analytic costs, 24 microbatches) on 8, 12 and 16 ranks:
-  iteration time under 1F1B of Cornstarch's Algorithm 1, of a search that does not know what
-  is frozen, and of equally many layers per stage, relative to the exact joint search.
+Run with `python -m benchmarks.planner --json`.
 
-    python -m benchmarks.planner --json
+- seconds to cut 300 layers into 24 stages (the exact probe, and the dynamic programme that also
+  takes cut costs into account), to simulate 24 ranks x 24 microbatches, and to lower them;
+- the 27 models of Cornstarch v1 (analytic costs, 24 microbatches) on 8, 12 and 16 ranks: iteration
+  time under 1F1B of Cornstarch's Algorithm 1, of a search that ignores frozen modules, and of equal
+  numbers of layers per stage, relative to the exact joint search.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
-    """Iteration times relative to the joint search's; None where there is no plan."""
+    """Return iteration times relative to the joint search's; None without a plan."""
     config, trainable, ranks = task
     graph, profile = valm_profile(config.llm, config.vision, config.audio, trainable)
     space = StageSpace(graph, profile, ranks, MICROBATCHES, recompute=True)
@@ -84,8 +84,9 @@ def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
     expecting = replace(space, expected=unaware_work(graph, profile))
 
     def unaware() -> float:
-        """Everything is trained, as far as this planner knows; what it picks then runs with
-        the true costs."""
+        """Return the iteration time under true costs of a plan that assumes all modules are
+        trained.
+        """
         everything = replace(graph, nodes=tuple(
             replace(node, trainable=(True,) * node.num_layers) for node in graph.nodes
         ))
@@ -117,7 +118,7 @@ def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
 
 
 def speeds() -> dict[str, float]:
-    """Milliseconds, medians."""
+    """Return medians in milliseconds."""
     generator = random.Random(0)
     costs = [generator.uniform(1, 10) for _ in range(300)]
     graph = ModuleGraph((ModuleNode("llm", (True,) * 24),), ())

@@ -1,12 +1,13 @@
-"""How long the planner takes for many devices, and what it expects of them: a language model of 70
-billion parameters with a vision encoder of 6 billion, all trained, on 64 to 10,240 H100.
+"""Claim: the planner plans for up to 10,240 devices within CPU minutes.
 
-Per number of devices: CPU seconds of the search (degrees, memory, recomputation, all layouts and
-schedules, on one core), predicted seconds of a step, the model's share of the devices' peak in it
-(MFU; what is computed again does not count), and where the rest goes: matrix products below the
-peak, communication and recomputation within a stage, and what is left, bubbles and messages.
+Run with `python -m benchmarks.planner_scale --devices 64,256 --json`.
 
-    python -m benchmarks.planner_scale --devices 64,256 --json
+The model is a language model of 70 billion parameters with a vision encoder of 6 billion, all
+trained, on 64 to 10,240 H100. Figures per number of devices: CPU seconds of the search (degrees,
+memory, recomputation, all layouts and schedules, on one core), predicted seconds of a step, the
+model's share of the devices' peak in it (MFU, without recomputation), and the remaining shares:
+matrix products below the peak, communication and recomputation within a stage, and the rest,
+bubbles and messages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from raymm.scheduler.search.options import PlanProblem
 
 DEVICE, DTYPE, PER_NODE = "H100", "bf16", 8
 TOKENS, LABELS, IMAGES, IMAGE_TOKENS = 8192, 4096, 4, 1025
-# Microbatches of a step, one sample each: 16 million tokens at most.
+# Microbatches of a step, one sample each: at most 16 million tokens.
 MOST_MICROBATCHES = 2048
 
 
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def model() -> tuple[ModuleGraph, CostProfile]:
-    """Llama 3 70B's shape, and InternViT 6B's with a linear projector."""
+    """Return Llama 3 70B's shape, and InternViT 6B's with a linear projector."""
     import torch
     from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
@@ -84,7 +85,7 @@ def model() -> tuple[ModuleGraph, CostProfile]:
 
 
 def plan(graph: ModuleGraph, profile: CostProfile, devices: int) -> dict[str, float | str]:
-    """One row."""
+    """Return one row."""
     device, microbatches = find_device(DEVICE), min(devices, MOST_MICROBATCHES)
     powers = [1 << power for power in range(devices.bit_length())]
     choices = {
@@ -103,7 +104,7 @@ def plan(graph: ModuleGraph, profile: CostProfile, devices: int) -> dict[str, fl
     start = time.process_time()
     best = find_plans(problem).best
     searched = time.process_time() - start
-    # Of a step, per device, at the rate that products reach.
+    # Seconds per step and device, at the achieved rate of products.
     work = sum(w.total for layers in layer_work(graph, profile).values() for w in layers)
     ideal = microbatches * work / devices
     return {

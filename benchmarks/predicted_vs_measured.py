@@ -1,18 +1,20 @@
-"""The simulator beside the runtime: `python -m benchmarks.predicted_vs_measured --json`.
+"""Claim: the simulator predicts the steps of the runtime.
 
-First part: pipelines with the stage times of Cornstarch's tables (scaled down) on raymm's own
-Ray actors, gloo channels and executor, with stages that sleep. A step's time is predicted from
-the times the stages were told to take, plus what instructions and messages take beside them,
-measured once beforehand on the same actors in other programs. Key ``max_relative_error``; with
-the sleeping times and the message latency alone, ``max_relative_error_without_overheads``.
+Run with `python -m benchmarks.predicted_vs_measured --json`.
 
-Frozen-aware partitions run beside frozen-unaware ones, taking turns: ``aware_speedup`` has, per
-row, the ratio of their step times with the partitions of the paper's table next to the paper's
-figure, and that of raymm's own two planners on the layers that the table implies.
+First part: pipelines with the stage times of Cornstarch's tables (scaled down) on raymm's own Ray
+actors, gloo channels and executor, with stages that sleep. A step's time is predicted from the
+sleep times, plus the overheads of instructions and messages, measured once beforehand on the same
+actors in other programs. Key ``max_relative_error``; with the sleep times and the message latency
+alone, ``max_relative_error_without_overheads``.
 
-Second part: a small vision-language model with real compute on two ranks, predicted from
-raymm's measured profile (key ``real_model_relative_error``), and from the durations of each
-step's own operations (``real_model_schedule_error``), which leaves the error of the simulator.
+Frozen-aware and frozen-unaware partitions alternate: ``aware_speedup`` has, per row, the ratio of
+their step times with the partitions of the paper's table next to the paper's figure, and the ratio
+for raymm's own two planners on the layers that the table implies.
+
+Second part: a small vision-language model with real compute on two ranks, predicted from raymm's
+measured profile (key ``real_model_relative_error``), and from the durations of each step's own
+operations (``real_model_schedule_error``), which isolates the error of the simulator.
 """
 
 import argparse
@@ -37,24 +39,24 @@ from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 
-# Milliseconds of 1F + 1B of the slowest stage; what paper's rows are scaled to.
+# Milliseconds of 1F + 1B of the slowest stage, to which the paper's rows are scaled.
 BOTTLENECK_MS = 50.0
 QUICK_ROWS = ("VLM-S", "MMM")
 PICTURE_ROW, PICTURE_RUN = "VLM-L", "aware zero_bubble trained"
-# Runs that are not compared with the paper's have this many microbatches.
+# Microbatches of runs that are not compared with the paper's.
 FEW_MICROBATCHES = 12
 
 
 @dataclass
 class Run:
-    """One pipeline of one row: what it is, its prediction and its steps.
+    """Pipeline of a row, its prediction and its steps.
 
     Attributes:
-        name: e.g. ``"unaware 1f1b"``; ``own`` in it: raymm's own partition, else the table's.
-        plan, program: what runs.
-        expected: the predicted step.
+        name: e.g. ``"unaware 1f1b"``; with ``own`` for raymm's own partition, else the table's.
+        plan, program: executed plan and program.
+        expected: predicted step.
         without_overheads: predicted seconds without the overheads of instructions.
-        timelines: measured.
+        timelines: measured steps.
         load: load average of the machine after the last step (sleeping ranks add little).
     """
 
@@ -68,7 +70,7 @@ class Run:
 
     @classmethod
     def of(cls, name: str, plan: Plan, overheads: Overheads) -> "Run":
-        """Lower and predict."""
+        """Lower a plan and predict its step."""
         program = full_program(plan)
         nominal = op_seconds(plan)
         bare = simulate(program, nominal, overheads.message, posted=plan.posted_receives).makespan
@@ -78,27 +80,26 @@ class Run:
 
     @property
     def measured(self) -> float:
-        """Median seconds of a step."""
+        """Return the median seconds of a step."""
         return statistics.median(timeline.makespan for timeline in self.timelines)
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the measurement."""
+        """Return the error of the prediction, relative to the measurement."""
         return self.expected.makespan / self.measured - 1
 
     @property
     def error_without_overheads(self) -> float:
-        """The same of sleeping times and message latency alone."""
+        """Return the error of the prediction from sleep times and message latency alone."""
         return self.without_overheads / self.measured - 1
 
     def worst_op(self) -> float:
-        """By how many seconds the median duration of an op differs most from what its stage
-        was told to take."""
+        """Return the largest difference in seconds between an op's median and its sleep time."""
         nominal = op_seconds(self.plan)
         return max(abs(s - nominal[k]) for k, s in op_seconds_measured(self.timelines).items())
 
     def stages(self) -> dict[str, int]:
-        """Stages per module."""
+        """Return the number of stages per module."""
         names = [node.name for node in self.plan.graph.nodes]
         return {name: len(self.plan.module_stages(name)) for name in names}
 
@@ -121,7 +122,7 @@ class Run:
 
 
 def plans_of(row: PaperRow, bottleneck_ms: float) -> dict[str, Plan]:
-    """All pipelines of a row that run, by name. Those that are compared have one scale."""
+    """Return all executed pipelines of a row by name. Compared pipelines have one scale."""
     scale = scale_of(row, bottleneck_ms)
     plans = {
         "aware 1f1b": table_plan(row, scale, True, "1f1b"),
@@ -152,9 +153,9 @@ def _bottleneck(plan: Plan) -> float:
 
 
 def measure(pipeline: SleepingPipeline, runs: list[Run], steps: int) -> None:
-    """Steps of all runs in turns, after one each that is not counted."""
+    """Run steps of all pipelines alternately, after one uncounted step each."""
     for turn in range(steps + 1):
-        # Starting with another run each turn, so that none always follows the same one.
+        # Start with another run each turn, so that none always follows the same one.
         shift = turn % len(runs)
         for run in runs[shift:] + runs[:shift]:
             found = pipeline.run(run.plan, run.program, 1)
@@ -165,8 +166,10 @@ def measure(pipeline: SleepingPipeline, runs: list[Run], steps: int) -> None:
 
 
 def speedups(row: PaperRow, runs: dict[str, Run]) -> dict[str, Any]:
-    """Aware over unaware: the paper's figure, the table's partitions, raymm's own. All have
-    as many ranks on both sides but those of Table 9, which are per rank."""
+    """Return aware over unaware: the paper's figure, the table's partitions, raymm's own.
+
+    Both sides have the same number of ranks, except for those of Table 9, which are per rank.
+    """
 
     def ratio(aware: str, unaware: str) -> dict[str, float]:
         one, other = runs[aware], runs[unaware]
@@ -198,7 +201,7 @@ def speedups(row: PaperRow, runs: dict[str, Run]) -> dict[str, Any]:
 def run_rows(
     pipeline: SleepingPipeline, overheads: Overheads, options: argparse.Namespace
 ) -> list[tuple[PaperRow, dict[str, Run]]]:
-    """Everything of the first part."""
+    """Run the first part."""
     out = console()
     found = []
     for row in options.rows:
@@ -217,7 +220,7 @@ def run_rows(
 
 
 def error_table(found: list[tuple[PaperRow, dict[str, Run]]]) -> Table:
-    """One line per run."""
+    """Return a table with one line per run."""
     result = Table(title="a step of sleeping stages, ms (median)")
     for heading in ("row", "run", "stages", "microbatches", "predicted", "measured", "error",
                     "error without overheads"):
@@ -234,7 +237,7 @@ def error_table(found: list[tuple[PaperRow, dict[str, Run]]]) -> Table:
 
 
 def speedup_table(aware: dict[str, Any]) -> Table:
-    """One line per row."""
+    """Return a table with one line per row."""
     result = Table(title="frozen-aware over frozen-unaware, 1F1B, measured")
     for heading in ("row", "paper", "table's partitions", "stages", "raymm's planners", "stages",
                     "Table 9's counts, per rank"):
@@ -254,7 +257,7 @@ def _pairs(stages: dict[str, tuple[int, int]]) -> str:
 
 
 def real_table(rows: list[real_model.RealRow]) -> Table:
-    """One line per case and schedule."""
+    """Return a table with one line per case and schedule."""
     result = Table(title="a step of a real model on two ranks, ms (median)")
     for heading in ("case", "schedule", "predicted", "measured", "error", "schedule's error"):
         result.add_column(heading, justify="right")
@@ -266,7 +269,7 @@ def real_table(rows: list[real_model.RealRow]) -> Table:
 
 
 def run_real(latency: float, steps: int) -> list[real_model.RealRow]:
-    """Everything of the second part."""
+    """Run the second part."""
     out = console()
     costs = real_model.profile()
     rows = []
@@ -280,7 +283,7 @@ def run_real(latency: float, steps: int) -> list[real_model.RealRow]:
 
 
 def real_dict(row: real_model.RealRow) -> dict[str, Any]:
-    """A row of the second part, ready for JSON."""
+    """Return a row of the second part, ready for JSON."""
     return {
         "case": row.case,
         "schedule": row.schedule,
@@ -294,7 +297,7 @@ def real_dict(row: real_model.RealRow) -> dict[str, Any]:
 
 
 def draw(found: list[tuple[PaperRow, dict[str, Run]]], path: Path) -> None:
-    """Predicted above measured: the step nearest to the median of one run."""
+    """Draw the predicted step above the measured step nearest to the median of one run."""
     from raymm.draw import draw_timelines
 
     by_name = {row.name: runs for row, runs in found}
@@ -308,7 +311,7 @@ def draw(found: list[tuple[PaperRow, dict[str, Run]]], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     options = parser(__doc__.splitlines()[0])
     names = [row.name for row in ROWS]
     options.add_argument("--rows", nargs="+", default=names, metavar="ROW",

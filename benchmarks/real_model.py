@@ -1,9 +1,9 @@
-"""A small vision-language model with real compute on two ranks: profile, prediction, steps.
+"""Small vision-language model with real compute on two ranks: profile, prediction, steps.
 
 The ranks compute at the same time and share the machine's caches and memory, which slows products
-by 10 to 25% on two cores; so layers are profiled while another process computes as well. The
-machine's speed also changes from minute to minute. ``schedule_error`` is free of both: it predicts
-each step from the durations of the step's own operations.
+by 10 to 25% on two cores. So layers are profiled while another process computes as well. The
+machine's speed also changes from minute to minute. ``schedule_error`` depends on neither: it
+predicts each step from the durations of the step's own operations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LLAMA = {
 }
 ROWS, TEXT_TOKENS, MICROBATCHES = 4, 64, 6
 SCHEDULES = ("1f1b", "zero_bubble")
-# What is trained beside the projector.
+# Modules that are trained in addition to the projector.
 CASES = {"llm_trained": False, "projector_only": True}
 WARM_UP_STEPS = 2
 PROFILE_REPEATS = 9
@@ -50,7 +50,7 @@ PROFILE_REPEATS = 9
 
 @dataclass(frozen=True)
 class RealRow:
-    """One case and schedule.
+    """Results of one case and schedule.
 
     Attributes:
         predicted: seconds of a step by the profile.
@@ -71,30 +71,30 @@ class RealRow:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction by the profile."""
+        """Return the relative error of the prediction by the profile."""
         return self.predicted / self.measured - 1
 
     @property
     def schedule_error(self) -> float:
-        """Median of :attr:`schedule_errors`."""
+        """Return the median of :attr:`schedule_errors`."""
         return statistics.median(self.schedule_errors)
 
 
 def build_model(llm_frozen: bool) -> MultimodalModule:
-    """SigLIP, an MLP as projector and Llama, with random weights; the encoder is frozen."""
+    """Build SigLIP, an MLP as projector and Llama, with random weights; the encoder is frozen."""
     vision = ModalityModule(SiglipVisionConfig(**VISION), "mlp", frozen=True, seed=1)
     language = ModalityModule(LlamaConfig(**LLAMA), frozen=llm_frozen, seed=2)
     return MultimodalModule({"vision": vision}, language)
 
 
 def microbatches(count: int) -> list[dict[str, Any]]:
-    """Microbatches of :data:`ROWS` rows, an image each."""
+    """Return microbatches of :data:`ROWS` rows with one image each."""
     size = VISION["image_size"]
     return _image_text.microbatches(count, ROWS, TEXT_TOKENS, LLAMA["vocab_size"], size)
 
 
 def message_floats() -> int:
-    """Floats that the encoder hands to the language model per microbatch."""
+    """Return the floats that the encoder sends to the language model per microbatch."""
     patches = (VISION["image_size"] // VISION["patch_size"]) ** 2
     return ROWS * patches * LLAMA["hidden_size"]
 
@@ -112,7 +112,7 @@ def _busy_neighbour() -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        process.stdout.readline()  # it computes
+        process.stdout.readline()  # the other process computes
         yield
     finally:
         process.kill()
@@ -130,13 +130,13 @@ def compute() -> None:
 
 
 def run_case(case: str, costs: CostProfile, latency: float, steps: int) -> list[RealRow]:
-    """Predict and measure a step of one of :data:`CASES` with each schedule.
+    """Predict and measure a step with each schedule.
 
     Args:
-        case: which.
-        costs: from :func:`profile`.
-        latency: seconds of a message.
-        steps: measured per schedule, after a warm-up.
+        case: key of :data:`CASES`.
+        costs: result of :func:`profile`.
+        latency: seconds per message.
+        steps: measured steps per schedule, after a warm-up.
     """
     model = build_model(CASES[case])
     spec = MultimodalParallelSpec(

@@ -1,21 +1,21 @@
-"""Rebalancing of planned steps while costs drift: simulated steps on real sample sizes.
+"""Claim: rebalancing recovers the step time that is lost when costs drift.
 
-From files of sample sizes as `benchmarks.minibatch` reads them. A plan is run step by step in the
-simulator, with seconds that follow a truth which changes at one step, and noise on every
-microbatch; raymm sees timelines alone, as in a run. Per kind of drift:
+Run with `python -m benchmarks.rebalancing --json --data a.json b.json`.
 
-- `slowness_*`: simulated seconds of steps over the seconds of work in them (on copies of equal
+Simulated steps on real sample sizes, from files as `benchmarks.minibatch` reads them. A plan runs
+step by step in the simulator, with seconds from true costs that change at one step, and noise on
+every microbatch; raymm sees only timelines, as in a run. Figures per kind of drift:
+
+- `slowness_*`: simulated seconds of steps over the seconds of work in them (on replicas of equal
   speed), relative to those before the drift: `plain` without rebalancing, `rebalanced` at the end
-  of the run, `known` if steps were planned with the truth;
+  of the run, `known` for steps planned with the true costs;
 - `gain`: `plain` over `rebalanced`, less one;
 - `efficiency_*`: mean over largest seconds of a step's microbatches, module by module;
-- `error_*`: of predicted seconds of microbatches, before they were fitted: at the drift and at
-  the end; `noise` is what no model can foresee of them;
-- `decisions`: after which steps was planned anew;
-- `fit_ms`, `look_s`, `replan_s`: CPU time of a step's fit, of a look (with trial plans and
+- `error_*`: error of predicted seconds of microbatches, before they were fitted: at the drift and
+  at the end; `noise` is the part that no model can predict;
+- `decisions`: steps after which the rest of the epoch was planned again;
+- `fit_ms`, `look_s`, `replan_s`: CPU time of a step's fit, of an evaluation (with trial plans and
   simulated steps), of planning the rest of the epoch.
-
-    python -m benchmarks.rebalancing --json --data a.json b.json
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from raymm.scheduler.schedule.simulate import simulate
 
 MICROBATCHES, SAMPLES = 8, 4
 STEPS, DRIFT_AT, EVERY = 400, 125, 50
-LAST = 50  # steps at the end that figures are means of
+LAST = 50  # steps at the end over which figures are averaged
 NOISE = 0.05
-FORWARD = 1 / 3  # of a microbatch's seconds
+FORWARD = 1 / 3  # share of a microbatch's seconds
 
 
 def plan() -> Plan:
-    """An encoder on one rank, a language model in two copies of two stages."""
+    """Return a plan with an encoder on one rank and two replicas of a two-stage language model."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,) * 2)), (("vision", "llm"),)
     )
@@ -72,8 +72,11 @@ def plan() -> Plan:
 
 
 def truths(sizes: SampleSizes) -> dict[str, tuple[MeasuredCosts, MeasuredCosts]]:
-    """Costs before and after the drift. A mean microbatch takes the encoder 0.2 s and the
-    language model 1 s, so that all ranks are about as busy."""
+    """Return costs before and after the drift.
+
+    A mean microbatch takes the encoder 0.2 s and the language model 1 s, so that all ranks are
+    about equally busy.
+    """
     tiles, tokens = (total * SAMPLES / len(sizes) for total in sizes.totals)
     squares = float((sizes.values[:, 1].astype(np.float64) ** 2).mean()) * SAMPLES
 
@@ -97,18 +100,18 @@ def truths(sizes: SampleSizes) -> dict[str, tuple[MeasuredCosts, MeasuredCosts]]
 
 
 class Simulated:
-    """Steps under a truth: their timelines, and what they take of the work in them."""
+    """Simulated steps under true costs: their timelines, and their time relative to their work."""
 
     def __init__(self, sizes: SampleSizes) -> None:
         self._sizes, self._plan = sizes, plan()
         self._program = full_program(self._plan)
 
     def seconds(self, groups: Groups, costs: MeasuredCosts) -> np.ndarray:
-        """(microbatches, modalities)."""
+        """Return seconds, (microbatches, modalities)."""
         return costs.seconds(self._sizes.names, *group_units(self._sizes, groups, True))
 
     def timeline(self, seconds: np.ndarray) -> Timeline:
-        """Of a step whose microbatches take so long."""
+        """Return the timeline of a step whose microbatches take these seconds."""
         costs = {}
         for module, column in (("vision", 0), ("llm", 1)):
             replicas = self._plan.replicas(module)
@@ -122,20 +125,20 @@ class Simulated:
         return simulate(self._program, {}, microbatch_costs=costs, posted=posted)
 
     def slowness(self, steps: list[Groups], costs: MeasuredCosts) -> float:
-        """Seconds over seconds of work, of steps with all their microbatches."""
+        """Return seconds over seconds of work, for steps with all their microbatches."""
         even = MeasuredCosts(costs.modules)
         steps = [groups for groups in steps if len(groups) == MICROBATCHES]
         whole = sum(self.timeline(self.seconds(groups, costs)).makespan for groups in steps)
         return whole / sum(float(self.seconds(groups, even).sum()) for groups in steps)
 
     def efficiency(self, steps: list[Groups], costs: MeasuredCosts) -> float:
-        """Mean over steps."""
+        """Return the mean efficiency over steps."""
         return statistics.fmean(efficiency(self.seconds(groups, costs).T) for groups in steps)
 
 
 @contextmanager
 def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """CPU seconds of every call of a method of an object."""
+    """Record the CPU seconds of every call of an object's method."""
     original: Callable = getattr(owner, name)
     seconds: list[float] = []
 
@@ -151,7 +154,7 @@ def timed(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 def run(sizes: SampleSizes, before: MeasuredCosts, after: MeasuredCosts) -> dict[str, Any]:
-    """One run, and what it would have been otherwise."""
+    """Simulate a run with rebalancing, and its alternatives."""
     simulated = Simulated(sizes)
     sampler = RebalancedSampler(sizes, MICROBATCHES, SAMPLES)
     random = np.random.default_rng(0)
@@ -208,7 +211,7 @@ def run(sizes: SampleSizes, before: MeasuredCosts, after: MeasuredCosts) -> dict
 
 
 def tables(result: dict[str, Any]) -> Table:
-    """One row per kind of drift."""
+    """Return a table with one row per kind of drift."""
     table = Table(title=f"{result['samples']} samples, drift at step {DRIFT_AT} of {STEPS}")
     kinds = result["drifts"]
     table.add_column("drift")
@@ -220,13 +223,12 @@ def tables(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = _common.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", type=Path, required=True, help="files of sizes")
     args = parser.parse_args()
     sizes = joined([read(path) for path in args.data])
     kinds = truths(sizes)
-    run(sizes, *next(iter(kinds.values())))  # compiles
+    run(sizes, *next(iter(kinds.values())))  # compile first
     result = {
         "benchmark": "rebalancing", "machine": _common.machine(), "samples": len(sizes),
         "microbatches": MICROBATCHES, "noise": NOISE,

@@ -1,19 +1,19 @@
-"""What little memory costs: making activations again, as little as possible.
+"""Claim: selective recomputation fits in little memory at the least cost in time.
+
+Run with `python -m benchmarks.recomputation --json`.
 
 Planned, on models of Cornstarch v1 (one A40 of a tensor and context parallel group of four per
-rank, analytic costs): seconds of a 1F1B step over those with memory for everything, when the
-fullest rank has some share of what that would take, for
+rank, analytic costs): seconds of a 1F1B step over those with enough memory for all activations,
+when the fullest rank has a given share of that memory, for
 
-- *stages*: stages recompute as a whole (and cuts know that);
-- *layers, same cuts*: whole layers recompute or do not, the fewest that are needed (OmniBal §4.3);
+- *stages*: each stage recomputes entirely or not at all (and cuts take that into account);
+- *layers, same cuts*: each layer recomputes or not, the fewest that are needed (OmniBal §4.3);
 - *finer, same cuts*: layers may also keep some outputs, or offload;
-- *finer, with cuts*: the same, and stages are cut knowing what will be made again.
+- *finer, with cuts*: the same, and cuts take recomputation into account.
 
-Measured, on a small vision-language model with real actors: layers are profiled, a plan is made
-for a limit below what keeping everything takes, and its steps run beside those of plans that keep
-everything and that recompute every layer, in turn. Peaks are resident memory of the actors.
-
-    python -m benchmarks.recomputation --json
+Measured, on a small vision-language model with real actors: layers are profiled, a plan is made for
+a limit below the memory for all activations, and its steps alternate with those of plans that keep
+all activations and that recompute every layer. Peaks are resident memory of the actors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from raymm.scheduler.search.options import LAYERS, PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSpace
 
-# Sizes of LLM, vision and audio encoder; ranks; of the memory that keeping everything takes.
+# Sizes of LLM, vision and audio encoder; ranks; shares of the memory for all activations.
 MODELS = (("M", "M", "S", 12), ("L", "S", "S", 24))
 MICROBATCHES = 24
 SHARES = (0.8, 0.6, 0.5, 0.4)
@@ -62,7 +62,7 @@ LLAMA = {
 }
 ROWS, TOKENS, STEP = 2, 512, 3
 LIMIT_SHARE = 0.6
-# glibc otherwise keeps freed activations, which then count as resident.
+# By default glibc keeps freed activations, which then count as resident.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -87,8 +87,10 @@ def main() -> None:
 
 
 def planned(console: _common.Console) -> list[dict]:
-    """A row per model and share of memory: step times over those with memory for everything;
-    None where nothing fits."""
+    """Return a row per model and share of memory.
+
+    Step times are relative to those with enough memory for all activations; None if no plan fits.
+    """
     table = Table("model", "memory", *WAYS, title="planned step time / with memory for everything")
     rows = []
     for llm, vision, audio, ranks in MODELS:
@@ -131,7 +133,7 @@ def _ways(
 
 
 def _same_cuts(free: Plan, profile: CostProfile, limit: int) -> float | None:
-    """Seconds of a plan that has to fit as it is cut."""
+    """Return the seconds of a plan that has to fit with its present cuts."""
     space = within_memory(
         StageSpace(free.graph, profile, free.num_ranks, MICROBATCHES, memory_limit=limit),
         adaptive=True,
@@ -157,7 +159,7 @@ def _same_cuts(free: Plan, profile: CostProfile, limit: int) -> float | None:
 
 @dataclass
 class Measured:
-    """What a plan's steps took: seconds, loss, and bytes at most on a rank."""
+    """Seconds, loss and peak bytes per rank of a plan's steps."""
 
     seconds: list[float]
     losses: list[float]
@@ -165,19 +167,22 @@ class Measured:
 
 
 def build_model() -> MultimodalModule:
-    """SigLIP, an MLP and Llama, with random weights; the encoder is frozen."""
+    """Build SigLIP, an MLP and Llama, with random weights; the encoder is frozen."""
     vision = ModalityModule(SiglipVisionConfig(**VISION), "mlp", frozen=True, seed=1)
     return MultimodalModule({"vision": vision}, ModalityModule(LlamaConfig(**LLAMA), seed=2))
 
 
 def microbatches(count: int) -> list[dict]:
-    """Microbatches of :data:`ROWS` rows, an image each."""
+    """Return microbatches of :data:`ROWS` rows with one image each."""
     return _image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
 
 
 def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, Plan]:
-    """Keeping everything, recomputing every layer, and within ``share`` of the fullest rank's
-    memory, on three ranks."""
+    """Return plans on three ranks.
+
+    They keep all activations, recompute every layer, or stay within ``share`` of the fullest rank's
+    memory.
+    """
     keep = propose(PlanProblem(graph, profile, 3, STEP, recompute=False, **ONLY)).best
     limit = int(share * max(one.total for one in keep.memory))
     chosen = propose(PlanProblem(
@@ -194,7 +199,7 @@ def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, P
 
 
 def measured(console: _common.Console, steps: int) -> dict:
-    """Run the plans' steps in turn."""
+    """Run the plans' steps alternately."""
     os.environ |= ENVIRONMENT
     with _common.local_ray(10, ENVIRONMENT):
         model = build_model()

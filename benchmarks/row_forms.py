@@ -1,15 +1,15 @@
-"""Rows of every form through the data path, equal to what transformers makes of them.
+"""Claim: rows of every form are converted exactly as transformers converts them.
+
+Run with `python -m benchmarks.row_forms --json`.
 
 Each case is rows of one form, with media of one form, in a file of one form; each target is a tiny
 processor or tokenizer with the template of a published model. A cell is a case read for a target:
-the file is detected, opened and made into microbatches as a data worker does it, and token ids,
-labels and media tensors are compared with a reference that uses transformers alone. A cell is
+the file is detected, opened and made into microbatches as in a data worker, and token ids, labels
+and media tensors are compared with a reference that uses transformers alone. Outcomes of a cell:
 
 - ``equal``;
-- ``refused``: raymm refuses the rows, and so does the template or the processor itself;
+- ``refused``: raymm rejects the rows, and so does the template or the processor itself;
 - ``wrong``: anything else, with the reason.
-
-    python -m benchmarks.row_forms --json
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_LENGTH = 4096
 
 
 class Cell(NamedTuple):
-    """Outcome of one case for one target; a sentence unless it is equal."""
+    """Outcome of one case for one target, with a message unless it is equal."""
 
     outcome: str
     sentence: str = ""
@@ -92,13 +92,13 @@ def _matches(name: str, wanted: Sequence[str] | None) -> bool:
 
 
 def load(target: Target, folder: Path) -> Any:
-    """Save a target and load it as transformers does."""
+    """Save a target and load it with transformers."""
     save(target, folder)
     return (AutoProcessor if target.processor else AutoTokenizer).from_pretrained(folder)
 
 
 def applies(case: Case, target: Target) -> bool:
-    """Return True if the rows are of a kind that the target is made for."""
+    """Return True if the target supports the kind of rows."""
     shape = SHAPES[target.shape]
     return (
         case.kinds <= target.media
@@ -106,7 +106,7 @@ def applies(case: Case, target: Target) -> bool:
         and ("thinks" not in case.needs or shape.thinks)
         and ("tokenizer" not in case.needs or target.processor is None)
         and ("processor" not in case.needs or target.processor is not None)
-        # Of a preference, what follows the prompt is learned, whatever the template marks.
+        # In a preference, the text after the prompt is learned, whatever the template marks.
         and not (target.training and "preferences" in case.config)
     )
 
@@ -115,9 +115,8 @@ def check(case: Case, target: Target, loaded: Any, folder: Path) -> Cell:
     """Read a case for a target and compare it with the reference.
 
     Args:
-        case, target: what is compared.
         loaded: processor or tokenizer of the target.
-        folder: has the media; gets the file.
+        folder: folder with the media; gets the file.
     """
     path = write(case, folder)
     try:
@@ -128,7 +127,7 @@ def check(case: Case, target: Target, loaded: Any, folder: Path) -> Cell:
     try:
         model = getattr(loaded, "tokenizer", loaded).name_or_path
         rows = _built(case, target, model, path)
-    except Exception as error:  # only the data path's own errors are refusals
+    except Exception as error:  # only the data path's own errors are rejections
         explained = bool(refusal) and isinstance(error, DataError | SampleError)
         sentence = " ".join(f"[{type(error).__name__}] {error}".split())
         return Cell(REFUSED if explained else WRONG, sentence)
@@ -150,7 +149,7 @@ def _reference(loaded: Any, target: Target, row: Expected) -> dict[str, torch.Te
 
 
 def _built(case: Case, target: Target, model: str, path: Path) -> list[dict[str, Any]]:
-    """Rows as a data worker makes them, each in a microbatch of its own."""
+    """Return the rows as a data worker builds them, each in a separate microbatch."""
     section = detect(path).data_section
     for name, values in case.config.get("modalities", {}).items():
         section["modalities"].setdefault(name, {}).update(values)
@@ -179,7 +178,7 @@ def _built(case: Case, target: Target, model: str, path: Path) -> list[dict[str,
 def _difference(
     row: Mapping[str, Any], wanted: Mapping[str, Any], loaded: Any, target: Target
 ) -> str:
-    """What differs first; empty if nothing does."""
+    """Return the first difference; empty if there is none."""
     tokenizer = getattr(loaded, "tokenizer", loaded)
     names = list(wanted) if target.processor else ["input_ids", "labels"]
     missing = set(names) ^ set(row) if target.processor else set()

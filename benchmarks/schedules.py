@@ -1,32 +1,30 @@
-"""How much faster than 1F1B on a DAG the better schedules are, within the same memory.
+"""Claim: raymm's schedules are faster than DAG 1F1B within the same memory.
 
-The 27 vision-audio-language models of Cornstarch v1 (Tables 1 and 6) with analytic costs on
-A40s, 24 microbatches, recomputation on, messages free. Per configuration and kind of training
-(``align``: only projectors are trainable; ``sft``: the language model too; ``full``:
-everything):
+Run with `python -m benchmarks.schedules --json`.
+
+The 27 vision-audio-language models of Cornstarch v1 (Tables 1 and 6) with analytic costs on A40s,
+24 microbatches, recomputation on, messages free. Schedules per configuration and kind of training
+(``align``: only projectors are trainable; ``sft``: the language model too; ``full``: everything):
 
 - *baseline*: DAG 1F1B, every stage recomputes;
 - *zero bubble*: the same stages, B_d split from B_w, recomputation ahead of the gradient;
-- *loss kept*: as before, and the loss's stage, which needs its activations at once, does not
+- *loss kept*: in addition, the loss's stage, which needs its activations at once, does not
   recompute;
-- *rebalanced*: as before, with layers cut so that the loss's stage, which has less to do, gets
+- *rebalanced*: in addition, layers are cut so that the loss's stage, which has less to do, gets
   more of them;
-- *chunks*: as before, with 2 to 4 chunks of the language model per rank.
+- *chunks*: in addition, 2 to 4 chunks of the language model per rank.
 
-All of them hold no more activations per rank than the baseline's fullest rank does (and no
-more memory in all, with weights, than the baseline's largest). ``best`` is the fastest, and 1.0
-if none is faster. ``bound`` is what no schedule of the best plan undercuts.
+All of them hold at most as many activations per rank as the baseline's fullest rank (and at most as
+much memory in total, with weights, as the baseline's largest). ``best`` is the fastest, and 1.0 if
+none is faster. ``bound`` is a lower bound for every schedule of the best plan.
 
-Stages per module are searched for 1F1B and each kind of training, on as many ranks as the
-paper's Table 6 has; ``table6_`` keys are with the table's own stages, which were made for
-alignment.
+Stages per module are searched for 1F1B and each kind of training, on as many ranks as the paper's
+Table 6 has; ``table6_`` keys are for the table's own stages, which were made for alignment.
 
-``tight_`` keys are off the beaten track: of plans drawn at random (``_tight_plans.py``: 1 to 4
-encoders, 2 to 24 ranks, odd numbers of microbatches), zero bubble over its bound, within 1F1B's
-memory (``tight_over_bound_``) and, tighter, with no more on any rank than 1F1B has on that one
+``tight_`` keys are for random plans (``_tight_plans.py``: 1 to 4 encoders, 2 to 24 ranks, odd
+numbers of microbatches): zero bubble over its bound, within 1F1B's memory (``tight_over_bound_``)
+and, tighter, with at most as much on each rank as 1F1B has on that rank
 (``tight_own_over_bound_``). ``tight_1f1b_over_bound_`` is 1F1B itself.
-
-    python -m benchmarks.schedules --json
 """
 
 from __future__ import annotations
@@ -55,12 +53,12 @@ from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSpace
 
 CHUNKS = (2, 3, 4)
-# Policies that are tried were chosen on plans of seed 7.
+# The policies were selected on plans of seed 7.
 TIGHT_SEED = 17
 
 
 def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
-    """Iteration times relative to DAG 1F1B, all within its memory."""
+    """Return iteration times relative to DAG 1F1B, all within its memory."""
     baseline = replace(space, recompute_loss=True).plan(counts)
     sizes = stage_costs(baseline)
     program = full_program(baseline)
@@ -102,7 +100,7 @@ def _loss_kept(plan: Plan) -> Plan:
 
 
 def measure(task: tuple[ValmConfig, str]) -> dict[str, dict]:
-    """One configuration and kind of training, with searched and with the table's stages."""
+    """Measure one configuration and kind of training, with searched and with the table's stages."""
     config, trainable = task
     graph, profile = valm_profile(config.llm, config.vision, config.audio, trainable)
     ranks = sum(config.cornstarch)
@@ -119,7 +117,7 @@ def measure(task: tuple[ValmConfig, str]) -> dict[str, dict]:
 
 
 def tight(plan: Plan) -> dict[str, float]:
-    """One plan over the bounds of its memory."""
+    """Return the times of one plan over the bounds of its memory."""
     baseline, sizes = full_program(replace(plan, schedule="1f1b")), stage_costs(plan)
     found = {}
     for name, limits in (
@@ -135,7 +133,7 @@ def tight(plan: Plan) -> dict[str, float]:
 
 
 def tight_figures(count: int) -> dict[str, float]:
-    """Median, 95th percentile and worst of so many plans."""
+    """Return median, 95th percentile and worst ratio of ``count`` plans."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(tight, tight_plans(count, TIGHT_SEED)))
     result = {}

@@ -1,7 +1,7 @@
 """Stages that sleep instead of computing, on raymm's own ranks, channels and executor.
 
-Processes that sleep need no core, so pipelines of many ranks run undisturbed on a small
-machine, and what every instruction should take is known exactly.
+Processes that sleep need no core, so pipelines of many ranks run undisturbed on a small machine,
+and the ideal duration of every instruction is known exactly.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
 
 MESSAGE_FLOATS = 1024
-# Overheads are measured on steps with a single microbatch and nothing to do, and on a few with
-# stages of known times.
+# Overheads are measured on steps with a single microbatch and no work, and on a few with stages of
+# known times.
 IDLE_STEPS = 20
 BUSY_STEPS, BUSY_MICROBATCHES, BUSY_SECONDS = 2, 12, 5e-3
-# A message sent so long ago has arrived.
+# A message sent this long ago has arrived.
 READY_SECONDS = 2e-3
 
 
 class _SlowGradient(torch.autograd.Function):
-    """The identity, whose backward takes a while."""
+    """Identity with a slow backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -56,16 +56,16 @@ class _SlowGradient(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A stage behind the interface that the executor runs: ``received + weight``.
+    """Stage behind the interface that the executor runs: ``received + weight``.
 
-    Its forward takes ``cost.forward`` seconds, the gradient of what it received
-    ``cost.backward_input`` and that of its weight ``cost.backward_weight``. The two are apart
-    in the autograd graph, so that a split backward runs one of them each time.
+    Its forward takes ``cost.forward`` seconds, the input gradient ``cost.backward_input`` and the
+    weight gradient ``cost.backward_weight``. The two are separate in the autograd graph, so that
+    each half of a split backward runs one of them.
 
     Args:
         cost: seconds; without ``backward_weight`` the stage is frozen and has no weight.
-        width: floats of a message.
-        last: whether it computes the loss.
+        width: floats per message.
+        last: True if it computes the loss.
     """
 
     def __init__(self, cost: StageCost, width: int, last: bool) -> None:
@@ -85,18 +85,19 @@ class SleepingStage(nn.Module):
         if y.requires_grad:
             y = _SlowGradient.apply(y, self.cost.backward_input)
         if self.weight is not None:
-            # An ordinary sum joins the two: of a custom function's edges the executor could
-            # not tell which leads to a weight.
+            # An ordinary sum joins the two: the executor could not identify the edge of a custom
+            # function that leads to a weight.
             y = y + _SlowGradient.apply(self.weight, self.cost.backward_weight)
         return Message((), {}, loss=y.sum()) if self.last else Message((y,), {})
 
 
 class Renaming(NamedTuple):
-    """A chain of ``length`` stages on the last ranks of a pipeline of ``ranks`` ranks.
+    """Renaming of a chain of ``length`` stages to the last ranks of a pipeline of ``ranks`` ranks.
 
-    Ranks of a group have their stages' names for good. So that one group can run plans of any
-    number of stages, they have numbers, and a plan is laid on the last ones: the loss is always
-    computed by the last rank."""
+    The ranks of a group keep their stages' names. So that one group can run plans of any number of
+    stages, the stages are numbered, and a plan is placed on the last ranks: the loss is always
+    computed by the last rank.
+    """
 
     plan: Plan
     ranks: int
@@ -107,11 +108,11 @@ class Renaming(NamedTuple):
 
     @property
     def names(self) -> dict[StageId, StageId]:
-        """The plan's stages to the group's."""
+        """Return the plan's stages mapped to the group's."""
         return {s.id: rank_stage(self.offset + s.rank) for s in self.plan.stages}
 
     def program(self, program: Program) -> Program:
-        """The plan's program as the group runs it; further ranks do nothing."""
+        """Return the plan's program in the group's names; further ranks do nothing."""
         names = {**self.names, NO_STAGE: NO_STAGE}
         return Program(
             ((),) * self.offset
@@ -122,7 +123,7 @@ class Renaming(NamedTuple):
         )
 
     def timeline(self, timeline: Timeline) -> Timeline:
-        """A timeline of the group in the plan's names and ranks."""
+        """Return a timeline of the group in the plan's names and ranks."""
         names = {ours: theirs for theirs, ours in self.names.items()} | {NO_STAGE: NO_STAGE}
         return Timeline(
             tuple(
@@ -134,7 +135,7 @@ class Renaming(NamedTuple):
 
 
 def rank_stage(rank: int) -> StageId:
-    """The stage on a rank of the group."""
+    """Return the stage on a rank of the group."""
     return StageId("chain", rank)
 
 
@@ -142,7 +143,7 @@ class SleepingPipeline:
     """Ranks whose stages sleep. Runs any plan that is a chain with one stage per rank.
 
     Args:
-        ranks: how many; plans may have fewer.
+        ranks: number of ranks; plans may have fewer.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -169,17 +170,16 @@ class SleepingPipeline:
         """Run a plan's program ``steps`` times.
 
         Args:
-            plan: a chain of at most ``ranks`` stages, with a profile: stages sleep what
-                :func:`~raymm.scheduler.schedule.stage_costs.stage_costs` says.
-            program: the plan's.
-            width: floats of a message.
+            plan: a chain of at most ``ranks`` stages, with a profile: stages sleep for the seconds
+                of :func:`~raymm.scheduler.schedule.stage_costs.stage_costs`.
+            width: floats per message.
 
         Returns:
-            Each step's timeline, in the plan's names.
+            Timeline of each step, in the plan's names.
 
         Raises:
-            ValueError: if the plan has too many stages.
-            InternalError: if the program cannot run.
+            ValueError: the plan has too many stages.
+            InternalError: the program cannot run.
         """
         if plan.num_ranks > self.ranks:
             raise ValueError(f"the plan has {plan.num_ranks} stages; there are {self.ranks} ranks")
@@ -193,7 +193,7 @@ class SleepingPipeline:
         renamed = chain.program(program)
         proof = check_program(renamed)
         key = self._group.load_program(renamed, proof.issues, proof.bound)
-        # What decides a message's layout is its width.
+        # The width determines a message's layout.
         meta = StepMeta(step=0, label_tokens=1, keys=(width,) * plan.num_microbatches)
         empty: list[list] = [[] for _ in range(self.ranks)]
         return [
@@ -202,11 +202,11 @@ class SleepingPipeline:
         ]
 
     def overheads(self, width: int = MESSAGE_FLOATS) -> Overheads:
-        """Measure what instructions take beside their stage's work.
+        """Measure the overheads of instructions.
 
-        From runs of their own, on chains over all ranks: one microbatch that goes down and
-        comes back through stages that take no time, so that every receiver waits for its
-        message; and every compute op on stages of known times.
+        Uses separate runs on chains over all ranks: one microbatch through stages that take no
+        time, so that every receiver waits for its message; and every compute op on stages of known
+        times.
         """
         idle = chain_plan(self.ranks, 0.0, 1)
         messages = self.run(idle, full_program(idle), IDLE_STEPS + 1, width)[1:]
@@ -228,17 +228,17 @@ class SleepingPipeline:
         )
 
     def close(self) -> None:
-        """End the ranks."""
+        """Stop the ranks."""
         self._group.shutdown()
 
 
 class Overheads(NamedTuple):
-    """What a step takes beside the stages' work, in seconds.
+    """Overheads of a step in addition to the stages' work, in seconds.
 
     Attributes:
         message: from the start of a SEND to the end of the RECV that waits for it.
-        per_op: of one instruction: a compute op beside its stage's time, a SEND, a RECV whose
-            message is there already.
+        per_op: overhead of one instruction: of a compute op without its stage's time, of a SEND, of
+            a RECV whose message has already arrived.
     """
 
     message: float
@@ -246,15 +246,17 @@ class Overheads(NamedTuple):
 
     @property
     def latency(self) -> float:
-        """Of a message, beside what the instructions at its two ends take."""
+        """Return a message's latency without the instructions at its two ends."""
         ends = self.per_op.get(Op.SEND, 0.0) + self.per_op.get(Op.RECV, 0.0)
         return max(0.0, self.message - ends)
 
     def added_to(
         self, costs: Mapping[tuple[str, Op], float], program: Program
     ) -> dict[tuple[StageId, Op], float]:
-        """Costs per (stage, compute op) with the overhead of the op and of the messages around
-        it: receives before and sends after it, of which all microbatches have as many."""
+        """Return costs per (stage, compute op) with the overhead of the op and of its messages.
+
+        These are receives before and sends after the op; all microbatches have the same number.
+        """
         around: dict[tuple[str, Op], list[float]] = {}
         for rank in program.ranks:
             pending, last = 0.0, None
@@ -276,19 +278,19 @@ class Overheads(NamedTuple):
 def chain_plan(
     ranks: int, seconds: float, microbatches: int, trainable: bool = True, recompute: bool = False
 ) -> Plan:
-    """A chain of stages on which F, B_d and B_w take ``seconds`` each, under zero bubble.
+    """Return a chain of stages on which F, B_d and B_w take ``seconds`` each, under zero bubble.
 
     Args:
-        ranks: stages.
-        seconds: per op.
-        microbatches: per step.
-        trainable: all stages; or only the one in the middle, so that those before it have no
-            backward and those after it no B_w.
-        recompute: in every stage that has all of a backward, but the last.
+        ranks: number of stages.
+        seconds: seconds per op.
+        microbatches: microbatches per step.
+        trainable: True to train all stages; False to train only the middle one, so that earlier
+            stages have no backward and later ones no B_w.
+        recompute: True to recompute in every stage with a full backward, except the last.
     """
     middle = ranks // 2
     flags = tuple(trainable or rank == middle for rank in range(ranks))
-    # A weight gradient takes an instant at least, or the stage would have no weight.
+    # A weight gradient takes at least an instant, or the stage would have no weight.
     layer = LayerCost(seconds, seconds, max(seconds, 1e-9), activation_bytes=16, output_bytes=1)
     stages = tuple(
         Stage("idle", i, (i, i + 1), i, recompute=recompute and i < ranks - 1)
@@ -301,8 +303,10 @@ def chain_plan(
 
 
 def _messages(timeline: Timeline) -> list[tuple[Span, Span]]:
-    """(SEND, RECV) of every message that has spans at both ends (a measured timeline has all,
-    a simulated one no SENDs)."""
+    """Return (SEND, RECV) of every message that has spans at both ends.
+
+    A measured timeline has all, a simulated one no SENDs.
+    """
     sent = {(s.stage, s.peer, s.microbatch): s for s in timeline.spans if s.op == Op.SEND}
     return [
         (sent[key], s) for s in timeline.spans
@@ -311,12 +315,12 @@ def _messages(timeline: Timeline) -> list[tuple[Span, Span]]:
 
 
 def message_seconds(timeline: Timeline) -> list[float]:
-    """Of every message, seconds from the start of its SEND to the end of its RECV."""
+    """Return seconds from the start of the SEND to the end of the RECV, for every message."""
     return [received.end - sent.start for sent, received in _messages(timeline)]
 
 
 def ready_receives(timeline: Timeline) -> list[float]:
-    """Seconds of every RECV that began long after its SEND had ended: nothing to wait for."""
+    """Return seconds of every RECV that began long after its SEND ended, and so did not wait."""
     return [
         received.end - received.start for sent, received in _messages(timeline)
         if received.start > sent.end + READY_SECONDS
@@ -324,7 +328,7 @@ def ready_receives(timeline: Timeline) -> list[float]:
 
 
 def op_seconds_measured(timelines: Sequence[Timeline]) -> dict[tuple[StageId, Op], float]:
-    """Median seconds per (stage, compute op) over several steps."""
+    """Return median seconds per (stage, compute op) over several steps."""
     found: dict[tuple[str, Op], list[float]] = {}
     for timeline in timelines:
         for span in timeline.compute():

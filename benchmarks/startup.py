@@ -1,15 +1,15 @@
-"""From the command to the first step: seconds by part, beside the least that it could take.
+"""Claim: a run reaches its first step close to the minimum set by imports and Ray.
 
-`raymm train` of a tiny model with two ranks and a data worker (the standard run of the tests) is
-started in turns with the floor: one process that imports torch and transformers, starts Ray, and
-then as many actors that each import torch. Both on a Ray of their own. `floor` imports of
-transformers what any model is made of (`transformers.modeling_utils`); `bare` is the package alone,
-which imports nearly nothing before it is asked for a model. `start_over_floor` and
-`start_over_bare` are medians over rounds of the ratios. Parts of raymm: `imports` (until the driver
-has imported what a run needs), `ray` (an embedded cluster), `ranks` (until all are built),
-`first_step` (data and step). `fresh` starts every rank as Ray does it, without forking.
+Run with `python -m benchmarks.startup --json`.
 
-    python -m benchmarks.startup --json
+`raymm train` of a tiny model with two ranks and a data worker (the standard run of the tests)
+alternates with the floor: one process that imports torch and transformers, starts Ray, and then as
+many actors that each import torch. Both start their own Ray. `floor` imports the part of
+transformers that all models need (`transformers.modeling_utils`); `bare` imports the package alone,
+which loads most of itself lazily. `start_over_floor` and `start_over_bare` are medians over rounds
+of the ratios. Parts of raymm: `imports` (until the driver has imported its dependencies), `ray` (an
+embedded cluster), `ranks` (until all are built), `first_step` (data and step). `fresh` starts every
+rank as Ray does it, without forking.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ end = time.time()
 print(json.dumps({{"imports": imports - start, "ray": up - imports, "actors": end - up,
                    "total": end - start}}))
 """
-# As `raymm train` does, with a clock.
+# Same as `raymm train`, with timestamps.
 RAYMM = """
 import json, os, sys, time
 start = time.time()
@@ -84,7 +84,7 @@ print(json.dumps({**parts, "total": before - start}))
 
 
 def seconds(code: str, *arguments: str, **variables: str) -> dict[str, float]:
-    """What a new process prints of its parts."""
+    """Return the seconds per part that a new process prints."""
     folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "training")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders), **variables}
@@ -97,7 +97,6 @@ def seconds(code: str, *arguments: str, **variables: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run and print."""
     parser = _common.parser(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

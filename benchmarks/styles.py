@@ -1,11 +1,11 @@
-"""Pipelined, multiplexed, and what is searched between them: predicted, and run by emulated stages.
+"""Claim: the best of pipelined, multiplexed and mixed plans is found, and runs as predicted.
+
+Run with `python -m benchmarks.styles --json`.
 
 Models of the papers, by the TFLOPs and layers of their modules: CLIP, ImageBind and OFASys after
 Mosaic's Table 1, and vision-audio-language models of Cornstarch v1. All plans of a model have the
-same devices, samples and costs; those that run sleep for as long as their profile says, on the real
-actors, with tiny tensors that are really sent.
-
-    python -m benchmarks.styles --json
+same devices, samples and costs. Executed plans sleep for the time that their profile predicts, on
+the real actors, with tiny tensors that are sent for real.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from raymm.scheduler.styles.style_search import StyleSearch, search_between
 
 MICROBATCHES, SAMPLES, WIDTH = 8, 32, 8
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
-# Work beside that of an LLM of 4.8 TFLOPs, as in OFASys; layers of Table 1 of Cornstarch v1.
+# Work relative to an LLM of 4.8 TFLOPs, as in OFASys; layers of Table 1 of Cornstarch v1.
 VALM_SS = {"vision": Kind(1.9, 35.2, 40), "audio": Kind(2.4, 22.8, 32), "llm": Kind(4.8, 41.6, 16)}
 VALM_MS = {"vision": Kind(1.9, 35.2, 40), "audio": Kind(2.4, 22.8, 32), "llm": Kind(9.6, 41.6, 32)}
 # Parameters in billions, of Cornstarch's sizes; a trained one takes 16 bytes, on GPUs of 48 GB.
@@ -81,8 +81,10 @@ MODELS = {
 
 
 def profile(shape: Shape, microbatches: int, billions: Mapping[str, float]) -> CostProfile:
-    """Layer costs of one of so many microbatches of a step, with surfaces. What a call takes
-    whatever its size (launches), each microbatch takes."""
+    """Return layer costs of one of a step's ``microbatches``, with surfaces.
+
+    Every microbatch has the part of a call's time that does not depend on its size (launches).
+    """
     surfaces: list[ScalingSurface] = []
     modules = {}
     for name, kind in shape.modules.items():
@@ -102,7 +104,7 @@ def profile(shape: Shape, microbatches: int, billions: Mapping[str, float]) -> C
 
 
 def searched(model: str, seconds: float | None) -> tuple[dict[str, Option], StyleSearch]:
-    """The best plans of both styles, and what is found between them."""
+    """Return the best plans of both styles, and the result of the search between them."""
     shape, billions = MODELS[model], BILLIONS.get(model, {})
     limit = LIMIT if billions else None
     read = {producer for producer, _ in shape.edges}
@@ -145,7 +147,7 @@ def searched(model: str, seconds: float | None) -> tuple[dict[str, Option], Styl
 
 
 def step_seconds(plan: Plan, shape: Shape, count: int) -> float:
-    """Median seconds of a step of sleeping stages, all submitted ahead."""
+    """Return median seconds of a step of sleeping stages, all submitted ahead."""
     dag, running_plan = styled(plan, shape.contrastive)
     assert plan.profile is not None and plan.profile.sharing is not None
     steps = plan.profile.sharing.surfaces[0].steps
@@ -156,14 +158,14 @@ def step_seconds(plan: Plan, shape: Shape, count: int) -> float:
         step = running.prepare({ENTRY: torch.randn(SAMPLES, WIDTH)})
         under_way = [running.submit(step, update=True) for _ in range(count + 2)]
         ends = []
-        for one in under_way:  # the first tells layouts, and the second follows it
+        for one in under_way:  # the first step transfers layouts, and the second follows it
             one.result()
             ends.append(time.perf_counter())
     return statistics.median(b - a for a, b in zip(ends[1:], ends[2:], strict=False))
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A model's styles: seconds of a step, predicted and run."""
+    """Return seconds of a step for each style of a model, predicted and measured."""
     shape = MODELS[model]
     began = time.perf_counter()
     starts, search = searched(model, options.seconds)
@@ -186,7 +188,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """A row per model and style."""
+    """Return a table with one row per model and style."""
     shown = Table("model", "style", "predicted s", "run s", "error", "plan")
     for model, result in found.items():
         for style, row in result["styles"].items():
@@ -199,7 +201,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def arguments() -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     result = parser((__doc__ or "").splitlines()[0])
     result.add_argument("--steps", type=int, default=2, help="measured, per plan")
     result.add_argument("--seconds", type=float, default=120.0, help="of each search, at most")
@@ -209,7 +211,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Search, run, print, emit."""
     options = arguments()
     before = machine()
     found: dict[str, Any] = {}

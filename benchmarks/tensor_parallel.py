@@ -1,16 +1,16 @@
-"""Tensor parallelism over 2 processes: local tensors as in raymm's stages, beside DTensor as
-transformers applies its own plan.
+"""Claim: tensor parallelism with local tensors is faster than transformers' with DTensor.
 
-A Llama of four layers, fp32, one step of forward and backward, gloo on the loopback, one thread
-per process, ways in turns; loss over the whole vocabulary.
+Run with `python -m benchmarks.tensor_parallel --json`.
+
+Two processes: local tensors as in raymm's stages, and DTensor as transformers applies its own plan.
+A Llama of four layers, fp32, one step of forward and backward, gloo on the loopback, one thread per
+process, alternating; loss over the full vocabulary.
 
 - `seconds_<way>_<hidden>`: median of the slower process's wall time, for `local` (raymm), `dtensor`
   (`transformers.distributed.tensor_parallel.apply_tensor_parallelism`) and `whole` (every process
-  all of the model: what sharding has to beat);
-- `dtensor_over_local_<hidden>`: of the medians;
-- `relative_error_<hidden>`: of the two sharded losses beside the whole one's, the larger.
-
-    python -m benchmarks.tensor_parallel --json
+  runs the full model, which sharding has to beat);
+- `dtensor_over_local_<hidden>`: ratio of the medians;
+- `relative_error_<hidden>`: the larger error of the two sharded losses against the unsharded one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WARM_UP = 2
 
 
 def llama(hidden: int) -> torch.nn.Module:
-    """The same weights in every process."""
+    """Build a model with the same weights in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def llama(hidden: int) -> torch.nn.Module:
 
 
 def sharded_locally(model: torch.nn.Module, group: dist.ProcessGroup) -> Callable:
-    """raymm's shards in place; returns the loss function of their logits."""
+    """Shard the model in place with raymm; return the loss function of the sharded logits."""
     from raymm.actors.sharding.tensor_plan import plan_module
     from raymm.actors.sharding.tensor_shard import shard_module
     from raymm.kernels.collectives.tensor_group import TensorGroup
@@ -69,7 +69,7 @@ def sharded_locally(model: torch.nn.Module, group: dist.ProcessGroup) -> Callabl
 
 
 def sharded_by_dtensor(model: torch.nn.Module) -> None:
-    """transformers' plan of the model, applied by transformers."""
+    """Shard the model with transformers' own plan."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -86,7 +86,7 @@ def sharded_by_dtensor(model: torch.nn.Module) -> None:
 def measure(
     group: dist.ProcessGroup, hidden: int, tokens: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """One process's seconds per way and round, and its losses."""
+    """Return one process's seconds per method and round, and its losses."""
     models = {way: llama(hidden) for way in WAYS}
     losses: dict[str, Callable] = dict.fromkeys(WAYS, _whole_loss)
     losses["local"] = sharded_locally(models["local"], group)

@@ -1,20 +1,20 @@
-"""Counting attention work from a mask's table and dealing out its blocks to ranks.
+"""Claim: token distribution takes milliseconds and balances attention almost perfectly.
 
-Masks as in Cornstarch v2, §5.1 and Appendix C: samples of 1k text tokens, a 1280x720 image
-(1,196 tokens, Qwen2-VL's 28-pixel patches) and two minutes of audio (3,000, Qwen2-Audio's 25
-per second), modalities at random places; EP puts them before all text, EE among the text of one
-sequence, MP packs documents of 1 to 8 such samples. Beside them causal, sliding window, lambda,
-causal blockwise and shared question.
+Run with `python -m benchmarks.token_distribution --json`.
 
-- `count_ms`, `plan_ms_8`, `plan_ms_64`: CPU milliseconds of one thread to count, and to count
-  and distribute to 8 and 64 ranks, 1M tokens in blocks of 128; medians, the worst pattern's;
-- `imbalance_*`: largest over mean work per rank of EP, EE and MP, the worst of several seeds,
-  and `token_spread_*`: largest minus smallest number of tokens per rank, in blocks;
-- the same of the other policies;
-- at 64k tokens over 8 to 64 ranks, what CP-SAT finds and proves when it starts from the result,
-  and its CPU seconds.
+Masks as in Cornstarch v2, §5.1 and Appendix C: samples of 1k text tokens, a 1280x720 image (1,196
+tokens, Qwen2-VL's 28-pixel patches) and two minutes of audio (3,000, Qwen2-Audio's 25 per second),
+modalities at random positions. EP puts them before all text, EE among the text of one sequence, MP
+packs documents of 1 to 8 such samples. Other masks: causal, sliding window, lambda, causal
+blockwise and shared question.
 
-    python -m benchmarks.token_distribution --json
+- `count_ms`, `plan_ms_8`, `plan_ms_64`: CPU milliseconds of one thread to count, and to count and
+  distribute to 8 and 64 ranks, 1M tokens in blocks of 128; medians, for the worst pattern;
+- `imbalance_*`: largest over mean work per rank of EP, EE and MP, the worst of several seeds, and
+  `token_spread_*`: largest minus smallest number of tokens per rank, in blocks;
+- the same for the other policies;
+- at 64k tokens over 8 to 64 ranks, results and proofs of CP-SAT when it starts from the result, and
+  its CPU seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REPEATS = 51
 
 
 def random_spans(generator: np.random.Generator, length: int, at: int, samples: int) -> list[Span]:
-    """The items of `samples` samples in random order and places within [at, at + length)."""
+    """Place the items of `samples` samples in random order within [at, at + length)."""
     kinds = generator.permutation(list(TOKENS) * samples)
     text = length - sum(TOKENS[kind] for kind in kinds)
     spans = []
@@ -65,19 +65,19 @@ def random_spans(generator: np.random.Generator, length: int, at: int, samples: 
 
 
 def ep(length: int, generator: np.random.Generator) -> AttentionMask:
-    """Encoder outputs first, in random order, then text."""
+    """Return a mask of encoder outputs in random order, then text."""
     kinds = generator.permutation(list(TOKENS) * (length // SAMPLE))
     items = [(int(kind), TOKENS[kind]) for kind in kinds]
     return patterns.prepended(items, length - sum(tokens for _, tokens in items))
 
 
 def ee(length: int, generator: np.random.Generator) -> AttentionMask:
-    """Encoder outputs at random places of one text."""
+    """Return a mask of encoder outputs at random positions in one text."""
     return patterns.embedded(length, random_spans(generator, length, 0, length // SAMPLE))
 
 
 def mp(length: int, generator: np.random.Generator) -> AttentionMask:
-    """Documents of random numbers of samples, packed; what is left is one document of text."""
+    """Return a mask of packed documents with random numbers of samples; the remainder is text."""
     lengths: list[int] = []
     spans: list[Span] = []
     at = 0
@@ -90,7 +90,7 @@ def mp(length: int, generator: np.random.Generator) -> AttentionMask:
 
 
 def every_mask(length: int) -> dict[str, AttentionMask]:
-    """Seed 0 of the multimodal patterns, and the others."""
+    """Return seed 0 of the multimodal patterns, and the other masks."""
     question, answer = length // 5, length // 5
     rest = length - question - 3 * answer
     return {
@@ -114,12 +114,12 @@ PATTERNS: dict[str, Callable[[int, np.random.Generator], AttentionMask]] = {
 
 
 def count(mask: AttentionMask) -> np.ndarray:
-    """Active key blocks per query block."""
+    """Return the active key blocks per query block."""
     return active_key_blocks(mask.query_table, mask.key_table, *mask.shape)
 
 
 def median_ms(run: Callable[[], object]) -> float:
-    """CPU milliseconds of this thread: other processes on the machine do not count."""
+    """Return median CPU milliseconds of this thread, which exclude other processes."""
     run()
     times = []
     for _ in range(REPEATS):
@@ -130,7 +130,7 @@ def median_ms(run: Callable[[], object]) -> float:
 
 
 def speeds(masks: dict[str, AttentionMask]) -> dict[str, Any]:
-    """Milliseconds per pattern, and the worst of each."""
+    """Return milliseconds per pattern, and the worst of each figure."""
     result: dict[str, Any] = {}
     for name, mask in masks.items():
         work = count(mask)
@@ -147,7 +147,7 @@ def speeds(masks: dict[str, AttentionMask]) -> dict[str, Any]:
 
 
 def imbalances(seeds: int) -> dict[str, Any]:
-    """Per policy, pattern, length and number of ranks: the worst of the seeds."""
+    """Return the worst of the seeds per policy, pattern, length and number of ranks."""
     result: dict[str, Any] = {}
     for size, ranks in CASES:
         for name in MULTIMODAL:
@@ -173,12 +173,12 @@ def imbalances(seeds: int) -> dict[str, Any]:
 
 
 def spread(found: TokenDistribution) -> int:
-    """Largest minus smallest number of tokens per rank, in blocks."""
+    """Return largest minus smallest number of tokens per rank, in blocks."""
     return (max(found.tokens) - min(found.tokens)) // found.block
 
 
 def exact(seconds: float) -> dict[str, Any]:
-    """What CP-SAT makes of seed 0 at 64k tokens; it has nothing to do where the bound is met."""
+    """Return the result of CP-SAT for seed 0 at 64k tokens; skipped if the bound is met."""
     result: dict[str, Any] = {}
     for ranks in EXACT_RANKS:
         for name in MULTIMODAL:
@@ -199,7 +199,7 @@ def exact(seconds: float) -> dict[str, Any]:
 
 
 def draw(path: Path) -> None:
-    """Work and tokens per rank by policy, 64k tokens over 64 ranks."""
+    """Draw work and tokens per rank by policy, 64k tokens over 64 ranks."""
     from matplotlib.figure import Figure
 
     from raymm.draw import palette

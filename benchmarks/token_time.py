@@ -1,23 +1,23 @@
-"""How long the slowest of a context-parallel group's processes takes, over its even share.
+"""Claim: the slowest context-parallel process takes hardly longer than its even share.
+
+Run with `python -m benchmarks.token_time --json`.
 
 Masks are drawn (`benchmarks._drawn_masks`): packed documents of lognormal lengths, a long one among
-short ones, documents with images, causal blockwise; 4k to 128k tokens over 2 to 32 processes, dealt
-out as training does it. A process's time is what its rows' attention takes, in tiles of the kernels
-(a tile is computed whole if one of its rows sees one of its keys), and what else a layer does for
-its tokens, in the proportions of three models. Figures: the slowest process's time over its even
-share of what the sequence takes in one piece, without padding, with
+short ones, documents with images, causal blockwise; 4k to 128k tokens over 2 to 32 processes,
+distributed as in training. A process's time is the attention of its rows, in tiles of the kernels
+(a tile is computed entirely if one of its rows sees one of its keys), plus the other work of a
+layer for its tokens, in the proportions of three models. Figures: the slowest process's time over
+its even share of the time of the undivided sequence without padding, with
 
-- `odd blocks`: equal counts of blocks of any size that makes eight of each process;
+- `odd blocks`: equal counts of blocks, eight per process, of any size;
 - `equal`: equal counts of blocks of a power of two, 128 at most;
 - `by cost`: counts that may differ, of blocks of 128;
 
-Processes that have fewer than 1,024 tokens have smaller blocks (`small`), as they have fewer than
-eight of 128: figures of their own. `tokens`, the most tokens of a process over the mean when they
-may differ; `attention`, its most attention over the mean at equal counts, in blocks as they are
-dealt out, `bound`, which no equal counts get below, and `proven`, of 1 where it is at the bound,
-else 0.
-
-    python -m benchmarks.token_time --json
+Processes with fewer than 1,024 tokens have smaller blocks and separate figures (`small`), as they
+have fewer than eight blocks of 128. `tokens` is the largest number of tokens of a process over the
+mean if counts may differ; `attention` the largest attention of a process over the mean at equal
+counts, in the distributed blocks; `bound` a lower bound for all equal counts; and `proven` 1 if
+`attention` equals the bound, else 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODELS = {  # hidden size, MLP's, query heads, key heads, head dim
 
 
 def pairs_of(model: str) -> int:
-    """What a token costs beside attention, in pairs of a query and a key."""
+    """Return a token's work other than attention, in pairs of a query and a key."""
     from transformers import LlamaConfig
 
     hidden, inner, heads, key_heads, head_dim = MODELS[model]
@@ -63,7 +63,7 @@ def pairs_of(model: str) -> int:
 
 
 def tile_pairs(mask: AttentionMask) -> int:
-    """Pairs that kernels compute."""
+    """Return the number of pairs that kernels compute."""
     tiles = active_key_blocks(
         mask.query_table, mask.key_table, *mask.shape, query_block=TILE[0], key_block=TILE[1]
     )
@@ -71,7 +71,7 @@ def tile_pairs(mask: AttentionMask) -> int:
 
 
 def slowest(mask: AttentionMask, found: TokenDistribution, pairs: int) -> int:
-    """The largest time of a process, in pairs."""
+    """Return the largest time of a process, in pairs."""
     layout = ContextLayout.of_blocks(found.blocks, found.block, found.n_tokens)
     return max(
         tile_pairs(mask.select_queries(ranges)) + pairs * tokens
@@ -82,13 +82,13 @@ def slowest(mask: AttentionMask, found: TokenDistribution, pairs: int) -> int:
 def case(
     draw: Draw, generator: np.random.Generator, models: dict[str, int]
 ) -> tuple[str, dict[str, float]]:
-    """Whether blocks are full or small, and figures, of one drawn mask."""
+    """Return the block kind (full or small) and the figures of one random mask."""
     tokens = int(2 ** generator.uniform(*LOG_TOKENS))
     processes = 2 ** int(generator.integers(LOG_PROCESSES[0], LOG_PROCESSES[1] + 1))
     seed = int(generator.integers(1 << 31))
 
     def dealt(block: int) -> tuple[AttentionMask, np.ndarray]:
-        """The mask of the padded sequence, and its blocks' work."""
+        """Return the mask of the padded sequence, and the work of its blocks."""
         length = -(-tokens // (block * processes)) * block * processes
         mask = draw(tokens, length - tokens, np.random.default_rng(seed))
         return mask, active_key_blocks(

@@ -1,12 +1,12 @@
-"""End-to-end training speed: raymm on 2 ranks beside one process with all cores.
+"""Claim: raymm on 2 ranks trains faster than one process with all cores.
 
-    python -m benchmarks.train_throughput --json
+Run with `python -m benchmarks.train_throughput --json`.
 
 The alignment example's model and real batches (prepare them first: ``make prepare``). Both
-do the same maths on the same batches: forward, backward, clipping and AdamW in the example's
-precision, no cached features. Measured in turns in one run; key
+contenders do the same maths on the same batches: forward, backward, clipping and AdamW in the
+example's precision, without cached features. They alternate in one run; key
 ``raymm_over_single_process`` is the ratio of tokens per second (above 1: raymm is faster).
-``single_process_cast`` is the same process with raymm's way of keeping frozen weights in bf16.
+``single_process_cast`` is the same process with raymm's bf16 copies of frozen weights.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CONFIG = "examples/alignment/stamps.yaml"
 
 
 class SingleProcess:
-    """The reference: the whole model in this process, with all cores.
+    """Reference: the full model in this process, with all cores.
 
-    ``cast`` keeps frozen weights in autocast's dtype, as raymm does, instead of casting them
-    anew in every forward, as autocast does.
+    ``cast`` keeps frozen weights in autocast's dtype, as raymm does. Autocast casts them in every
+    forward instead.
     """
 
     def __init__(self, config: TrainConfig, optimizer: OptimizerConfig, cast: bool) -> None:
@@ -52,7 +52,7 @@ class SingleProcess:
         self.precision = torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
 
     def run(self, steps: Sequence[Any]) -> list[float]:
-        """Train on the steps; their losses."""
+        """Train on the steps; return their losses."""
         losses = []
         for step in steps:
             label_tokens = sum(meta.label_tokens for meta in step.meta)
@@ -72,7 +72,7 @@ class SingleProcess:
 
 
 class OnRay:
-    """The same on actors, with as many steps in flight as the trainer has."""
+    """Same model on actors, with as many steps in flight as in the trainer."""
 
     def __init__(self, config: TrainConfig, optimizer: OptimizerConfig) -> None:
         model = build_model(config)
@@ -84,7 +84,7 @@ class OnRay:
         self.ahead = config.run.steps_in_flight
 
     def run(self, steps: Sequence[Any]) -> list[float]:
-        """Train on the steps; their losses."""
+        """Train on the steps; return their losses."""
         losses, pending = [], []
         for step in steps:
             parts = [split_parts(microbatch) for microbatch in step.microbatches]
@@ -96,7 +96,6 @@ class OnRay:
 
 
 def main() -> None:
-    """Measure and print."""
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--config", default=CONFIG)
     options.add_argument("--set", action="append", default=[], dest="overrides")
@@ -124,7 +123,7 @@ def main() -> None:
                 losses[name] = contenders[name].run(turn)
                 seconds = time.perf_counter() - start
                 tokens = sum(meta.tokens for step in turn for meta in step.meta)
-                if number:  # the first turn warms up
+                if number:  # the first round warms up
                     rates[name].append(tokens / seconds)
             pairs = zip(losses["raymm"], losses["single_process"], strict=True)
             difference = max([difference, *(abs(a - b) / b for a, b in pairs)])

@@ -1,22 +1,22 @@
-"""The 27 vision-audio-language models of Cornstarch v1, with analytic costs.
+"""Configurations of the 27 vision-audio-language models of Cornstarch v1, with analytic costs.
+
+Run with `python -m benchmarks.valm_configs` to print a table of sizes and times.
 
 Tables 1 and 6 of the paper give layers, hidden sizes, parameter counts and stages per module;
-"VALM-XY" has vision encoder X and audio encoder Y. What the paper leaves open is filled in from
+"VALM-XY" has vision encoder X and audio encoder Y. Values that the paper leaves open come from
 published models of about the same size:
 
-- LLM: Llama 3.2 1B; Llama 3.1 8B; the large one has Qwen2.5-32B's feed-forward width and heads
-  with Llama's vocabulary.
+- LLM: Llama 3.2 1B; Llama 3.1 8B; the large one has Qwen2.5-32B's feed-forward width and heads with
+  Llama's vocabulary.
 - Vision: EVA-CLIP's feed-forwards, 6144 of EVA-g and 5x the width in EVA-CLIP-8B and -18B.
 - Audio: Whisper's encoder, feed-forward 4x the width, heads of 64.
 
 A sample is 1024 text tokens, a 1280x720 image and 30 s of audio. The image is resized to
 EVA-CLIP-8B-plus's 448x448 in patches of 14: 1025 tokens with the class token; the audio gives
-Whisper's 1500. The LLM sees 3549 tokens, within the paper's 1.5k to 4k. Its attention is
-counted causal, its head runs on the text tokens.
+Whisper's 1500. The LLM sees 3549 tokens, within the paper's 1.5k to 4k. Its attention is counted as
+causal, its head runs on the text tokens.
 
 Costs are those of one A40 of a group with tp=2 and cp=2, in bf16, one sample per microbatch.
-
-    python -m benchmarks.valm_configs      # a table of sizes and times
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ AUDIO = {
 
 @dataclass(frozen=True)
 class ValmConfig:
-    """One row of Table 6.
+    """Row of Table 6.
 
     Attributes:
         llm, vision, audio: sizes, ``"S"``, ``"M"`` or ``"L"``.
         cornstarch: pipeline stages of (LLM, vision, audio).
-        colocated: pipeline stages of (LLM, both encoders side by side).
+        colocated: pipeline stages of (LLM, both encoders on the same ranks).
     """
 
     llm: str
@@ -106,7 +106,7 @@ VALM_CONFIGS: tuple[ValmConfig, ...] = tuple(
 
 @cache
 def module_costs(kind: str, size: str) -> tuple[LayerCost, ...]:
-    """Costs of ``"llm"``, ``"vision"`` or ``"audio"`` of a size, without projector."""
+    """Return costs of ``"llm"``, ``"vision"`` or ``"audio"`` of a size, without projector."""
     loads = {
         "llm": Load(1, MERGED_TOKENS, labels=TEXT_TOKENS),
         "vision": Load(1, IMAGE_TOKENS),
@@ -119,7 +119,7 @@ def module_costs(kind: str, size: str) -> tuple[LayerCost, ...]:
 
 
 def build_skeleton(kind: str, size: str):
-    """The module on the meta device."""
+    """Build the module on the meta device."""
     from transformers import (
         CLIPVisionConfig,
         CLIPVisionModel,
@@ -168,7 +168,7 @@ def _projector_costs(kind: str, size: str, llm: str) -> tuple[LayerCost, ...]:
 def valm_profile(
     llm: str, vision: str, audio: str, trainable: str = "align"
 ) -> tuple[ModuleGraph, CostProfile]:
-    """Graph and costs of one model; encoders have linear projectors as their last layers.
+    """Return graph and costs of a model; encoders have linear projectors as their last layers.
 
     Args:
         llm, vision, audio: sizes, ``"S"``, ``"M"`` or ``"L"``.
@@ -176,7 +176,7 @@ def valm_profile(
             everything.
 
     Raises:
-        ValueError: on an unknown size or ``trainable``.
+        ValueError: unknown size or ``trainable``.
     """
     for name, size in (("llm", llm), ("vision", vision), ("audio", audio)):
         if size not in LLM:

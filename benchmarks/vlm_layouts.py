@@ -1,12 +1,12 @@
-"""Whole models under layouts that share their modules out, beside one process.
+"""Claim: sharded layouts train vision-language and audio models exactly as one process does.
 
-Five classes (a vision-language model with positions in three dimensions, one whose features go into
-several layers, a mixture of experts, one whose images are seen in both directions, an audio model)
-under every layout, or others with ``--only``: loss, every gradient and parameters after three steps
-of AdamW are those of the class's own forward in one process, or the layout is refused by name.
-Every process has all stages of its share, so what is compared is what processes of a rank do.
+Run with `python -m benchmarks.vlm_layouts --json`.
 
-    python -m benchmarks.vlm_layouts --json
+Five classes (a vision-language model with positions in three dimensions, one whose features enter
+several layers, a mixture of experts, one with bidirectional attention on images, an audio model)
+under every layout, or others with ``--only``: loss, every gradient and parameters after three AdamW
+steps equal those of the class's own forward in one process, or the layout is rejected by name.
+Every process has all stages of its shard, so the comparison covers the work within a rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CLASSES = (
     "GlmAsrForConditionalGeneration",
 )
 PROCESSES = 2
-# Characters of a sentence that a line shows.
+# Displayed characters of a message.
 _SHOWN = 300
 
 
@@ -62,14 +62,14 @@ LAYOUTS: dict[str, Layout] = {
     "packing, fsdp 2, pp 2": Layout(_both(dp=2, sharding="fsdp", pp=2), {"packing": True}),
     "packing, cp 2": Layout({"llm": ParallelSpec(cp=2)}, {"packing": True}),
     "language model frozen, tp 2": Layout(_both(tp=2), {"train": {"language_model": "frozen"}}),
-    # Experts of each layer are dealt out; of a class without any, refused.
+    # The experts of each layer are sharded; a class without experts is rejected.
     "ep 2": Layout(_FSDP | {"llm": ParallelSpec(dp=2, sharding="fsdp", ep=2)}),
     "ep 2, pp 2": Layout(_FSDP | {"llm": ParallelSpec(dp=2, sharding="fsdp", ep=2, pp=2)}),
 }
 
 
 def outcomes(classes: list[str], layouts: list[str]) -> Iterator[tuple[str, str, Outcome, float]]:
-    """Class, layout, what came of it, seconds."""
+    """Yield class, layout, outcome and seconds."""
     waiting = [(name, layout) for name in classes for layout in layouts]
     while waiting:
         with gloo_ranks(PROCESSES) as ranks:
@@ -81,7 +81,7 @@ def outcomes(classes: list[str], layouts: list[str]) -> Iterator[tuple[str, str,
                 except RuntimeError as error:
                     last = str(error).strip().splitlines()[-1]
                     yield name, layout, Outcome(UNCLEAR, last), time.monotonic() - started
-                    break  # the other processes may be waiting for it
+                    break  # the other processes may be waiting for this one
                 yield name, layout, found, time.monotonic() - started
 
 

@@ -1,14 +1,13 @@
-"""Every image-text-to-text, audio-text and omni class of the installed transformers, in modules.
+"""Claim: raymm splits every vision-, audio- and omni-language class of transformers exactly.
 
-Each class gets a tiny configuration made from its own defaults, and three microbatches: an item of
-a size of its own in each row, text only, and two items in one of two rows. Its towers and its
-language model run in two stages each, as ranks run them, beside the class's own forward in one
-process: loss, every gradient, the losses of three steps of AdamW, and what its stages have, saved
-as a folder and read again. A bf16 folder is exported, too: its files must have the same bytes, and
-so must a second export of trained weights. What comes of a class is as of
-:mod:`benchmarks.families`.
+Run with `python -m benchmarks.vlm_matrix --json`.
 
-    python -m benchmarks.vlm_matrix --json
+Each class gets a tiny configuration derived from its own defaults, and three microbatches: an item
+of a different size in each row, text only, and two items in one of two rows. Its towers and its
+language model run in two stages each, as on ranks, and are compared with the class's own forward in
+one process: loss, every gradient, the losses of three AdamW steps, and the folder that is saved
+from the stages and loaded again. A bf16 folder is exported too: its files must have the same bytes,
+and so must a second export of trained weights. Outcomes are those of :mod:`benchmarks.families`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ KIND = "whole model"
 
 
 def whole_models() -> list[Family]:
-    """Every class of transformers' registries of models of text with images, or with anything."""
+    """Return every class of transformers' registries for text with images, or with any modality."""
     found: dict[type[PreTrainedModel], Family] = {}
     for registry in (
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -73,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def summary(found: dict[Family, Outcome]) -> dict[str, Any]:
-    """How many classes have each result, and which, with their sentences."""
+    """Return the number of classes per outcome, and their names with messages."""
     listed = sorted((family.name, outcome) for family, outcome in found.items())
     counts = {r: sum(o.result == r for _, o in listed) for r in RESULTS}
     names: dict[str, Any] = {

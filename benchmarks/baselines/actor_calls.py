@@ -8,7 +8,9 @@ from benchmarks.baselines.object_store import ArrayWorker
 
 
 class ActorCallsContender(ActorContender):
-    """Calls are submitted in 1F1B order, which an actor keeps for calls of one caller."""
+    """Contender that submits calls in 1F1B order; an actor keeps the order of calls from one
+    caller.
+    """
 
     name = "actor_calls"
     worker_class = ArrayWorker
@@ -22,7 +24,8 @@ class ActorCallsContender(ActorContender):
         last_calls = {}
         for stage, direction, microbatch in self.order:
             method = getattr(self.actors[stage], direction)
-            # Replacing the ref lets Ray free what the next call has consumed.
+            # Replacing the reference lets Ray free the hidden state that the next call has
+            # consumed.
             hidden[microbatch] = method.remote(microbatch, hidden[microbatch])
             last_calls[stage] = hidden[microbatch]
         ray.wait(list(last_calls.values()), num_returns=len(last_calls), fetch_local=False)

@@ -1,4 +1,4 @@
-"""The interface of planners and mappings of other projects that raymm is compared with."""
+"""Interface of planners and mappings of other projects that raymm is compared with."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Solution = TypeVar("Solution")
 
 @dataclass(frozen=True)
 class Baseline(Generic[Problem, Solution]):
-    """A way to solve what raymm solves, as somebody else does.
+    """Solver of another project for a problem that raymm solves.
 
     Attributes:
-        name: what tables call it.
-        source: whose it is, or where it is published.
-        solve: from the problem that raymm's own solver gets to a solution of the same kind;
-            raises an :class:`raymm.errors.InputError` where it has none.
+        name: name in tables.
+        source: project or publication.
+        solve: solves the problem that raymm's own solver gets, with a solution of the same kind;
+            raises :class:`raymm.errors.InputError` if it has none.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Baseline(Generic[Problem, Solution]):
 def solutions(
     baselines: Iterable[Baseline[Problem, Solution]], problem: Problem
 ) -> dict[str, Solution | str]:
-    """Per baseline's name its solution, or why it has none."""
+    """Return each baseline's solution, or the reason why it has none, by name."""
     solved: dict[str, Solution | str] = {}
     for baseline in baselines:
         try:

@@ -1,10 +1,10 @@
-"""The work every contender does: a chain of stages, forward and backward, 1F1B.
+"""Workload of all contenders: a chain of stages, forward and backward, 1F1B.
 
-A stage multiplies its input by one trainable weight. Two forms of it exist. The *scaled* form
-does that to every element and is what contenders are compared on before anything is timed. The
-timed form multiplies only the first element, by a weight of exactly 1, which is the identity:
-nothing is computed or copied, yet the weight's gradient still shows that every microbatch
-arrived, in both directions.
+A stage multiplies its input by one trainable weight. There are two forms. The *scaled* form
+multiplies every element; contenders are checked with it before anything is timed. The timed form
+multiplies only the first element, by a weight of exactly 1, which is the identity: nothing is
+computed or copied, yet the weight's gradient still shows that every microbatch arrived, in both
+directions.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ Direction = Literal["forward", "backward"]
 
 @dataclasses.dataclass(frozen=True)
 class ChainConfig:
-    """One point of the grid.
+    """Point of the grid.
 
     Attributes:
         message_bytes: size of one fp32 hidden state of shape (rows, HIDDEN).
         microbatches: microbatches per step.
-        burn_repeats: matrix products a stage does per forward and per backward; 0 is no-op.
-        scaled: multiply every element (to check numbers) rather than the first (to time).
+        burn_repeats: matrix products of a stage per forward and per backward; 0 for none.
+        scaled: True to multiply every element (to check numbers), False for the first (to time).
         stages: length of the chain, one process each.
     """
 
@@ -39,20 +39,20 @@ class ChainConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of one microbatch's hidden state."""
+        """Return the rows of one microbatch's hidden state."""
         return self.message_bytes // (4 * HIDDEN)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainResult:
-    """What one step computed: the loss summed over microbatches, each stage's gradient."""
+    """Loss of one step, summed over microbatches, and each stage's gradient."""
 
     loss: float
     weight_gradients: tuple[float, ...]
 
 
 class Burn:
-    """A fixed amount of CPU work: `repeats` products of small matrices, without allocation."""
+    """Fixed amount of CPU work: `repeats` products of small matrices, without allocation."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
@@ -65,7 +65,7 @@ class Burn:
 
 
 def calibrate_burn(milliseconds: float) -> int:
-    """Repeats of `Burn` that take `milliseconds` of one core's time on this machine."""
+    """Return the repeats of `Burn` that take `milliseconds` of one core on this machine."""
     probe = Burn(200)
     probe()
     durations = []
@@ -78,7 +78,7 @@ def calibrate_burn(milliseconds: float) -> int:
 
 
 class _Scale(torch.autograd.Function):
-    """x (rows, HIDDEN) times a scalar weight; see the module's docstring for `scaled`."""
+    """Product of x (rows, HIDDEN) and a scalar weight; for `scaled` see the module's docstring."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scaled: bool, burn: Burn) -> Tensor:
@@ -93,12 +93,12 @@ class _Scale(torch.autograd.Function):
         ctx.burn()
         if ctx.scaled:
             return gradient * weight, (gradient * x).sum(), None, None
-        # A fresh view, so that autograd takes it as x.grad instead of cloning it.
+        # Return a new view, so that autograd uses it as x.grad instead of cloning it.
         return gradient.view_as(gradient), gradient[0, 0] * x[0, 0], None, None
 
 
 class _HalfSquare(torch.autograd.Function):
-    """0.5·Σy², whose gradient is y itself; the value only of the first element unless `full`."""
+    """0.5·Σy², with gradient y; the value covers only the first element unless `full`."""
 
     @staticmethod
     def forward(ctx, y: Tensor, full: bool) -> Tensor:
@@ -108,7 +108,7 @@ class _HalfSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         (y,) = ctx.saved_tensors
-        # The incoming gradient is 1 by construction: no product over 4 MB only to keep y.
+        # The incoming gradient is 1 by construction: this avoids a product over 4 MB.
         return y.view_as(y), None
 
 
@@ -126,7 +126,7 @@ class ChainStage(nn.Module):
 
 
 class ChainLoss(nn.Module):
-    """The loss of one microbatch: 0.5·Σy² (its first term only when timing), gradient y."""
+    """Loss of one microbatch: 0.5·Σy² (its first term only when timing), gradient y."""
 
     def __init__(self, config: ChainConfig) -> None:
         super().__init__()
@@ -137,7 +137,8 @@ class ChainLoss(nn.Module):
 
 
 def chain_inputs(config: ChainConfig) -> Tensor:
-    """The first stage's inputs of all microbatches: (microbatches · rows, HIDDEN), seeded."""
+    """Return seeded inputs of the first stage for all microbatches, (microbatches · rows, HIDDEN).
+    """
     generator = torch.Generator().manual_seed(0)
     return torch.randn(config.microbatches * config.rows, HIDDEN, generator=generator)
 
@@ -145,7 +146,7 @@ def chain_inputs(config: ChainConfig) -> Tensor:
 class StageRunner:
     """Runs one stage of the chain, one microbatch and direction at a time.
 
-    Shared by the contenders that bring no pipeline runtime of their own.
+    Used by the contenders without a pipeline runtime.
     """
 
     def __init__(self, config: ChainConfig, index: int) -> None:
@@ -158,12 +159,12 @@ class StageRunner:
         self.loss_sum = 0.0
 
     def reset(self) -> None:
-        """Start a step: no gradient, no loss."""
+        """Reset gradient and loss at the start of a step."""
         self.stage.weight.grad = None
         self.loss_sum = 0.0
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Output to send on; None on the last stage. `x` is None on the first."""
+        """Return the output to send, or None on the last stage. `x` is None on the first."""
         if microbatch == 0:
             self.reset()
         x = self.inputs[microbatch] if self.is_first else x.detach().requires_grad_()
@@ -175,18 +176,21 @@ class StageRunner:
         return None if self.is_last else y.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Gradient to send back; None on the first stage. `gradient` is None on the last."""
+        """Return the gradient to send back, or None on the first stage.
+
+        `gradient` is None on the last stage.
+        """
         x, y = self._live.pop(microbatch)
         torch.autograd.backward(y, gradient)
         return x.grad
 
     def facts(self) -> tuple[float, float]:
-        """Loss sum (0 except on the last stage) and weight gradient of the last step."""
+        """Return the last step's loss sum (0 except on the last stage) and weight gradient."""
         return self.loss_sum, self.stage.weight.grad.item()
 
 
 def one_f_one_b(config: ChainConfig, index: int) -> list[tuple[Direction, int]]:
-    """Stage `index`'s 1F1B order: (direction, microbatch)."""
+    """Return stage `index`'s 1F1B order: (direction, microbatch)."""
     warm_up = min(config.stages - 1 - index, config.microbatches)
     order: list[tuple[Direction, int]] = [("forward", m) for m in range(warm_up)]
     for m in range(config.microbatches - warm_up):
@@ -196,8 +200,10 @@ def one_f_one_b(config: ChainConfig, index: int) -> list[tuple[Direction, int]]:
 
 
 def global_one_f_one_b(config: ChainConfig) -> list[tuple[int, Direction, int]]:
-    """All stages' 1F1B orders merged into one (stage, direction, microbatch) order in which
-    everything comes after what it needs."""
+    """Merge all stages' 1F1B orders into one (stage, direction, microbatch) order.
+
+    Every entry follows its dependencies.
+    """
     waiting = [one_f_one_b(config, index) for index in range(config.stages)]
     positions = [0] * config.stages
     done: set[tuple[int, Direction, int]] = set()
@@ -222,7 +228,7 @@ def global_one_f_one_b(config: ChainConfig) -> list[tuple[int, Direction, int]]:
 
 
 def reference(config: ChainConfig) -> ChainResult:
-    """The same step in this process, microbatch after microbatch: what all must equal."""
+    """Compute the same step in this process, one microbatch after the other, as the reference."""
     stages = [ChainStage(config, index) for index in range(config.stages)]
     loss_of, loss_sum = ChainLoss(config), 0.0
     for x in chain_inputs(config).chunk(config.microbatches):

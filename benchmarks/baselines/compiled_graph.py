@@ -1,4 +1,4 @@
-"""Ray Compiled Graphs over shared-memory channels: the whole step compiled into one graph."""
+"""Ray Compiled Graphs over shared-memory channels: the entire step compiled into one graph."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ from benchmarks.baselines.chain import ChainConfig, global_one_f_one_b
 from benchmarks.baselines.contender import ActorContender
 from benchmarks.baselines.object_store import ArrayWorker, TensorWorker
 
-# Room for the serialised array's header beside its bytes.
+# Room for the serialised array's header in addition to its bytes.
 HEADER_BYTES = 16 * 1024
 STEP_TIMEOUT_S = 120
 # Actors are killed, not torn down (see setup), which this logger reports at length.
@@ -21,26 +21,28 @@ logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)
 
 
 class _GraphNodes:
-    """What a graph needs of its actors beside `forward` and `backward`."""
+    """Graph methods of an actor in addition to `forward` and `backward`."""
 
     def finish(self, *backwards: None) -> bool:
-        """The graph's output. Depends on all of the first stage's backwards: a step's end."""
+        """Return the graph's output, which depends on all backwards of the first stage: a step's
+        end.
+        """
         return True
 
 
 class TensorGraphWorker(_GraphNodes, TensorWorker):
-    """Sends torch tensors."""
+    """Worker that sends torch tensors."""
 
 
 class ArrayGraphWorker(_GraphNodes, ArrayWorker):
-    """Sends numpy arrays."""
+    """Worker that sends numpy arrays."""
 
 
 class CompiledGraphContender(ActorContender):
-    """Forward and backward of every microbatch are nodes, bound in 1F1B order.
+    """Contender with a node per forward and backward of every microbatch, bound in 1F1B order.
 
-    Torch tensors go from node to node by Ray's tensor transport for shared memory. (Without it
-    they would be pickled whole: 9 ms of CPU time for 4 MB.)
+    Torch tensors are passed between nodes by Ray's tensor transport for shared memory. (Otherwise
+    they would be pickled entirely: 9 ms of CPU time for 4 MB.)
     """
 
     name = "compiled_graph"
@@ -57,7 +59,7 @@ class CompiledGraphContender(ActorContender):
         if wanted == self._compiled_for:
             super().setup(config)
             return
-        # Fresh actors for each graph: tearing down the second one compiled for the same actors
+        # New actors for each graph: the teardown of the second graph compiled for the same actors
         # hangs (ray 2.60).
         self.close()
         super().setup(config)
@@ -87,20 +89,20 @@ class CompiledGraphContender(ActorContender):
 
     def pause(self) -> None:
         # An actor that waits for a channel polls it (measured: half a core each, all the time),
-        # which would slow down everyone else's turn.
+        # which would slow down the other contenders.
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        self.resume()  # a process is asked to end itself, which a stopped one cannot do
+        self.resume()  # the actors terminate themselves, which stopped processes cannot
         super().close()
         self._graph, self._compiled_for = None, None
 
 
 class ArrayCompiledGraphContender(CompiledGraphContender):
-    """The same with numpy arrays, which the receiver reads in place: the tuned form."""
+    """Contender with numpy arrays, which the receiver reads in place: the tuned form."""
 
     name = "compiled_graph_numpy"
     worker_class = ArrayGraphWorker
@@ -108,7 +110,7 @@ class ArrayCompiledGraphContender(CompiledGraphContender):
 
 
 class PlainCompiledGraphContender(CompiledGraphContender):
-    """Torch tensors without a transport hint: what `experimental_compile` does by itself."""
+    """Contender with torch tensors without a transport hint, `experimental_compile`'s default."""
 
     name = "compiled_graph_plain"
     tensor_transport = None

@@ -1,4 +1,4 @@
-"""What the benchmark asks of a contender, and the actors that most of them are made of."""
+"""Interface of contenders, and the actors that most of them use."""
 
 import abc
 import os
@@ -12,10 +12,10 @@ from benchmarks.baselines.chain import ChainConfig, ChainResult
 
 
 class Contender(abc.ABC):
-    """One way to run the chain over four processes of its own.
+    """Runtime that runs the chain over four processes.
 
-    A contender is set up many times, for one configuration after the other; its processes may
-    live from the first `setup` to `close`, and must be idle (blocked, not polling) while paused.
+    A contender is set up many times, for one configuration after the other. Its processes may live
+    from the first `setup` to `close`, and must be idle (blocked, not polling) while paused.
     """
 
     name: ClassVar[str]
@@ -26,35 +26,35 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self) -> None:
-        """Run one step from the driver: return when all stages have finished it."""
+        """Run one step from the driver; return when all stages have finished it."""
 
     @abc.abstractmethod
     def result(self) -> ChainResult:
-        """What the last step computed."""
+        """Return the result of the last step."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the processes. Nothing happens where there are none."""
+        """End the processes, if there are any."""
 
     @abc.abstractmethod
     def pids(self) -> list[int]:
-        """Of its processes, once it is set up."""
+        """Return the ids of its processes, once it is set up."""
 
     def pause(self) -> None:  # noqa: B027
-        """Called when others have their turn. For processes that poll when they wait."""
+        """Pause the processes if they poll while they wait. Called before other contenders run."""
 
     def resume(self) -> None:  # noqa: B027
-        """Called when the turn comes back, before `setup`, `dispatch` or `result`."""
+        """Resume the processes. Called before `setup`, `dispatch` or `result`."""
 
     def step(self) -> float:
-        """Run one step; seconds of wall time in the driver, from call to all done."""
+        """Run one step; return seconds of wall time in the driver until all stages are done."""
         start = time.perf_counter()
         self.dispatch()
         return time.perf_counter() - start
 
 
 class Worker:
-    """Base of the actors: one stage's process."""
+    """Base class of the actors: one stage's process."""
 
     def __init__(self, index: int) -> None:
         torch.set_num_threads(1)
@@ -65,16 +65,16 @@ class Worker:
         raise NotImplementedError
 
     def pid(self) -> int:
-        """Of this process."""
+        """Return this process's id."""
         return os.getpid()
 
     def facts(self) -> tuple[float, float]:
-        """Loss sum (0 except on the last stage) and weight gradient of the last step."""
+        """Return the last step's loss sum (0 except on the last stage) and weight gradient."""
         raise NotImplementedError
 
 
 class ActorContender(Contender):
-    """A contender whose processes are one `worker_class` actor per stage."""
+    """Contender whose processes are one `worker_class` actor per stage."""
 
     worker_class: ClassVar[type[Worker]]
 
@@ -91,7 +91,7 @@ class ActorContender(Contender):
         ray.get([actor.configure.remote(config) for actor in self.actors])
 
     def connect(self) -> None:
-        """Called once, when the actors have been made."""
+        """Connect the actors. Called once, after their creation."""
 
     def pids(self) -> list[int]:
         return self._pids

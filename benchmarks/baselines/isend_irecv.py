@@ -1,4 +1,4 @@
-"""The floor: a bare isend/irecv loop over gloo in 1F1B order, with preallocated buffers."""
+"""Floor: a bare isend/irecv loop over gloo in 1F1B order, with preallocated buffers."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from benchmarks.baselines.gloo import GlooContender, GlooWorker
 
 
 class LoopWorker(GlooWorker):
-    """Posts every receive when the step starts, then walks the 1F1B order."""
+    """Worker that posts every receive at the start of the step, then follows the 1F1B order."""
 
     def configure(self, config: ChainConfig) -> None:
         self.runner = StageRunner(config, self.index)
@@ -35,7 +35,7 @@ class LoopWorker(GlooWorker):
                 gradient = self.runner.backward(m, self.gradients[m] if gradients else None)
                 if gradient is not None:
                     sends.append((dist.isend(gradient, before, tag=m), gradient))
-        for work, _ in sends:  # the tensor stays alive until its send is done
+        for work, _ in sends:  # keep the tensor alive until its send is done
             work.wait()
 
     def facts(self) -> tuple[float, float]:
@@ -43,7 +43,7 @@ class LoopWorker(GlooWorker):
 
 
 class LoopContender(GlooContender):
-    """isend/irecv with nothing around it."""
+    """Contender of isend/irecv calls without a runtime."""
 
     name = "isend_irecv_floor"
     worker_class = LoopWorker

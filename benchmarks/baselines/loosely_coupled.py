@@ -1,4 +1,4 @@
-"""Cornstarch v1's Algorithm 1: encoders that keep the pace of the language model."""
+"""Cornstarch v1's Algorithm 1: encoders that keep pace with the language model."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ def loosely_coupled(
     alternatives: int = DEFAULT_ALTERNATIVES,
     relax: bool = False,
 ) -> SearchResult:
-    """Cornstarch v1's Algorithm 1: cut the module that computes the loss (the language model)
-    into every number of stages, give each other module the fewest stages that are no slower
-    than the language model's slowest, and keep the fastest of these plans.
+    """Plan with Cornstarch v1's Algorithm 1.
 
-    An encoder that cannot keep the pace gets as many stages as the budget can leave it. The
-    algorithm as printed knows no budget; plans over it are left out, which on a small one can
-    leave out every balanced plan, and even all.
+    Cut the module that computes the loss (the language model) into every number of stages, give
+    each other module the fewest stages that are no slower than the language model's slowest, and
+    keep the fastest of these plans.
+
+    An encoder that cannot keep pace gets as many stages as the budget allows. The printed algorithm
+    has no budget; plans above it are left out, which for a small budget can exclude every balanced
+    plan, and even all plans.
 
     Args:
-        space: what to choose from.
-        iteration_time: seconds of one iteration of a plan.
-        fits: whether a plan fits in memory; all do by default.
-        alternatives: how many of the next fastest plans to return.
-        relax: instead of leaving such plans out, slow down the pace asked of the encoders
-            until they are within the budget (not in the paper, and much better).
+        space: plans to choose from.
+        iteration_time: returns the seconds of one iteration of a plan.
+        fits: returns True if a plan fits in memory; by default all do.
+        alternatives: number of next fastest plans to return.
+        relax: True to lower the required pace of the encoders until they are within the budget,
+            instead of leaving such plans out (not in the paper, and much better).
 
     Raises:
-        NoPlanError: if no plan fits.
+        NoPlanError: no plan fits.
     """
     llm = space.graph.backbone
     combinations = 0
@@ -58,8 +60,10 @@ def loosely_coupled(
 def _pace_encoders(
     space: StageSpace, start: Counts, pace: float, relax: bool
 ) -> Counts | None:
-    """Stages for every module, those in ``start`` given: the fewest that keep the pace, or,
-    relaxed, the next slower pace at which all are within the budget."""
+    """Return the fewest stages per module that keep pace; those in ``start`` are fixed.
+
+    Relaxed, return the next slower pace at which all modules are within the budget.
+    """
     encoders = [module for module in reversed(space.graph.topological) if module not in start]
     most = space.ranks - sum(start.values()) - (len(encoders) - 1)
     while pace < math.inf:

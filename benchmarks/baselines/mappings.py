@@ -1,7 +1,8 @@
-"""How Megatron-LM, DistMM and Spindle would map the same modules (Mosaic §2.2), as mappings.
+"""Mappings of the same modules by Megatron-LM, DistMM and Spindle (Mosaic §2.2).
 
-All give a GPU to one module at a time, so nothing disturbs anything; degrees are powers of two, as
-for everyone. Costs of Spindle's synchronization between slices are left out, in its favour.
+All of them give a GPU to one module at a time, so there is no interference. Degrees are powers of
+two, as for all mappings. Costs of Spindle's synchronization between slices are left out, in its
+favour.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SPINDLE_SLICES = 24
 
 
 def megatron(problem: MappingProblem) -> Mapping:
-    """Every module over all GPUs, one after the other (the largest power of two of them)."""
+    """Run every module over all GPUs, one after the other (the largest power of two of them)."""
     stages = []
     for stage in alone_in_slot(problem):
         m = stage.bit_length() - 1
@@ -44,9 +45,11 @@ def megatron(problem: MappingProblem) -> Mapping:
 
 
 def distmm(problem: MappingProblem) -> Mapping:
-    """Modules of a level concurrently on GPUs of their own, so that the slowest is as fast as can
-    be. A level that has more modules than the GPUs can hold is cut into as few groups as
-    possible, of modules of similar length, which take turns."""
+    """Run modules of a level concurrently on disjoint GPUs, with the slowest as fast as possible.
+
+    A level with more modules than the GPUs can hold is cut into as few groups as possible, of
+    modules of similar length, which run in turn.
+    """
     stages: list[MultiplexStage] = []
     for level in problem.levels:
         modules = sorted(bits(level), key=lambda m: (-_whole(problem)[m].min(), m))
@@ -67,22 +70,23 @@ def distmm(problem: MappingProblem) -> Mapping:
 def spindle(
     problem: MappingProblem, slices: int = SPINDLE_SLICES, layers: ByName[str, int] | None = None
 ) -> Mapping:
-    """Waves of slices: every module's work is cut into slices, and each wave gives whole GPUs to
-    some modules for as many slices as fit into its span.
+    """Map waves of slices.
 
-    A slice is some consecutive layers of a module, so that there are no more of them than layers
-    (in Spindle, a slice is a part of a chain of like operators); a module of four layers can be cut
-    in three places.
+    Every module's work is cut into slices, and each wave gives whole GPUs to some modules for as
+    many slices as fit into its duration.
 
-    Per level: the time C in which all could end together if GPUs were divisible; each module gets
-    slices at the two degrees around its share, so that they add up to C; waves are then filled
-    with the longest work left, GPUs left over go to who gains most, and a wave ends with whoever
-    ends first.
+    A slice is a number of consecutive layers of a module, so there are at most as many slices as
+    layers (in Spindle, a slice is a part of a chain of equal operators); a module of four layers
+    can be cut in three places.
+
+    Per level, C is the time in which all modules could end together if GPUs were divisible. Each
+    module gets slices at the two degrees around its share, so that they add up to C. Waves are then
+    filled with the longest remaining work, remaining GPUs are assigned to the module with the
+    largest gain, and a wave ends with the first module that ends.
 
     Args:
-        problem: what to map.
-        slices: of every module whose layers are not known.
-        layers: of modules, by name.
+        slices: slices of every module whose layers are unknown.
+        layers: layers by module name.
 
     Raises:
         PlanError: slices or layers below 1, or a module that fits no whole GPU.
@@ -100,7 +104,7 @@ def spindle(
 
 
 def _whole(problem: MappingProblem) -> np.ndarray:
-    """(M, J) seconds with whole GPUs, by module and log2 of the degree."""
+    """Return (M, J) seconds with whole GPUs, by module and log2 of the degree."""
     return problem.seconds[:, :, problem.steps]
 
 
@@ -112,8 +116,10 @@ def _needs_whole(problem: MappingProblem, m: int) -> str:
 
 
 def _concurrently(problem: MappingProblem, modules: list[int]) -> MultiplexStage | None:
-    """Whole GPUs for each so that the slowest is fastest: the least time at which the least
-    degrees that are fast enough fit; None if there are too many modules."""
+    """Assign whole GPUs so that the slowest module is fastest; None for too many modules.
+
+    The result has the least time at which the smallest sufficient degrees fit.
+    """
     seconds = _whole(problem)[modules]
     degrees = np.array(problem.degrees)
     for limit in np.unique(seconds[np.isfinite(seconds)]):
@@ -129,7 +135,7 @@ def _placed(
     problem: MappingProblem, modules: Sequence[int], degrees: Sequence[int],
     slices: Sequence[int] | None = None,
 ) -> list[Placement]:
-    """Disjoint whole GPUs, one module after the other."""
+    """Place modules on disjoint whole GPUs, one after the other."""
     result, first = [], 0
     for i, (m, degree) in enumerate(zip(modules, degrees, strict=True)):
         gpus = tuple(range(first, first + degree))
@@ -140,16 +146,16 @@ def _placed(
 
 
 def _divisible(problem: MappingProblem, modules: list[int]) -> dict[int, float]:
-    """Shares of the GPUs, as if divisible, with which all modules end at the same time."""
+    """Return shares of divisible GPUs with which all modules end at the same time."""
     log_degrees = np.log2(np.array(problem.degrees))
 
     def share(m: int, limit: float) -> float:
-        # Least degree that is done by then, log-linear between powers of two.
+        # Smallest degree that is done by then, log-linear between powers of two.
         times = np.minimum.accumulate(_whole(problem)[m])
         runs = np.isfinite(times)
         x, y = log_degrees[runs], np.log(times[runs])
         if limit >= np.exp(y[0]):
-            # Less than one replica's time is left over: as if that GPU were shared in time.
+            # The remaining time is less than one replica's: treat the GPU as time-shared.
             return float(2 ** x[0] * np.exp(y[0]) / limit)
         if limit < np.exp(y[-1]):
             return math.inf
@@ -174,7 +180,7 @@ def _waves(
         if not np.isfinite(seconds[m]).any():
             raise PlanError(_needs_whole(problem, m))
     shares = _divisible(problem, modules)
-    # (module, index of the degree) -> slices left there.
+    # (module, index of the degree) -> remaining slices.
     left: dict[tuple[int, int], int] = {}
     for m in modules:
         runs = [int(j) for j in np.flatnonzero(np.isfinite(seconds[m]))]
@@ -199,7 +205,7 @@ def _waves(
 def _wave(
     problem: MappingProblem, left: dict[tuple[int, int], int], slices: int, units: Sequence[int]
 ) -> MultiplexStage:
-    """Fill the GPUs with the longest work left and take what it does out of ``left``."""
+    """Fill the GPUs with the longest remaining work and remove it from ``left``."""
     seconds = _whole(problem)
     queue = [(-seconds[m, j] * count, m, j) for (m, j), count in left.items()]
     heapq.heapify(queue)
@@ -212,7 +218,7 @@ def _wave(
             free -= problem.degrees[j]
     degree = dict(chosen)
     while True:
-        # Double the degree of who saves most by it.
+        # Double the degree of the module that saves the most time by it.
         gains = []
         for m, j in degree.items():
             wider = j + 1 < len(problem.degrees) and problem.degrees[j] <= free

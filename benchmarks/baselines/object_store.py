@@ -1,4 +1,4 @@
-"""The workers of the contenders that move hidden states through Ray's shared memory."""
+"""Workers of the contenders that send hidden states through Ray's shared memory."""
 
 import warnings
 
@@ -11,17 +11,19 @@ from benchmarks.baselines.contender import Worker
 
 
 class TensorWorker(Worker):
-    """Takes and gives torch tensors, as one writes it without further thought."""
+    """Worker that takes and returns torch tensors, as in untuned code."""
 
     def configure(self, config: ChainConfig) -> None:
         self.runner = StageRunner(config, self.index)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Output for the next stage, None on the last. The first stage ignores `x`."""
+        """Return the output for the next stage, None on the last. The first stage ignores `x`."""
         return self.runner.forward(microbatch, None if self.runner.is_first else x)
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Gradient for the stage before, None on the first. The last ignores `gradient`."""
+        """Return the gradient for the previous stage, None on the first. The last ignores
+        `gradient`.
+        """
         return self.runner.backward(microbatch, None if self.runner.is_last else gradient)
 
     def facts(self) -> tuple[float, float]:
@@ -37,7 +39,10 @@ def _to_array(tensor: Tensor | None) -> np.ndarray | None:
 
 
 class ArrayWorker(TensorWorker):
-    """Takes and gives numpy arrays, which Ray reads in place: one copy in all, by the sender."""
+    """Worker that takes and returns numpy arrays, which Ray reads in place.
+
+    The only copy is the sender's.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -45,9 +50,9 @@ class ArrayWorker(TensorWorker):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
     def forward(self, microbatch: int, x: np.ndarray | None) -> np.ndarray | None:
-        """As `TensorWorker.forward`, in arrays."""
+        """Run `TensorWorker.forward` on arrays."""
         return _to_array(super().forward(microbatch, _to_tensor(x)))
 
     def backward(self, microbatch: int, gradient: np.ndarray | None) -> np.ndarray | None:
-        """As `TensorWorker.backward`, in arrays."""
+        """Run `TensorWorker.backward` on arrays."""
         return _to_array(super().backward(microbatch, _to_tensor(gradient)))

@@ -1,5 +1,7 @@
-"""OmniBal's balanced model partitioning (§4.2): candidates around an origin, the best of
-which are then really run."""
+"""OmniBal's balanced model partitioning (§4.2): the best candidates near an origin.
+
+The best candidates are meant to be measured in real runs.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ DEFAULT_TOP = 8
 
 @dataclass(frozen=True)
 class PartitionCandidate:
-    """A partition and how it ranks.
+    """Partition with its scores.
 
     Attributes:
         ranges: layers ``[lo, hi)`` of each stage.
-        variance: eq. 4, the sum of squared differences of the stages' forward times from
-            their mean; seconds squared.
+        variance: eq. 4, the sum of squared differences of the stages' forward times from their
+            mean; seconds squared.
         communication: eq. 5, bytes over all cuts.
-        score: what candidates are ranked by, from 0 (best in both) to 2.
+        score: sort key of candidates, from 0 (best in both) to 2.
     """
 
     ranges: Ranges
@@ -34,12 +36,13 @@ class PartitionCandidate:
 
 
 def greedy_start(forward: Sequence[float], stages: int) -> Ranges:
-    """OmniBal's origin: each stage in turn takes the layers that bring it nearest to an
-    equal share of the forward time that is left.
+    """Return OmniBal's origin.
+
+    Each stage in turn takes the layers that bring it nearest to an equal share of the remaining
+    forward time.
 
     Raises:
-        NoPlanError: if there are fewer layers than stages, or a time is negative or not
-            finite.
+        NoPlanError: there are fewer layers than stages, or a time is negative or not finite.
     """
     partition_layers(forward, stages)  # checks the arguments
     num_layers, cuts, left = len(forward), [0], sum(forward)
@@ -62,35 +65,35 @@ def partition_candidates(
     origin: Ranges | None = None,
     top: int = DEFAULT_TOP,
 ) -> tuple[PartitionCandidate, ...]:
-    """The best of the origin's jitters by VAR(forward) + SUM(communication). Its jitters are the
-    partitions whose cuts are each within ``radius`` layers of its own.
+    """Return the best neighbours of the origin by VAR(forward) + SUM(communication).
 
-    Seconds squared and bytes cannot be added, so each is first scaled to 0..1 by its range
-    over all jitters (what does not vary counts as 0).
+    Neighbours are the partitions whose cuts are each within ``radius`` layers of the origin's.
 
-    Exact for any radius and any number of stages. The stages' mean forward time is the same
-    for every partition, so both terms, and their ranges, are sums over stages and cuts: the
-    ranking is a search for the ``top`` shortest paths through a graph with a node per cut
-    and jitter, which are found best first without enumerating the rest, by looking at about
-    ``top * stages * (2 * radius + 1)`` partial ones.
+    Seconds squared and bytes cannot be added, so each is first scaled to 0..1 by its range over all
+    neighbours (a constant counts as 0).
+
+    Exact for any radius and any number of stages. The stages' mean forward time is the same for
+    every partition, so both terms, and their ranges, are sums over stages and cuts. The ranking is
+    a search for the ``top`` shortest paths through a graph with a node per cut and offset. These
+    are found best first without enumerating the rest, by visiting about ``top * stages * (2 *
+    radius + 1)`` partial paths.
 
     Args:
         forward: seconds of each layer's forward.
-        output_bytes: bytes that each layer hands to the next.
-        stages: number of stages.
-        radius: how many layers a cut may move.
-        origin: where to start; :func:`greedy_start` by default. An origin with the least
-            bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`)
-            knows frozen layers.
-        top: how many to return.
+        output_bytes: bytes that each layer sends to the next.
+        radius: maximum number of layers by which a cut moves.
+        origin: partition to start from; :func:`greedy_start` by default. An origin with the least
+            bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`) takes
+            frozen layers into account.
+        top: number of candidates to return.
 
     Returns:
         Up to ``top`` candidates, best first.
 
     Raises:
-        NoPlanError: if the lists differ in length, the origin is no partition of these
-            layers, or as :func:`greedy_start`.
-        ValueError: if ``radius`` or ``top`` is out of range.
+        NoPlanError: the lists differ in length, the origin is no partition of these layers, or as
+            in :func:`greedy_start`.
+        ValueError: ``radius`` or ``top`` is out of range.
     """
     if radius < 0 or top < 1:
         raise ValueError(f"radius is {radius} and top {top}; accepted: radius >= 0, top >= 1")
@@ -144,13 +147,15 @@ class _Terms:
         return (self.prefix[hi] - self.prefix[lo] - self.mean) ** 2
 
     def communication(self, lo: int, hi: int) -> float:
-        """What the stage sends; the last one sends nothing."""
+        """Return the bytes that the stage sends; 0 for the last."""
         return float(self.output_bytes[hi - 1]) if hi < len(self.output_bytes) else 0.0
 
 
 def _levels(origin: Ranges, radius: int, num_layers: int) -> list[list[int]]:
-    """Per cut (with 0 and the end) where it may be. Cuts that leave too few layers before or
-    after them are not in it; a path through it must still ascend."""
+    """Return the possible positions of each cut, including 0 and the end.
+
+    Cuts that leave too few layers before or after them are excluded; a path must still ascend.
+    """
     stages = len(origin)
     inner = [
         [
@@ -168,8 +173,10 @@ def _distances(
     term: Callable[[int, int], float],
     choose: Callable[..., float],
 ) -> list[dict[int, float]]:
-    """Per level and cut, the least (or most) sum of terms from there to the end; a cut from
-    which no path ascends to the end is not in it."""
+    """Return, per level and cut, the least (or most) sum of terms from there to the end.
+
+    Cuts from which no path ascends to the end are excluded.
+    """
     result: list[dict[int, float]] = [{cut: 0.0 for cut in levels[-1]}]
     for level in reversed(levels[:-1]):
         after = result[-1]
@@ -184,7 +191,7 @@ def _distances(
 def _extremes(
     levels: Sequence[Sequence[int]], term: Callable[[int, int], float]
 ) -> tuple[float, float]:
-    """Least and most sum of terms over all paths; equal where they differ by rounding only."""
+    """Return least and most sum of terms over all paths; equal if they differ by rounding only."""
     least, most = (_distances(levels, term, choose)[0][0] for choose in (min, max))
     return (least, least) if math.isclose(least, most, rel_tol=1e-12) else (least, most)
 
@@ -192,10 +199,10 @@ def _extremes(
 def _best_first(
     levels: Sequence[Sequence[int]], term: Callable[[int, int], float]
 ) -> Iterator[tuple[int, ...]]:
-    """All ascending paths through the levels, cheapest first (to within 1e-9).
+    """Yield all ascending paths through the levels, cheapest first (to within 1e-9).
 
-    Equal layers make very many paths equally good up to rounding; of these the longest goes
-    first, so that they are finished one after the other instead of all begun.
+    Equal layers make very many paths equal up to rounding. Among these the longest partial path is
+    extended first, so that paths are finished one after the other.
     """
     to_end = _distances(levels, term, min)
     queue: list[tuple[float, int, float, tuple[int, ...]]] = [(0.0, 0, 0.0, (0,))]

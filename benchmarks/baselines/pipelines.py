@@ -1,12 +1,12 @@
-"""Planners of pipelines that raymm's is compared with. All have one rank per stage, and what they
-find is evaluated like its plans.
+"""Pipeline planners that raymm's planner is compared with.
+
+All have one rank per stage, and their plans are evaluated like raymm's.
 
 - ``loosely_coupled``: Cornstarch v1's Algorithm 1;
-- ``unaware``: the joint search of stage counts, but stages balanced as if every layer were
-  trained;
-- ``layers``, ``parameters``: the same with stages of equally many layers or parameters;
-- ``omnibal``: around the joint search's stage counts, OmniBal's partition candidates (§4.2), the
-  best of which are meant to be really run.
+- ``unaware``: the joint search of stage counts, but stages balanced as if every layer were trained;
+- ``layers``, ``parameters``: the same with stages of equal numbers of layers or parameters;
+- ``omnibal``: OmniBal's partition candidates (§4.2) for the joint search's stage counts; the best
+  ones are meant to be measured in real runs.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import StageSpace
 
 OMNIBAL_TOP = 8
-# Layers that OmniBal's search may move a cut.
+# Maximum number of layers by which OmniBal's search moves a cut.
 OMNIBAL_RADIUS = 1
 Work = Mapping[str, tuple[LayerWork, ...]]
 Search = Callable[[StageSpace, Candidates], SearchResult]
 
 
 def unaware_work(graph: ModuleGraph, profile: CostProfile) -> dict[str, tuple[LayerWork, ...]]:
-    """What a planner that knows nothing of frozen layers believes: everything is trained."""
+    """Return the work if all layers were trained, for a planner that ignores frozen layers."""
     profile.check(graph)
     return {
         name: tuple(
@@ -72,8 +72,10 @@ def _joint(space: StageSpace, candidates: Candidates) -> SearchResult:
 def _expecting(
     work: Callable[[ModuleGraph, CostProfile], Work], space: StageSpace, candidates: Candidates
 ) -> SearchResult:
-    """The joint search of a planner that balances stages by this work. Bounds of the profile
-    hold for any partition, so the search stays exact."""
+    """Run the joint search of a planner that balances stages by this work.
+
+    Bounds of the profile hold for any partition, so the search stays exact.
+    """
     return _joint(replace(space, expected=work(space.graph, space.profile)), candidates)
 
 
@@ -82,7 +84,8 @@ def _loosely_coupled(space: StageSpace, candidates: Candidates) -> SearchResult:
 
 
 def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
-    """
+    """Propose a plan with one of the searches.
+
     Raises:
         NoPlanError: nothing fits, or there are fewer ranks than modules.
     """
@@ -104,8 +107,11 @@ def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
 
 
 def _omnibal(space: StageSpace, best: Plan) -> Iterator[Plan]:
-    """Plans of the best combinations of every module's candidates. OmniBal ranks by the
-    variance of forward times; here by that of 1F + 1B, of which a frozen module has no B."""
+    """Yield plans of the best combinations of every module's candidates.
+
+    OmniBal ranks by the variance of forward times; here the variance is of 1F + 1B, where a frozen
+    module has no B.
+    """
     per_module: dict[str, tuple[PartitionCandidate, ...]] = {}
     work = layer_work(space.graph, space.profile, space.recompute)
     for node in space.graph.nodes:
@@ -142,4 +148,4 @@ PIPELINES = (
     _baseline("parameters", "equally many parameters per stage", partial(_expecting, _parameters)),
     _baseline("omnibal", "OmniBal §4.2", _joint),
 )
-"""From a problem to what the planner proposes. They have no degrees within modules."""
+"""Planners: problem -> proposal, without degrees within modules."""

@@ -22,7 +22,7 @@ from raymm.scheduler.schedule.lower import lower
 
 
 class RaymmStage(nn.Module):
-    """A stage of the chain behind the interface that raymm's executor runs."""
+    """Stage of the chain behind the interface that raymm's executor runs."""
 
     def __init__(self, config: ChainConfig, index: int) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class RaymmStage(nn.Module):
 
 
 def chain_plan(config: ChainConfig) -> Plan:
-    """One stage per rank."""
+    """Return a plan with one stage per rank."""
     graph = ModuleGraph((ModuleNode("chain", (True,) * config.stages),), ())
     stages = tuple(Stage("chain", i, (i, i + 1), i) for i in range(config.stages))
     return Plan(graph, stages, config.microbatches)
 
 
 class RaymmContender(Contender):
-    """The same driver call per step that a trainer makes: `submit` and wait."""
+    """Contender that makes the trainer's driver call per step: `submit` and wait."""
 
     name = "raymm"
 

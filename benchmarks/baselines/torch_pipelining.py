@@ -14,7 +14,7 @@ from benchmarks.baselines.gloo import GlooContender, GlooWorker
 
 
 class PipeliningWorker(GlooWorker):
-    """Shapes are given, so that nothing is inferred while a step runs."""
+    """Worker with fixed shapes, so that nothing is inferred during a step."""
 
     def configure(self, config: ChainConfig) -> None:
         self.config = config
@@ -33,7 +33,7 @@ class PipeliningWorker(GlooWorker):
         )
         is_first, is_last = self.index == 0, self.index == config.stages - 1
         self.arguments = (chain_inputs(config),) if is_first else ()
-        # The schedule wants a target to split; the loss does not look at it.
+        # The schedule requires a target to split; the loss ignores it.
         self.target = torch.zeros(config.microbatches, 1) if is_last else None
 
     def step(self) -> None:
@@ -49,7 +49,7 @@ class PipeliningWorker(GlooWorker):
 
 
 class PipeliningContender(GlooContender):
-    """The peer: PyTorch's own pipeline runtime."""
+    """Contender of PyTorch's own pipeline runtime."""
 
     name = "torch_pipelining"
     worker_class = PipeliningWorker

@@ -1,5 +1,8 @@
-"""raymm's runtime on the chain with messages of many shapes: as many bytes as the others', to
-within 7%, in another shape from microbatch to microbatch."""
+"""raymm's runtime on the chain with messages of many shapes.
+
+Messages have the same number of bytes as those of other contenders, to within 7%, in another shape
+in each microbatch.
+"""
 
 from functools import partial
 
@@ -12,21 +15,21 @@ from raymm.actors.modules.message import Message, MicrobatchContext
 
 SHAPES = 1000
 SHARE = 0.07
-"""Of a message's elements, by which messages differ at most."""
+"""Largest relative difference in the number of elements."""
 
 
 def elements(config: ChainConfig, number: int, shapes: int) -> int:
-    """Of the message of a run's microbatch `number`; all alike where numbers are compared."""
+    """Return the elements of microbatch `number`'s message; constant when numbers are compared."""
     whole = config.rows * HIDDEN
     if config.scaled:
         return whole
     fewest = whole - int(SHARE * whole)
-    # A number without a common divisor with any count here: neighbours are far apart.
+    # A number coprime to all counts here, so that neighbours are far apart.
     return fewest + (number * 7919) % shapes * (whole - fewest) // shapes
 
 
 class VariedStage(RaymmStage):
-    """A stage whose microbatches are of another shape each."""
+    """Stage whose microbatches have different shapes."""
 
     def __init__(self, config: ChainConfig, index: int, shapes: int) -> None:
         super().__init__(config, index)
@@ -46,7 +49,7 @@ class VariedStage(RaymmStage):
 
 
 class VariedContender(RaymmContender):
-    """A thousand shapes again and again, all of which have been there before anything is timed."""
+    """Contender that repeats a thousand shapes, all of them seen before anything is timed."""
 
     name = "raymm_1000_shapes"
     shapes, seen = SHAPES, True
@@ -63,7 +66,7 @@ class VariedContender(RaymmContender):
         count = self._config.microbatches
         numbers = range(self._steps * count, (self._steps + 1) * count)
         sizes = (elements(self._config, n, self.shapes) for n in numbers)
-        structure = int(self._config.scaled)  # whose messages are of another form
+        structure = int(self._config.scaled)  # whose messages have another structure
         keys = tuple(LayoutKey(size, structure, (size,)) for size in sizes)
         self.meta = StepMeta(step=0, label_tokens=1, keys=keys)
         self._steps += 1
@@ -71,7 +74,7 @@ class VariedContender(RaymmContender):
 
 
 class NewShapesContender(VariedContender):
-    """Shapes that mostly have not been there before."""
+    """Contender with mostly new shapes."""
 
     name = "raymm_new_shapes"
     shapes, seen = 10**6, False

@@ -1,12 +1,13 @@
-"""Runs sections on this machine's GPU, writes the results and prints them as tables.
+"""Claim: kernels, streams and steps are correct and fast on this machine's GPU.
 
     make gpu PYTHON=python3
     make gpu-more PYTHON=python3                 # the sections of the second run
     python -m benchmarks.gpu --sections attention green_contexts
     python -m benchmarks.gpu --device cpu        # tries the code, with tiny sizes
 
-Needs torch, transformers, triton and numpy. Exits with 1 where a part failed, with 4 where there
-is no GPU, with 5 where a trial on a CPU is not possible with the installed versions.
+Runs sections, writes the results and prints them as tables. Needs torch, transformers, triton and
+numpy. Exits with 1 if a part failed, with 4 if there is no GPU, with 5 if a trial on a CPU is not
+possible with the installed versions.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from benchmarks.gpu import report
 from benchmarks.gpu.processes import NO_DEVICE, ready_server, run_together
 from benchmarks.gpu.sections import KINDS, SECTIONS, Section
 
-# Of the whole run, with starts and ends of processes: under ten minutes with some to spare.
+# Time limit of the whole run, including process starts and ends: under ten minutes with a margin.
 SECONDS = 530.0
 NO_DEVICE_TEXT = "there is no CUDA device that torch can use: nothing was measured"
-# Seconds between two looks at what there is, which are written to the file of results.
+# Seconds between two writes of the results so far.
 WRITE_S = 3.0
-# Exit code where Triton's interpreter cannot run with the installed numpy.
+# Exit code if Triton's interpreter cannot run with the installed numpy.
 NO_INTERPRETER = 5
 
 
 def groups(sections: Sequence[Section]) -> list[list[Section]]:
-    """Sections in the order in which they run, those that run at the same time together."""
+    """Group sections that run at the same time, in order."""
     found: list[list[Section]] = []
     for section in sections:
         if section.beside and found:
@@ -47,11 +48,13 @@ def groups(sections: Sequence[Section]) -> list[list[Section]]:
 
 
 def budgets(rest: Sequence[Sequence[Section]], left: float) -> list[float]:
-    """Seconds for each section of the first group: its own and what earlier ones left over; less,
-    in proportion, where not even that is left.
+    """Return the seconds of each section of the first group.
+
+    Each gets its own time and the time that earlier ones left over, or proportionally less if the
+    remaining time is short.
 
     Args:
-        rest: groups that are still to run, the next one first.
+        rest: remaining groups, the next one first.
         left: seconds for all of them.
     """
     planned = sum(max(section.seconds for section in group) for group in rest)
@@ -64,7 +67,7 @@ def budgets(rest: Sequence[Sequence[Section]], left: float) -> list[float]:
 
 
 def has_driver() -> bool:
-    """Whether there is a CUDA driver; where there is none, nothing need be imported to say so."""
+    """Return True if there is a CUDA driver, without importing torch."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -73,8 +76,10 @@ def has_driver() -> bool:
 
 
 def no_interpreter() -> str:
-    """Why Triton's interpreter, which stands for a GPU on a CPU, does not work with the installed
-    versions; empty where it does."""
+    """Return why Triton's interpreter does not work with the installed versions, or "".
+
+    The interpreter replaces a GPU in trials on a CPU.
+    """
     triton, numpy = (Version(version(name)) for name in ("triton", "numpy"))
     if triton < Version("3.7") and numpy >= Version("2.4"):
         return (
@@ -85,7 +90,7 @@ def no_interpreter() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
@@ -96,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole run")
     parser.add_argument("--output", type=Path, help="file of results; default by the device's name")
     options = parser.parse_args(arguments)
-    # The first always: it names the machine.
+    # The first section always runs: it names the machine.
     wanted = options.sections or [s.name for s in SECTIONS if s.more == options.more]
     chosen = [s for s in SECTIONS if s is SECTIONS[0] or s.name in wanted]
     if options.device == "cuda" and not has_driver():

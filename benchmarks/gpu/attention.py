@@ -1,20 +1,20 @@
-"""Attention on a GPU: raymm's Triton kernels beside FlexAttention, SDPA, cuDNN and flash varlen.
+"""Section on attention: raymm's Triton kernels, FlexAttention, SDPA, cuDNN and flash varlen.
 
 32 query and 8 key heads of 128, bf16, forward and backward, at 8k to 128k tokens:
 
 - *causal*;
 - *ee*: images among text (Cornstarch v2, Fig. 7), text sees its past, an image all images;
 - *mp*: packed multimodal documents;
-- *gemma*: packed documents, causal, and an image's tokens see the whole of their image.
+- *gemma*: packed documents, causal, and an image's tokens see their entire image.
 
-FlexAttention is compiled and gets a BlockMask made from the same tiles, and a mask function
-that tests no more than the pattern needs. SDPA gets ``is_causal``, or a dense mask where one fits
-in memory, once with the kernel that torch chooses and once with cuDNN's alone; flash varlen (where
-flash-attn is installed) stands beside causal.
+FlexAttention is compiled and gets a BlockMask made from the same tiles, and a minimal mask function
+for the pattern. SDPA gets ``is_causal``, or a dense mask if one fits in memory, once with the
+kernel that torch selects and once with cuDNN's alone; flash varlen (if flash-attn is installed) is
+compared for causal masks.
 
-TFLOP/s count the mask's visible pairs only: 4 x pairs x D x Hq forward, 10 x backward. In the
-same run outputs and query gradients of sampled rows are checked against the float64 oracle,
-and all gradients against FlexAttention.
+TFLOP/s count the mask's visible pairs only: 4 x pairs x D x Hq forward, 10 x backward. In the same
+run outputs and query gradients of sampled rows are checked against the float64 oracle, and all
+gradients against FlexAttention.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from raymm.kernels.mask.convert import to_block_mask
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 
-# In the order in which they are measured: what says most comes first.
+# In the order of measurement, the most informative first.
 LENGTHS = (32768, 8192, 131072, 16384, 65536)
 PATTERNS = ("ee", "causal", "mp", "gemma")
 IMAGE_TOKENS = (256, 1024)
 SAMPLED_ROWS = 16
 SAMPLES = 4
-# bf16 has 8 bits: its rounding of weights and outputs leaves about 3e-3 of the norm.
+# bf16 has 8 bits: the rounding of weights and outputs leaves about 3e-3 of the norm.
 TOLERANCE = 2e-2
-# Of a mask with an element per pair, for SDPA.
+# Size limit of a mask with an element per pair, for SDPA.
 MOST_MASK_BYTES = 2**30
-# Seconds that a row takes once FlexAttention's kernels are there.
+# Seconds per row after FlexAttention's kernels are compiled.
 ROW_S = 6.0
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """Of query and key, and their width."""
+    """Numbers of query and key heads, and their width."""
 
     query: int = 32
     key: int = 8
@@ -60,22 +60,22 @@ class Heads:
 
 
 def lengths(device: Device) -> tuple[int, ...]:
-    """Tokens of a sequence."""
+    """Return sequence lengths in tokens."""
     return device.choose(LENGTHS, (64,))
 
 
 def patterns(device: Device) -> tuple[str, ...]:
-    """Of masks."""
+    """Return the names of mask patterns."""
     return device.choose(PATTERNS, PATTERNS[1::2])
 
 
 def heads(device: Device) -> Heads:
-    """Of all calls."""
+    """Return the heads of all calls."""
     return device.choose(Heads(), Heads(2, 1, 32))
 
 
 def run(device: Device, record: Record) -> None:
-    """A part per pattern and length."""
+    """Run a part per pattern and length."""
     for length in lengths(device):
         for pattern in patterns(device):
             record.part(
@@ -85,15 +85,17 @@ def run(device: Device, record: Record) -> None:
 
 
 def document_lengths(length: int, seed: int = 0) -> list[int]:
-    """Sizes of packed documents, an eighth of ``length`` on average, none empty."""
+    """Return sizes of packed documents, an eighth of ``length`` on average, none empty."""
     generator = np.random.default_rng(seed)
     cuts = np.sort(generator.choice(np.arange(1, length), 7, replace=False))
     return np.diff([0, *cuts.tolist(), length]).tolist()
 
 
 def image_spans(length: int, boundaries: list[int], seed: int = 0) -> list[Span]:
-    """Images of 256 to 1024 tokens (fewer in short sequences) with as much text between them
-    on average; none crosses a boundary."""
+    """Return spans of images of 256 to 1024 tokens (fewer in short sequences).
+
+    There is on average as much text between them; none crosses a boundary.
+    """
     generator = np.random.default_rng(seed)
     low, high = (min(size, max(length // 16, 1)) for size in IMAGE_TOKENS)
     spans, at = [], 0
@@ -109,7 +111,7 @@ def image_spans(length: int, boundaries: list[int], seed: int = 0) -> list[Span]
 
 
 def build_mask(pattern: str, length: int) -> AttentionMask:
-    """The mask of a pattern."""
+    """Return the mask of a pattern."""
     documents = document_lengths(length)
     packed_images = image_spans(length, np.cumsum(documents).tolist())
     if pattern == "causal":
@@ -124,8 +126,7 @@ def build_mask(pattern: str, length: int) -> AttentionMask:
 
 
 def flex_block_mask(pattern: str, mask: AttentionMask, device: str) -> Any:
-    """FlexAttention's BlockMask, with the mask function that someone would write for the
-    pattern by hand: no test that it does not need."""
+    """Return FlexAttention's BlockMask, with a minimal hand-written mask function."""
     from torch.nn.attention.flex_attention import BlockMask
 
     arrays = mask.rows(device)
@@ -155,7 +156,7 @@ def flex_block_mask(pattern: str, mask: AttentionMask, device: str) -> Any:
 
 
 def flex(device: Device, pattern: str, mask: AttentionMask) -> Attention:
-    """FlexAttention of a pattern; a CPU runs it uncompiled, and has no backward of it."""
+    """Return FlexAttention for a pattern; on a CPU uncompiled and without a backward."""
     from torch.nn.attention.flex_attention import flex_attention
 
     block_mask = flex_block_mask(pattern, mask, device.kind)
@@ -167,7 +168,7 @@ def flex(device: Device, pattern: str, mask: AttentionMask) -> Attention:
 def contenders(
     device: Device, pattern: str, mask: AttentionMask
 ) -> Iterator[tuple[str, Callable[[], Attention]]]:
-    """What computes the pattern, by name; made when its turn comes. All take (1, H, T, D)."""
+    """Yield implementations for the pattern by name, created on demand. All take (1, H, T, D)."""
     from raymm.kernels.flash.gpu.attention import triton_attention
 
     yield "raymm", lambda: lambda q, k, v: triton_attention(q, k, v, (mask,))[0]
@@ -189,7 +190,7 @@ def _sdpa(device: Device, pattern: str, mask: AttentionMask) -> Attention:
     visible = mask.dense().to(device.torch)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # With a mask, kernels other than the slowest take no grouped heads.
+        # With a mask, only the slowest kernels support grouped heads.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
@@ -197,7 +198,7 @@ def _sdpa(device: Device, pattern: str, mask: AttentionMask) -> Attention:
 
 
 def _cudnn(device: Device, pattern: str, mask: AttentionMask) -> Attention:
-    """SDPA by cuDNN's kernels alone, which refuse what they cannot compute."""
+    """Return SDPA with cuDNN's kernels alone, which raise an error for unsupported inputs."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     attend_by_any = _sdpa(device, pattern, mask)
@@ -223,10 +224,10 @@ def _flash_varlen(device: Device, length: int) -> Attention:
 
 
 def measure(device: Device, pattern: str, length: int) -> Mapping[str, Any]:
-    """Times and TFLOP/s of all contenders on one mask, and errors.
+    """Measure times and TFLOP/s of all contenders on one mask, and errors.
 
     Raises:
-        AssertionError: what raymm computes is further from float64 or FlexAttention than bf16's
+        AssertionError: raymm's result differs from float64 or FlexAttention by more than bf16's
             rounding.
     """
     mask = build_mask(pattern, length)
@@ -240,7 +241,8 @@ def measure(device: Device, pattern: str, length: int) -> Mapping[str, Any]:
     for name, make in contenders(device, pattern, mask):
         try:
             row[name], results[name] = _time(device, make(), tensors, flop)
-        except Exception as error:  # a contender that cannot is no reason not to time the others
+        # a failing contender must not prevent the others from being timed
+        except Exception as error:
             reasons[name] = f"{type(error).__name__}: {str(error)[:200]}"
             if name == "raymm":
                 raise
@@ -256,13 +258,13 @@ def measure(device: Device, pattern: str, length: int) -> Mapping[str, Any]:
     row["errors"] = {name: float(f"{error:.2e}") for name, error in found.items()}
     row["missing"] = reasons
     worst = max(found.values())
-    if not worst <= TOLERANCE:  # NaN, too
+    if not worst <= TOLERANCE:  # also fails for NaN
         raise AssertionError(f"{worst:.3g} of the norm, at most {TOLERANCE:g}: {row}")
     return row
 
 
 def make_tensors(device: Device, length: int, shape: Heads) -> list[torch.Tensor]:
-    """Query, key, value, gradient of the output."""
+    """Return query, key, value and output gradient."""
     generator = torch.Generator(device.kind).manual_seed(length)
     return [
         torch.randn(
@@ -300,13 +302,12 @@ def compare(
     mask: AttentionMask, tensors: list[torch.Tensor], results: Mapping[str, list[torch.Tensor]],
     shape: Heads,
 ) -> dict[str, float]:
-    """Errors relative to norms: ours on sampled rows against the oracle, ours against Flex's.
+    """Return errors relative to norms: raymm on sampled rows against the oracle, and against Flex.
 
     Args:
-        mask: of the rows.
-        tensors: query, key, value, gradient of the output.
+        mask: mask of the rows.
+        tensors: query, key, value, output gradient.
         results: output and gradients, by contender.
-        shape: of the heads.
     """
     ours = results["raymm"]
     found = {"out_rows": 0.0, "query_rows": 0.0}
@@ -316,7 +317,7 @@ def compare(
         exact = oracle_rows(mask, tensors, rows, shape)
         for name, result, expected in zip(found, ours, exact, strict=False):
             error = relative_error(result[:, : expected.shape[1], rows], expected)
-            found[name] = found[name] if error <= found[name] else error  # NaN, too
+            found[name] = found[name] if error <= found[name] else error  # also keeps NaN
     if "flex" in results:
         pairs = zip(("out", "query", "key", "value"), ours, results["flex"], strict=True)
         found |= {f"{name}_to_flex": relative_error(our, their) for name, our, their in pairs}
@@ -326,7 +327,7 @@ def compare(
 def oracle_rows(
     mask: AttentionMask, tensors: list[torch.Tensor], rows: slice, shape: Heads
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and query gradient of some rows, of the first key head's group, in float64."""
+    """Return float64 output and query gradient of some rows, for the first key head's group."""
     from raymm.kernels.flash.reference import reference_attention
 
     query, key, value, grad_out = (t.detach() for t in tensors)

@@ -1,4 +1,4 @@
-"""A call of Triton attention, and how far it is from the float64 oracle."""
+"""Call of Triton attention, and its errors against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from raymm.kernels.mask.mask import AttentionMask
 
 NAMES = ("out", "lse", "query", "key", "value")
-# Of a tensor's own norm. Triton's interpreter cuts fp32 off to bf16 instead of rounding it, which
-# doubles the error of every conversion: a GPU's is about half of this bound.
+# Relative to a tensor's own norm. Triton's interpreter truncates fp32 to bf16 instead of rounding,
+# which doubles the error of every conversion: a GPU's error is about half of this bound.
 BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `triton_attention`.
+    """Call of `triton_attention`.
 
     Attributes:
         masks: one per sequence of the batch; equal objects stay one object.
         value_dim: Dv; the head dim by default.
         blocks: (block_q, block_k) of every kernel instead of the table's; multiples of 16.
-        descriptors: with blocks: tiles are loaded by tensor descriptors.
-        unordered: the query's gradient is summed up in any order.
+        descriptors: True to load tiles by tensor descriptors; requires blocks.
+        unordered: True to sum up the query's gradient in any order.
     """
 
     masks: tuple[AttentionMask, ...]
@@ -42,7 +42,7 @@ class Case:
 
 
 def inputs(case: Case) -> list[torch.Tensor]:
-    """Query, key, value and the output's gradient, normally distributed."""
+    """Return normally distributed query, key, value and output gradient."""
     generator = torch.Generator().manual_seed(case.seed)
     n_queries, n_keys = case.masks[0].shape
     queries, keys = (case.heads[0], n_queries), (case.heads[1], n_keys)
@@ -58,7 +58,7 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 
 def run(case: Case, device: str) -> list[torch.Tensor]:
-    """Output, LSE and the three gradients, computed on a device."""
+    """Return output, LSE and the three gradients, computed on a device."""
     from raymm.kernels.flash.gpu.attention import triton_attention
 
     *leaves, grad_out = (t.to(device) for t in inputs(case))
@@ -69,7 +69,7 @@ def run(case: Case, device: str) -> list[torch.Tensor]:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """Keyword arguments of the call."""
+    """Return keyword arguments of the call."""
     from raymm.kernels.flash.gpu.launch_configs import AttentionConfig, KernelConfig
 
     config = None
@@ -87,7 +87,7 @@ def options(case: Case) -> dict[str, Any]:
 
 
 def expected(case: Case, device: str) -> list[torch.Tensor]:
-    """The same by the oracle, in float64."""
+    """Return the same tensors from the oracle, in float64."""
     from raymm.kernels.flash.reference import reference_attention
 
     *leaves, grad_out = (t.to(device) for t in inputs(case))
@@ -101,15 +101,15 @@ def expected(case: Case, device: str) -> list[torch.Tensor]:
 def errors(
     case: Case, device: str, actual: list[torch.Tensor] | None = None
 ) -> dict[str, float]:
-    """Norm of the difference over norm of the oracle's tensor, per tensor.
+    """Return the relative error of each tensor against the oracle, by norms.
 
     Args:
-        case: the call.
-        device: that computes both.
-        actual: what :func:`run` has found, if it has run.
+        device: device that computes both.
+        actual: result of :func:`run`; None to compute it.
 
     Raises:
-        AssertionError: other rows than the oracle's see nothing, or have something to show for it.
+        AssertionError: the rows without visible keys differ from the oracle's, or have non-zero
+            results.
     """
     found = dict(zip(NAMES, actual or run(case, device), strict=True))
     exact = dict(zip(NAMES, expected(case, device), strict=True))
@@ -123,11 +123,13 @@ def errors(
 
 
 def part_errors(case: Case, device: str, cut: int) -> dict[str, float]:
-    """:func:`errors` of attention over the keys before and from ``cut`` on, merged: what attention
-    over several processes does.
+    """Return :func:`errors` of merged attention over the keys before ``cut`` and from ``cut`` on.
+
+    Attention over several processes does the same.
 
     Raises:
-        AssertionError: other rows than the oracle's see nothing; gradients that are not fp32.
+        AssertionError: the rows without visible keys differ from the oracle's, or gradients are not
+            fp32.
     """
     from raymm.kernels.context_parallel.partial import merge_partials, output_like, row_delta
     from raymm.kernels.flash.gpu.attention import triton_backward, triton_forward
@@ -154,8 +156,10 @@ def part_errors(case: Case, device: str, cut: int) -> dict[str, float]:
 
 
 def _error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Where the oracle's tensor is zero (gradients of scores of a single key), the
-    largest element."""
+    """Return the relative error; the largest element if the oracle's tensor is zero.
+
+    Gradients of scores of a single key are zero.
+    """
     assert actual.shape == exact.shape and actual.isfinite().all()
     norm = exact.norm().item()
     if norm > 1e-9:

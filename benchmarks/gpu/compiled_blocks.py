@@ -1,4 +1,5 @@
-"""A block under ``torch.compile`` with raymm's attention in it: time, graph breaks, numbers."""
+"""Section on a block with raymm's attention under ``torch.compile``: time, graph breaks, numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +23,24 @@ from raymm.model.batch_rules import text_inputs
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import StageId
 
-# One block is compiled: all of a module are alike. What is beside it is kept small.
+# One block is compiled, as all blocks of a module are equal. The other modules are small.
 ONE_BLOCK = replace(
     LARGE, vision=LARGE.vision | {"num_hidden_layers": 1},
     llm=LARGE.llm | {"num_hidden_layers": 1, "vocab_size": 1000},
 )  # fmt: skip
-# Of outputs and gradients, relative to their norm: bf16 with other roundings between operators.
+# Relative error of outputs and gradients: bf16 with other rounding between operators.
 BOUND = 3e-2
 
 
 def run(device: Device, record: Record) -> None:
-    """The vision encoder, whose attention is torch's, and the language model with raymm's."""
+    """Measure the vision encoder with torch's attention, and the language model with raymm's."""
     for name in device.choose((VISION, LANGUAGE_MODEL), (LANGUAGE_MODEL,)):
         record.part(name, partial(measure, device, name))
 
 
 def measure(device: Device, name: str) -> Mapping[str, Any]:
-    """Milliseconds of a module of one block, forward and backward in bf16, plain and compiled.
+    """Return milliseconds of a module of one block, forward and backward in bf16, plain and
+    compiled.
 
     Raises:
         AssertionError: numbers differ by more than bf16's rounding.
@@ -54,7 +56,7 @@ def measure(device: Device, name: str) -> Mapping[str, Any]:
     blocks = block_list(stage.module, path)
     torch._dynamo.utils.counters.clear()
     for block in blocks:
-        # A CPU would need a compiler for what it runs once.
+        # A CPU would need a compiler for a single run.
         block.compile(backend=device.choose("inductor", "eager"))
     start = time.perf_counter()
     call()
@@ -76,7 +78,7 @@ def measure(device: Device, name: str) -> Mapping[str, Any]:
 
 
 def _iteration(device: Device, stage: Any, sizes: Sizes, name: str) -> Any:
-    """A forward and a backward; gives the output and two parameters' gradients."""
+    """Run a forward and a backward; return the output and two parameters' gradients."""
     batch = microbatches(sizes)[0]
     inputs = batch[VISION] if name == VISION else text_inputs(batch)
     inputs = to_device(inputs, device.torch)

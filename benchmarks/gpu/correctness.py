@@ -1,7 +1,8 @@
-"""Kernels against float64: every mask pattern, head dims, dtypes, softcap, grouped queries, split
-rows, random segment tables, parts of keys merged; and the loss.
+"""Section on kernels against float64.
 
-Nothing is timed, so several processes share the cases and compile kernels at the same time.
+Covers every mask pattern, head dims, dtypes, softcap, grouped queries, split rows, random segment
+tables, merged parts of keys, and the loss. Nothing is timed, so several processes share the cases
+and compile kernels at the same time.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ LONGEST = 4352
 HEAD_DIMS = (32, 64, 72, 80, 96, 128, 192, 256)
 SINGLE_HEAD_DIMS = (32, 64, 80, 128, 256)
 SEEDS = 12
-# More than there are blocks: rows are split, and their parts merged.
+# More processors than blocks: rows are split, and their parts merged.
 PROCESSORS = 512
 LOSS_BOUND = 1e-5
 
 
 class WrongError(AssertionError):
-    """A result that is further from float64 than its dtype explains."""
+    """Error for a result that differs from float64 by more than its dtype explains."""
 
 
 class Check(NamedTuple):
-    """Something to compare with float64.
+    """Comparison with float64.
 
     Attributes:
-        name: of the part.
-        find: gives errors by name.
-        bound: of the largest.
+        name: name of the part.
+        find: returns errors by name.
+        bound: limit of the largest error.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Check(NamedTuple):
 
 
 def run(device: Device, record: Record, share: tuple[int, int]) -> None:
-    """This process's share of the checks."""
+    """Run this process's share of the checks."""
     number, count = share
     for check in list(checks(device))[number::count]:
         record.part(check.name, partial(_evaluate, check))
@@ -56,13 +57,13 @@ def run(device: Device, record: Record, share: tuple[int, int]) -> None:
 def _evaluate(check: Check) -> Mapping[str, Any]:
     found = check.find()
     largest = max(found.values())
-    if not largest <= check.bound:  # NaN, too
+    if not largest <= check.bound:  # also fails for NaN
         raise WrongError(f"{largest:.3g} of the norm, at most {check.bound:g}: {dict(found)}")
     return {"largest": f"{largest:.2e}", "bound": check.bound}
 
 
 def checks(device: Device) -> Iterator[Check]:
-    """All of them; on a CPU a few of each kind, as an interpreter runs them."""
+    """Yield all checks; on a CPU a few of each kind, as they run in an interpreter."""
     yield from device.choose(list, lambda found: list(found)[:2])(_patterns(device))
     yield from device.choose(list, lambda found: list(found)[:1])(_head_dims(device))
     yield from device.choose(list, lambda found: list(found)[:1])(_tables(device))
@@ -75,7 +76,7 @@ def _check(device: Device, name: str, *cases: Case) -> Check:
         found: dict[str, float] = {}
         for case in cases:
             for key, error in errors(case, device.kind).items():
-                # NaN would be lost in a maximum.
+                # A maximum would lose NaN.
                 worse = key not in found or not error <= found[key]
                 found[key] = error if worse else found[key]
         return found

@@ -1,6 +1,6 @@
-"""Where sections run and how they measure there: a GPU, or a CPU that only tries the code.
+"""Devices of sections: a GPU, or a CPU that only tries the code.
 
-A section asks its device for events, times and peaks, so that the same lines run on both.
+A section gets events, times and peaks from its device, so that the same lines run on both.
 """
 
 from __future__ import annotations
@@ -15,40 +15,44 @@ import torch
 
 Value = TypeVar("Value")
 
-# Seconds of repeated calls that a median is of, and how many there are at least and at most.
+# Seconds of repeated calls per median, and the minimum and maximum number of calls.
 SECONDS_PER_FIGURE = 0.3
 REPEATS = (5, 50)
 WARM_UP_CALLS = 2
-# More than any L2 cache: written between two calls, so that none finds its inputs there.
+# Larger than any L2 cache: written between two calls to evict their inputs.
 FLUSHED_BYTES = 256 * 2**20
 
 
 class HostEvent:
-    """A moment on the host's clock, with the methods of ``torch.cuda.Event``: on a CPU, work is
-    done when its call returns."""
+    """Event on the host's clock, with the methods of ``torch.cuda.Event``.
+
+    On a CPU, work is done when its call returns.
+    """
 
     def __init__(self) -> None:
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Take down this moment."""
+        """Record the current time."""
         self._time = time.perf_counter()
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from this moment to another."""
+        """Return milliseconds from this event to another."""
         return 1e3 * (end._time - self._time)
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Return immediately: no work is in flight."""
 
     def query(self) -> bool:
-        """It has passed."""
+        """Return True: the event is in the past."""
         return True
 
 
 @dataclass(frozen=True)
 class Device:
-    """Attributes:
+    """Device of a section.
+
+    Attributes:
         kind: ``"cuda"``, or ``"cpu"`` for a trial of the code with tiny sizes.
     """
 
@@ -56,29 +60,30 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether figures mean anything."""
+        """Return True if figures are meaningful."""
         return self.kind == "cuda"
 
     @property
     def torch(self) -> torch.device:
-        """The device of tensors."""
+        """Return the device of tensors."""
         return torch.device(self.kind)
 
     def choose(self, gpu: Value, cpu: Value) -> Value:
-        """A size for the GPU, or one that a CPU tries in a moment."""
+        """Return the size for the GPU, or a small one for a CPU."""
         return gpu if self.is_gpu else cpu
 
     def synchronize(self) -> None:
-        """Wait until all that was issued is done."""
+        """Wait until all issued work is done."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def event(self) -> Any:
-        """An event that knows when it passed."""
+        """Return an event that records its time."""
         return torch.cuda.Event(enable_timing=True) if self.is_gpu else HostEvent()
 
     def milliseconds(self, call: Callable[[], Any]) -> float:
-        """Of one call: the median of several, the L2 cache overwritten before each."""
+        """Return the median milliseconds of several calls, with the L2 cache flushed before each.
+        """
         for _ in range(self.choose(WARM_UP_CALLS, 0)):
             call()
         size = self.choose(FLUSHED_BYTES, 4096)
@@ -107,21 +112,23 @@ class Device:
             torch.cuda._sleep(int(seconds * 1e9))  # cycles, at 1 to 2 GHz
 
     def used_bytes(self) -> int:
-        """Memory of the whole GPU that is taken, by whomever; 0 on a CPU."""
+        """Return the used memory of the whole GPU, by all processes; 0 on a CPU."""
         if not self.is_gpu:
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def release(self) -> None:
-        """Give cached memory back, before the next part measures its own."""
+        """Free cached memory before the next part measures its own."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the exact tensor; where that is zero, the norm of
-    what should be. NaN where anything is."""
+    """Return the relative error by norms; the absolute norm if the exact tensor is zero.
+
+    NaN if any element is.
+    """
     actual, exact = actual.detach().double(), exact.detach().double()
     norm = exact.norm()
     return ((actual - exact).norm() / (norm if norm > 1e-30 else 1.0)).item()

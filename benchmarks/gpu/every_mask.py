@@ -16,12 +16,12 @@ KINDS = 3
 def table(
     seed: int, n_queries: int, n_keys: int, query_segments: int = 6, key_segments: int = 4
 ) -> AttentionMask:
-    """The random segment table of a seed."""
+    """Return the random segment table of a seed."""
     rng = np.random.default_rng(seed)
     starts = _starts(rng, n_queries, query_segments)
     size = len(starts)
     slopes = rng.integers(0, 2, (size, 4))
-    # A moving bound is given near the diagonal of its rows, so that it often lies within.
+    # A moving bound is placed near the diagonal of its rows, so that it often lies within.
     centre = np.where(slopes == 1, -starts[:, None], 0)
     bases = rng.integers(-n_keys // 4 - 1, n_keys + n_keys // 4 + 1, (size, 4)) + centre
     second = rng.random(size) < 0.5
@@ -42,8 +42,10 @@ def table(
 def spans(
     seed: int, length: int, *, kinds: int = 2, boundaries: tuple[int, ...] = ()
 ) -> list[Span]:
-    """Items of about an eighth of the length each, some touching, with text between most;
-    none crosses one of ``boundaries``."""
+    """Return spans of about an eighth of the length, some adjacent, with text between most.
+
+    No span crosses one of ``boundaries``.
+    """
     rng = np.random.default_rng(seed)
     found, at = [], 0
     while at < length:
@@ -57,13 +59,13 @@ def spans(
 
 
 def lengths(seed: int, total: int, parts: int) -> list[int]:
-    """``parts`` sizes that add up to ``total``; some may be 0."""
+    """Return ``parts`` sizes that add up to ``total``; some may be 0."""
     cuts = np.sort(np.random.default_rng(seed).integers(0, total + 1, parts - 1))
     return np.diff([0, *cuts, total]).tolist()
 
 
 def every_pattern(length: int, seed: int = 0) -> dict[str, Callable[[], AttentionMask]]:
-    """A builder of every pattern, ``length`` tokens each, by name."""
+    """Return a builder of every pattern with ``length`` tokens, by name."""
     split = lengths(seed, length, 4)
     ends = tuple(np.cumsum(split).tolist())
     items = spans(seed, length)
@@ -111,7 +113,7 @@ def every_pattern(length: int, seed: int = 0) -> dict[str, Callable[[], Attentio
 
 
 def _starts(rng: np.random.Generator, size: int, parts: int) -> np.ndarray:
-    """Sorted segment starts; none if there are no positions."""
+    """Return sorted segment starts; empty without positions."""
     if not size:
         return np.zeros(0, dtype=np.int64)
     inner = rng.integers(1, size, parts - 1) if size > 1 else []

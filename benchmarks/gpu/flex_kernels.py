@@ -1,6 +1,6 @@
-"""FlexAttention's kernels, compiled into the caches on disk before they are timed.
+"""Section that compiles FlexAttention's kernels into the caches on disk before they are timed.
 
-That takes longer than all measurements together, and several processes at the same time.
+Compilation takes longer than all measurements together, and runs in several processes at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.gpu.record import Record
 
 
 def run(device: Device, record: Record, share: tuple[int, int]) -> None:
-    """This process's share of patterns and lengths."""
+    """Compile this process's share of patterns and lengths."""
     number, count = share
     rows = [(p, n) for n in attention.lengths(device) for p in attention.patterns(device)]
     for pattern, length in rows[number::count]:
@@ -25,7 +25,7 @@ def run(device: Device, record: Record, share: tuple[int, int]) -> None:
 
 
 def compile_pattern(device: Device, pattern: str, length: int) -> Mapping[str, Any]:
-    """Forward and backward once; a CPU has no backward of it."""
+    """Run forward and backward once; on a CPU only the forward."""
     shape = attention.heads(device)
     mask = attention.build_mask(pattern, length)
     *inputs, grad_out = attention.make_tensors(device, length, shape)

@@ -1,6 +1,8 @@
-"""Steps of a model of Qwen3-VL-2B's size through the rank actor, beside transformers' own forward
-and backward with a fused AdamW; and what a step's time is made of: how far the host is ahead of the
-device, how far bf16 gradients are from fp32, and one trace of the profiler.
+"""Section on steps of a model of Qwen3-VL-2B's size through the rank actor.
+
+They are compared with transformers' own forward and backward with a fused AdamW. Further parts: how
+far the host is ahead of the device, how far bf16 gradients are from fp32, and one trace of the
+profiler.
 
 All weights are random. Only the sizes are those of the published model.
 """
@@ -40,13 +42,13 @@ WARM_UP_STEPS, STEPS = 2, 5
 LEARNING_RATE, CLIP = 1e-4, 1.0
 # Relative difference of losses between raymm and transformers: bf16, and other attention kernels.
 LOSS_BOUND = 1e-2
-# Of a gradient's norm: bf16 has 8 bits, and a product of many blocks adds to that.
+# Relative to a gradient's norm: bf16 has 8 bits, and a product of many blocks adds to that.
 GRADIENT_BOUND = 0.2
-# Share of the whole gradient's norm below which a parameter's counts as 0.
+# Share of the total gradient norm below which a parameter's norm counts as 0.
 ZERO = 1e-5
-# Text tokens of a row, of which host and device are looked at.
+# Text tokens per row of the parts on the host's lead.
 AHEAD = (8192, 2048, 512)
-# Rows of the table of kernels that a trace ends in.
+# Rows of the table of kernels at the end of a trace.
 KERNELS = 12
 
 
@@ -56,9 +58,9 @@ class Shape:
 
     Attributes:
         text, vision: fields of the two configurations.
-        text_tokens: of a row, which has an image, too.
-        side: patches of an image's side, even.
-        rows, microbatches: of a step.
+        text_tokens: text tokens of a row, which also has an image.
+        side: patches per image side, even.
+        rows, microbatches: numbers per step.
     """
 
     text: dict[str, Any]
@@ -70,12 +72,12 @@ class Shape:
 
     @property
     def image_tokens(self) -> int:
-        """Of an image, as the language model has it: four patches are a token."""
+        """Return the tokens of an image in the language model: one per four patches."""
         return (self.side // 2) ** 2
 
     @property
     def tokens(self) -> int:
-        """Of a step, text and images."""
+        """Return the tokens of a step, text and images."""
         return self.microbatches * self.rows * (self.text_tokens + self.image_tokens)
 
 
@@ -98,11 +100,11 @@ SMALL = Shape(
     text_tokens=12, side=4, rows=1, microbatches=2,
 )  # fmt: skip
 VISION_START, IMAGE = 1, 2
-"""Ids of tokens that an image begins with and consists of."""
+"""Ids of the first token of an image and of all others."""
 
 
 def run(device: Device, record: Record) -> None:
-    """The large step twice, then what steps of a smaller model are made of."""
+    """Run the large step twice, then the parts on a smaller model."""
     shape = device.choose(TWO_B, SMALL)
     losses: list[float] = []
     record.part("raymm", partial(raymm_step, device, shape, losses))
@@ -114,7 +116,7 @@ def run(device: Device, record: Record) -> None:
 
 
 def config_of(shape: Shape) -> Any:
-    """The configuration, with tied embeddings."""
+    """Return the configuration, with tied embeddings."""
     from transformers import Qwen3VLConfig
 
     text = shape.text | {"tie_word_embeddings": True}
@@ -127,7 +129,7 @@ def config_of(shape: Shape) -> Any:
 
 
 def batches_of(shape: Shape, config: Any) -> list[dict[str, torch.Tensor]]:
-    """Random tokens and images of a step, as the model's processor would return them."""
+    """Return random tokens and images of a step, as the model's processor would return them."""
     generator = torch.Generator().manual_seed(0)
     vision = config.vision_config
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -151,8 +153,10 @@ def batches_of(shape: Shape, config: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def flop_of(shape: Shape, config: Any) -> float:
-    """Floating-point operations of a step's forward and backward: 6 per weight of a matrix and
-    token, and those of attention, of which causal rows see half."""
+    """Return the FLOPs of a step's forward and backward.
+
+    6 per weight of a matrix and token, and those of attention, of which causal rows see half.
+    """
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads * text.head_dim
     keys = text.num_key_value_heads * text.head_dim
@@ -172,7 +176,8 @@ def flop_of(shape: Shape, config: Any) -> float:
 def figures(
     device: Device, shape: Shape, config: Any, times: list[float], peak: int
 ) -> dict[str, Any]:
-    """Of a step: seconds, tokens per second, model FLOP/s utilisation (MFU), and peak bytes."""
+    """Return seconds, tokens per second, model FLOP/s utilisation (MFU) and peak bytes of a step.
+    """
     seconds = statistics.median(times)
     flop = flop_of(shape, config)
     found = {
@@ -188,7 +193,7 @@ def figures(
 
 
 def timed(device: Device, call: Callable[[], Any]) -> tuple[list[float], list[Any]]:
-    """Seconds and results of steps, after a warm-up."""
+    """Return seconds and results of steps, after a warm-up."""
     times, results = [], []
     for _ in range(device.choose(WARM_UP_STEPS, 0) + device.choose(STEPS, 1)):
         device.synchronize()
@@ -200,12 +205,12 @@ def timed(device: Device, call: Callable[[], Any]) -> tuple[list[float], list[An
 
 
 def whole_model(shape: Shape, batches: list[dict[str, torch.Tensor]]) -> WholeModel:
-    """The model, as raymm describes it."""
+    """Return the model as a raymm model."""
     return from_pretrained(config_of(shape), batches[0], seed=1)
 
 
 def whole_rank(device: Device, shape: Shape) -> OneRank:
-    """The only rank of the model, in bf16."""
+    """Return the only rank of the model, in bf16."""
     batches = batches_of(shape, config_of(shape))
     model = whole_model(shape, batches)
     whole = {node.name: ((0, node.num_layers),) for node in model.graph.nodes}
@@ -216,7 +221,7 @@ def whole_rank(device: Device, shape: Shape) -> OneRank:
 
 
 def raymm_step(device: Device, shape: Shape, losses: list[float]) -> Mapping[str, Any]:
-    """A step through the rank actor."""
+    """Measure a step through the rank actor."""
     rank = whole_rank(device, shape)
     times, results = timed(device, rank.step)
     losses.append(sum(results[0].losses.values()))
@@ -230,23 +235,25 @@ def raymm_step(device: Device, shape: Shape, losses: list[float]) -> Mapping[str
 
 
 def transformers_step(device: Device, shape: Shape, losses: list[float]) -> Mapping[str, Any]:
-    """The same step as transformers and torch have it: fp32 weights, autocast, SDPA, gradients of
-    all microbatches added up, clipping, fused AdamW.
+    """Measure the same step in transformers and torch.
+
+    fp32 weights, autocast, SDPA, gradients of all microbatches accumulated, clipping, fused AdamW.
 
     Raises:
-        AssertionError: the loss of the first step is further from raymm's than bf16's rounding.
+        AssertionError: the loss of the first step differs from raymm's by more than bf16's
+            rounding.
     """
     found, first = _transformers_figures(device, shape)
     gc.collect()
     device.release()
-    if losses:  # of the same weights
+    if losses:  # with the same weights
         off = abs(first - losses[0]) / abs(first)
         assert off <= LOSS_BOUND, f"loss {losses[0]}, of transformers {first}"
     return found
 
 
 def _transformers_figures(device: Device, shape: Shape) -> tuple[dict[str, Any], float]:
-    """Figures, and the loss of the first step."""
+    """Return the figures, and the loss of the first step."""
     config = config_of(shape)
     on_host = batches_of(shape, config)
     model: Any = whole_model(shape, on_host).materialize().to(device.torch).train()
@@ -280,8 +287,10 @@ def _transformers_figures(device: Device, shape: Shape) -> tuple[dict[str, Any],
 
 
 def host_ahead(device: Device, tokens: int) -> Mapping[str, Any]:
-    """Milliseconds of a step, of the host issuing it, and for which the device is still busy once
-    all is issued: where that is near 0, the host is what a step waits for."""
+    """Measure a step, the time to issue it, and the device's remaining time once all is issued.
+
+    All in milliseconds. If the remaining time is near 0, the host limits the step.
+    """
     sizes = device.choose(replace(LARGE, rows=1, text=tokens), replace(TINY, text=tokens))
     model = build_model(sizes)
     inputs = step_inputs(microbatches(sizes))
@@ -314,10 +323,11 @@ def host_ahead(device: Device, tokens: int) -> Mapping[str, Any]:
 
 
 def gradients(device: Device) -> Mapping[str, Any]:
-    """Error of every parameter's gradient in bf16 relative to its norm in fp32, on this device.
+    """Return the error of each parameter's bf16 gradient relative to its fp32 norm, on this device.
 
     Raises:
-        AssertionError: the largest is above :data:`GRADIENT_BOUND`, or others have gradients.
+        AssertionError: the largest error is above :data:`GRADIENT_BOUND`, or other parameters have
+            gradients.
     """
     sizes = device.choose(
         replace(LARGE, rows=1, text=1024, microbatches=2, llm=LARGE.llm | {"vocab_size": 8000}),
@@ -332,14 +342,15 @@ def gradients(device: Device) -> Mapping[str, Any]:
         )
         rank.step()
         grads = rank.actor.gradients()
-        # A tower has parameters that nothing reads, such as those of its pooling head.
+        # A tower has unused parameters, such as those of its pooling head.
         found.append({name: g.float().cpu() for name, g in grads.items() if g is not None})
         del grads
         rank.close()
     exact, actual = found
     assert exact and exact.keys() == actual.keys(), "other parameters have gradients"
     norms = [torch.cat([g.flatten() for g in each.values()]).norm().item() for each in found]
-    # Some are rounding alone: a key's bias shifts all scores of a row, which softmax ignores.
+    # Some gradients are rounding error alone: a key's bias shifts all scores of a row, which
+    # softmax ignores.
     off = {
         name: relative_error(actual[name], gradient)
         for name, gradient in exact.items() if gradient.norm().item() > ZERO * norms[0]
@@ -356,8 +367,10 @@ def gradients(device: Device) -> Mapping[str, Any]:
 
 
 def trace(device: Device) -> Mapping[str, Any]:
-    """A step under torch's profiler: the share of it for which the device is busy, and the kernels
-    that take longest. On a GPU the trace is kept beside the file of results."""
+    """Profile a step with torch: the device's busy share, and the kernels that take longest.
+
+    On a GPU the trace is stored next to the results file.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     sizes = device.choose(LARGE, TINY)
@@ -376,7 +389,7 @@ def trace(device: Device) -> Mapping[str, Any]:
     rank.close()
     busy: Counter[str] = Counter()
     for event in profiler.key_averages():
-        # Of a GPU its kernels, which have no time on the host; of a CPU its operators.
+        # On a GPU kernels, which take no time on the host; on a CPU operators.
         own = event.self_device_time_total if device.is_gpu else event.self_cpu_time_total
         if own and not (device.is_gpu and event.self_cpu_time_total):
             busy[event.key] += int(own)

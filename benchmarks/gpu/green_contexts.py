@@ -1,22 +1,22 @@
-"""SM-quota streams on a GPU: are they disjoint, ordered, concurrent, and what do they cost.
+"""Section on SM-quota streams: disjointness, order, concurrency and cost.
 
-- *granted*: what the driver splits the GPU into, and the contexts it makes of that;
+- *granted*: the driver's split of the GPU, and the contexts made of it;
 - *throughput*: a bf16 matrix product on 1, 2, 4 ... groups of multiprocessors (SMs) and on the
   whole GPU;
-- *placement*: the SMs' own numbers, read by a kernel on each stream of a set, in this process and
-  in other ones that make only their own partition;
-- *event order*: a stream reads what another wrote, after its event and, to show that the check can
-  fail, before it;
-- *overlap*: two modules on disjoint halves of the GPU, alone and together, beside the whole GPU
-  for one after the other;
-- *numbers*: of modules that train concurrently, those of one after another;
+- *placement*: SM numbers, read by a kernel on each stream of a set, in this process and in other
+  processes that create only their own partition;
+- *event order*: a stream reads another stream's output, after its event and, to show that the check
+  can fail, before it;
+- *overlap*: two modules on disjoint halves of the GPU, alone and together, compared with the whole
+  GPU for one after the other;
+- *numbers*: modules that train concurrently have the results of one after another;
 - *host waits*: none, from stage to stage;
-- *switching*: going from one set to the next with a pool made before, against creating and
+- *switching*: changing from one set to the next with an existing pool, compared with creating and
   destroying green contexts and streams each time (Mosaic, Fig. 11(b): 0.013 ms against 37 ms);
-- *destruction*: pools that come and go leave no memory behind.
+- *destruction*: destroyed pools leave no memory allocated.
 
-Needs cuda-python and a driver of 12.4 or newer; says so where they are missing. On a CPU a backend
-that keeps books stands for the driver.
+Needs cuda-python and a driver of 12.4 or newer, and reports if they are missing. On a CPU an
+accounting backend replaces the driver.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from benchmarks.gpu.record import Record
 from raymm.actors.executor.colocation import default_backend
 from raymm.actors.quota import Backend, ConcurrentModules, QuotaStream, StreamPool, StreamSet, Work
 
-SIZE = 8192  # of square matrices
-# Work of a module in the overlap part: long against the time it takes to issue it.
+SIZE = 8192  # side of square matrices
+# Work of a module in the overlap part: long compared with the time to issue it.
 MODULE_CALLS = 30
 HALVES = {"first": 0.5, "second": 0.5}
 STAGES = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}}
 SWITCHES, CREATIONS = 1000, 10
-# Programs of the kernel that reads SM numbers, for each SM of the GPU: all SMs see some.
+# Programs of the kernel that reads SM numbers, per SM of the GPU: every SM runs some.
 PROGRAMS_PER_SM = 64
 CHILD_SECONDS = 40
-# Seconds that a stream is kept busy before it writes what another reads.
+# Seconds for which a stream is busy before it writes the value that another reads.
 LATE_S = 0.02
 TRAINED_STEPS = 5
 POOLS = 4
 
 
 def run(device: Device, record: Record) -> None:
-    """All parts."""
+    """Run all parts."""
     for name, call in (
         ("granted", granted), ("event order", event_order), ("placement", placement),
         ("overlap", overlap), ("numbers", numbers), ("host waits", waits),
@@ -67,12 +67,12 @@ def run(device: Device, record: Record) -> None:
 
 
 def backend_of(device: Device) -> Backend:
-    """Green contexts, or books."""
+    """Return the green-context backend, or the accounting one."""
     return default_backend(device.torch)
 
 
 def group_counts(groups: int) -> list[int]:
-    """1, 2, 4 ... and all groups."""
+    """Return 1, 2, 4 ... and all groups."""
     found = [1]
     while found[-1] * 2 < groups:
         found.append(found[-1] * 2)
@@ -80,14 +80,14 @@ def group_counts(groups: int) -> list[int]:
 
 
 def overlap_share(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """Of the shorter span, the part in which both run; spans are (start, end)."""
+    """Return the share of the shorter span in which both run; spans are (start, end)."""
     common = min(first[1], second[1]) - max(first[0], second[0])
     shorter = min(first[1] - first[0], second[1] - second[0])
     return max(0.0, common) / shorter if shorter > 0 else 0.0
 
 
 def matrices(device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two square matrices and nothing running."""
+    """Return two square matrices once all work is done."""
     size = device.choose(SIZE, 32)
     a, b = (torch.randn(size, size, device=device.torch).bfloat16() for _ in range(2))
     device.synchronize()
@@ -95,8 +95,10 @@ def matrices(device: Device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def granted(device: Device) -> Mapping[str, Any]:
-    """What the driver gives, and contexts of 1, 2, 4 ... groups: the driver's own count of their
-    multiprocessors is compared with ours where they are made."""
+    """Return the driver's grants, and contexts of 1, 2, 4 ... groups.
+
+    The driver's own count of their multiprocessors is compared with raymm's at creation.
+    """
     backend = backend_of(device)
     gpu = backend.gpu
     sets = {
@@ -111,10 +113,10 @@ def granted(device: Device) -> Mapping[str, Any]:
 
 
 def throughput(device: Device) -> Mapping[str, Any]:
-    """TFLOP/s of a matrix product by multiprocessors granted.
+    """Return TFLOP/s of a matrix product by granted multiprocessors.
 
     Raises:
-        AssertionError: a product on a part of the GPU is another than on the whole.
+        AssertionError: a product on a part of the GPU differs from that on the whole GPU.
     """
     backend = backend_of(device)
     gpu = backend.gpu
@@ -137,8 +139,10 @@ def throughput(device: Device) -> Mapping[str, Any]:
 
 
 def sm_numbers(device: Device, stream: QuotaStream, total: int) -> list[int]:
-    """Numbers of the multiprocessors that a kernel on the stream ran on; on a CPU those that the
-    stream's groups stand for."""
+    """Return the SM numbers that a kernel on the stream ran on.
+
+    On a CPU these are the numbers that the stream's groups represent.
+    """
     if not device.is_gpu:
         size = stream.partition.sms // stream.partition.groups
         first = stream.partition.first_group * size
@@ -155,7 +159,7 @@ def sm_numbers(device: Device, stream: QuotaStream, total: int) -> list[int]:
 
 
 def numbers_of(kind: str, modules: Sequence[str] | None = None) -> dict[str, list[int]]:
-    """SM numbers of modules of :data:`HALVES`, from a pool of this process."""
+    """Return SM numbers of modules of :data:`HALVES`, from a pool of this process."""
     device = Device(kind)
     backend = backend_of(device)
     with StreamPool(backend, {"halves": HALVES}, modules=modules) as pool:
@@ -167,7 +171,7 @@ def numbers_of(kind: str, modules: Sequence[str] | None = None) -> dict[str, lis
 
 
 def placement(device: Device) -> Mapping[str, Any]:
-    """Whether partitions are disjoint and as large as granted.
+    """Check that partitions are disjoint and as large as granted.
 
     Raises:
         AssertionError: they are not.
@@ -183,7 +187,7 @@ def placement(device: Device) -> Mapping[str, Any]:
 
 
 def other_processes(device: Device) -> Mapping[str, Any]:
-    """Whether a process that makes only its own partition gets the same multiprocessors.
+    """Check that a process that creates only its own partition gets the same multiprocessors.
 
     Raises:
         RuntimeError: a process failed.
@@ -192,7 +196,7 @@ def other_processes(device: Device) -> Mapping[str, Any]:
     code = "import json, sys; from benchmarks.gpu import green_contexts as g; "
     code += "print(json.dumps(g.numbers_of(sys.argv[1], [sys.argv[2]])))"
     same = {}
-    # Processes one after another: at the same time they would only be time-sliced.
+    # One process after another: concurrent processes would be time-sliced.
     for module in device.choose(list(HALVES), ["second"]):
         child = subprocess.run(
             [sys.executable, "-c", code, device.kind, module],
@@ -205,11 +209,12 @@ def other_processes(device: Device) -> Mapping[str, Any]:
 
 
 def event_order(device: Device) -> Mapping[str, Any]:
-    """Whether a stream of one green context sees what another wrote before its event, and whether
-    one that does not wait sees the value before.
+    """Check that a stream sees the write of another green context after its event.
+
+    A stream that does not wait sees the previous value.
 
     Raises:
-        AssertionError: an event does not order the two, in one of the ways it is used.
+        AssertionError: an event does not order the two streams in one of its uses.
     """
     with StreamPool(backend_of(device), {"halves": HALVES}) as pool:
         streams = pool.select("halves")
@@ -251,8 +256,10 @@ def event_order(device: Device) -> Mapping[str, Any]:
 
 
 def overlap(device: Device) -> Mapping[str, Any]:
-    """Two modules on halves of the GPU: milliseconds alone, together, and on the whole GPU one
-    after the other."""
+    """Return milliseconds of two modules on halves of the GPU, alone and together.
+
+    Also on the whole GPU, one after the other.
+    """
     a, b = matrices(device)
     sets = {"halves": HALVES, "whole": {"first": 1.0}}
     outs = {module: torch.empty_like(a) for module in HALVES}
@@ -282,7 +289,7 @@ def overlap(device: Device) -> Mapping[str, Any]:
 
     with ConcurrentModules() as side, StreamPool(backend_of(device), sets) as pool:
         halves = pool.select("halves")
-        spans(side, halves, list(HALVES))  # cuBLAS handles and workspaces of both threads
+        spans(side, halves, list(HALVES))  # create cuBLAS handles and workspaces of both threads
         alone = {m: spans(side, halves, [m])[m] for m in HALVES}
         together = spans(side, halves, list(HALVES))
         whole = spans(side, pool.select("whole"), ["first"])["first"]
@@ -303,7 +310,7 @@ def overlap(device: Device) -> Mapping[str, Any]:
 
 
 def numbers(device: Device) -> Mapping[str, Any]:
-    """Whether modules that train concurrently get the bits of one after another.
+    """Check that concurrently trained modules have bitwise the results of one after another.
 
     Raises:
         AssertionError: they do not.
@@ -335,7 +342,7 @@ def numbers(device: Device) -> Mapping[str, Any]:
             device.synchronize()
             found = [p.detach().clone() for net in nets.values() for p in net.parameters()]
             device.synchronize()
-            # All that these streams took part in goes before they do.
+            # Release all tensors that these streams used before the streams themselves.
             del out, outs, x, forwards, backwards, nets, optimizer
         return found
 
@@ -355,14 +362,14 @@ def _run(
 
 
 def waits(device: Device) -> Mapping[str, Any]:
-    """How often the host waits while stages are switched and works are issued.
+    """Count the host's waits while stages are switched and work is issued.
 
     Raises:
-        AssertionError: results that are not those of the works in order.
+        AssertionError: results differ from those of the work in order.
     """
     x = torch.ones(64, 64, device=device.torch)
     with ConcurrentModules() as side, StreamPool(backend_of(device), STAGES) as pool:
-        for _ in range(2):  # the first time handles are made
+        for _ in range(2):  # the first time creates handles
             with host_waits.counted(device) as found:
                 encoders = side.run(pool.select("encoders"), {
                     m: Work(lambda x: x @ x, (x,), draws=False) for m in STAGES["encoders"]
@@ -377,7 +384,7 @@ def waits(device: Device) -> Mapping[str, Any]:
 
 
 def switching(device: Device) -> Mapping[str, Any]:
-    """Host milliseconds of going to the next stage, with a pool and without."""
+    """Return host milliseconds of switching to the next stage, with a pool and without."""
     switches = device.choose(SWITCHES, 10)
     with StreamPool(backend_of(device), STAGES) as pool:
         names = list(STAGES)
@@ -405,7 +412,7 @@ def switching(device: Device) -> Mapping[str, Any]:
 
 
 def destruction(device: Device) -> Mapping[str, Any]:
-    """Bytes of the GPU that are taken after pools have come and gone, by their number."""
+    """Return used bytes of the GPU after pools were created and destroyed, by their number."""
     taken = []
     a, b = matrices(device)
     for _ in range(POOLS):

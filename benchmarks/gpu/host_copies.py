@@ -1,4 +1,4 @@
-"""What a rank copies between its device and the host: checkpoints, snapshots, large inputs."""
+"""Section on copies between device and host: checkpoints, snapshots, large inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COPIES, STEPS = 3, 5
 
 
 def run(device: Device, record: Record) -> None:
-    """Checkpoints and snapshots of one rank, then a rank with large inputs."""
+    """Measure checkpoints and snapshots of one rank, then a rank with large inputs."""
     rank = make_rank(device, device.choose(FOUR_GB, TINY))
     rank.step()
     record.part("checkpoint", partial(checkpoint, device, rank))
@@ -47,20 +47,21 @@ def run(device: Device, record: Record) -> None:
 
 
 def make_rank(device: Device, sizes: Sizes) -> OneRank:
-    """A rank of the model in bf16."""
+    """Build a rank of the model in bf16."""
     model = build_model(sizes)
     inputs = step_inputs(microbatches(sizes))
     return OneRank(model, plan_of(device, model, sizes), device.kind, "bfloat16", *inputs)
 
 
 def checkpoint(device: Device, rank: OneRank) -> Mapping[str, Any]:
-    """Milliseconds of a step, and of one behind which a checkpoint's copy is made; for which
-    beginning to copy keeps the host; and until all is in host memory, the first time, when memory
-    is pinned, and then. And seconds to write the copy to a disk, where the package for its
-    checksums is installed.
+    """Measure a step, and one with a checkpoint's copy in the background.
+
+    In milliseconds: the steps, the host's time to start the copy, and the time until all data are
+    in host memory, the first time, when memory is pinned, and later. Also the seconds to write the
+    copy to a disk, if the package for its checksums is installed.
 
     Raises:
-        AssertionError: something is not finite, or nothing was written.
+        AssertionError: a value is not finite, or nothing was written.
     """
     plain = step_seconds(device, rank)
     begun, copied, besides, size = [], [], [], 0
@@ -101,11 +102,10 @@ def checkpoint(device: Device, rank: OneRank) -> Mapping[str, Any]:
 
 
 def snapshot(device: Device, rank: OneRank) -> Mapping[str, Any]:
-    """Milliseconds for which beginning to copy a snapshot keeps the training thread, until it is
-    handed over, and to go back to it.
+    """Return milliseconds of a snapshot: start on the training thread, delivery, and restore.
 
     Raises:
-        AssertionError: parameters are not those of the snapshot.
+        AssertionError: parameters differ from those of the snapshot.
     """
     times = []
     steps = handed = None
@@ -126,7 +126,7 @@ def snapshot(device: Device, rank: OneRank) -> Mapping[str, Any]:
     restore = time.perf_counter() - start
     after = rank.actor.parameters()
     assert all(torch.equal(t, before[name]) for name, t in after.items()), "other parameters"
-    # The parameters and both moments of AdamW, in fp32.
+    # Parameters and both moments of AdamW, in fp32.
     size = 12 * sum(t.numel() for t in before.values())
     begin, hand = (min(each) for each in zip(*times, strict=True))
     return {
@@ -139,7 +139,7 @@ def snapshot(device: Device, rank: OneRank) -> Mapping[str, Any]:
 
 
 def step_seconds(device: Device, rank: OneRank) -> float:
-    """Median of several steps."""
+    """Return the median of several steps."""
     times = []
     for _ in range(device.choose(STEPS, 1)):
         device.synchronize()
@@ -151,8 +151,10 @@ def step_seconds(device: Device, rank: OneRank) -> float:
 
 
 def large_inputs(device: Device, sizes: Sizes) -> Mapping[str, Any]:
-    """Seconds of a step whose images come from the host, and of one that finds them on the device:
-    the difference is what copying them costs."""
+    """Return seconds of a step with images on the host, and with images on the device.
+
+    The difference is the cost of the copy.
+    """
     rank = make_rank(device, sizes)
     for _ in range(device.choose(2, 1)):
         rank.step()

@@ -1,4 +1,4 @@
-"""Where the host waits for the device, by file and line."""
+"""Counter of host waits for the device, by file and line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 from benchmarks.gpu.device import Device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# What torch says of operators that wait (torch.cuda.set_sync_debug_mode).
+# torch's message about operators that wait (torch.cuda.set_sync_debug_mode).
 SYNCHRONIZES = "synchronizing CUDA operation"
-# What waits by name, which the debug mode does not tell of.
+# Waiting calls that the debug mode does not report.
 WAITS = (
     (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
     (torch.cuda, "synchronize"),
@@ -27,7 +27,7 @@ WAITS = (
 
 
 def place() -> str:
-    """The innermost line of this repository that is being run."""
+    """Return the innermost line of this repository on the stack."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         inside = path.is_relative_to(REPOSITORY) and ".venv" not in path.parts
@@ -38,7 +38,7 @@ def place() -> str:
 
 @contextmanager
 def counted(device: Device) -> Iterator[Counter[str]]:
-    """Counts, by place, how often the host waits for the device meanwhile."""
+    """Count the host's waits for the device within a `with` block, by file and line."""
     waits: Counter[str] = Counter()
 
     def show(message: Warning | str, *rest: Any) -> None:

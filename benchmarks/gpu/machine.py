@@ -1,4 +1,4 @@
-"""What machine this is, and the rates that the planner's table of devices expects of it."""
+"""Section on the machine, and on the rates that the planner's device table expects of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Record
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "cuda-bindings", "ray", "ortools")
-# Launches whose time on the host is the mean of.
+# Number of launches whose host time is averaged.
 LAUNCHES = 1000
 
 
 def run(device: Device, record: Record) -> None:
-    """Names, versions, and rates of matrix products, memory, copies and launches."""
+    """Record names, versions, and rates of matrix products, memory, copies and launches."""
     record.part("device", lambda: describe(device))
     record.part("matrix_product", lambda: matrix_product(device))
     record.part("memory", lambda: memory(device))
@@ -28,7 +28,7 @@ def run(device: Device, record: Record) -> None:
 
 
 def describe(device: Device) -> Mapping[str, Any]:
-    """The device's name and properties, and versions."""
+    """Return the device's name and properties, and versions."""
     found: dict[str, Any] = {"name": f"trial on {platform.machine()}"}
     if device.is_gpu:
         properties = torch.cuda.get_device_properties(0)
@@ -53,7 +53,7 @@ def describe(device: Device) -> Mapping[str, Any]:
 
 
 def matrix_product(device: Device) -> Mapping[str, Any]:
-    """TFLOP/s of square products, bf16 and fp32, beside what the planner's table has."""
+    """Return TFLOP/s of square products, bf16 and fp32, next to the planner's values."""
     size = device.choose(8192, 64)
     found: dict[str, Any] = {"size": size}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -65,7 +65,7 @@ def matrix_product(device: Device) -> Mapping[str, Any]:
 
 
 def planners_rates(device: Device) -> Mapping[str, Any]:
-    """Of the entry in the planner's table that this device is."""
+    """Return the rates of this device's entry in the planner's table."""
     from raymm.costs.named_devices import device_called
 
     entry = device_called(torch.cuda.get_device_name(0) if device.is_gpu else "cpu")
@@ -79,7 +79,7 @@ def planners_rates(device: Device) -> Mapping[str, Any]:
 
 
 def memory(device: Device) -> Mapping[str, Any]:
-    """GB/s of a copy within the device, bytes read and written."""
+    """Return GB/s of a copy within the device, counting bytes read and written."""
     size = device.choose(2 * 2**30, 2**16)
     source = torch.zeros(size, dtype=torch.uint8, device=device.torch)
     target = torch.empty_like(source)
@@ -88,7 +88,7 @@ def memory(device: Device) -> Mapping[str, Any]:
 
 
 def host_copies(device: Device) -> Mapping[str, Any]:
-    """GB/s between the host's memory and the device's, pinned and not."""
+    """Return GB/s between host and device memory, pinned and pageable."""
     size = device.choose(512 * 2**20, 2**16)
     on_device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
     found = {}
@@ -102,7 +102,7 @@ def host_copies(device: Device) -> Mapping[str, Any]:
 
 
 def launches(device: Device) -> Mapping[str, Any]:
-    """Microseconds that the host takes for one small operator."""
+    """Return the host's microseconds for one small operator."""
     x = torch.zeros(16, device=device.torch)
     x.add_(1)
     device.synchronize()

@@ -1,5 +1,7 @@
-"""NCCL with one rank: every collective that raymm uses, whether waits block the host, and FSDP2.
-Gloo on a CPU. A rank cannot send to itself: messages need two GPUs."""
+"""Section on NCCL with one rank: every collective of raymm, host blocking, and FSDP2.
+
+Uses gloo on a CPU. A rank cannot send to itself: messages need two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from benchmarks.gpu.record import Record
 
 TIMEOUT = timedelta(seconds=20)
 ELEMENTS = 1 << 20
-# Seconds that the stream is busy before an operation that the host does not wait for.
+# Seconds for which the stream is busy before an asynchronous operation.
 BUSY_S = 0.2
 
 
 def run(device: Device, record: Record) -> None:
-    """Start, operations, waits, and a step under FSDP2."""
+    """Run start, operations, waits, and a step under FSDP2."""
     record.part("start", partial(start, device))
     if not dist.is_initialized():
-        return  # the error says why
+        return  # the recorded error has the reason
     for name, call in operations(device).items():
         record.part(name, partial(operation, device, call))
     record.part("waits", partial(waits, device))
@@ -34,7 +36,7 @@ def run(device: Device, record: Record) -> None:
 
 
 def start(device: Device) -> Mapping[str, Any]:
-    """Seconds of the first process group, with its communicator made at once."""
+    """Return seconds of the first process group, with eager creation of its communicator."""
     store = dist.HashStore()
     begin = time.perf_counter()
     dist.init_process_group(
@@ -49,7 +51,7 @@ def start(device: Device) -> Mapping[str, Any]:
 
 
 def operations(device: Device) -> dict[str, Callable[[], torch.Tensor]]:
-    """By name; each gives what it received, which with one rank is what was sent."""
+    """Return operations by name; with one rank each returns the data that it sent."""
     x = torch.arange(device.choose(ELEMENTS, 64), device=device.torch, dtype=torch.float32)
 
     def in_place(call: Callable[..., Any], **options: Any) -> Callable[[], torch.Tensor]:
@@ -79,10 +81,10 @@ def operations(device: Device) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def operation(device: Device, call: Callable[[], torch.Tensor]) -> Mapping[str, Any]:
-    """Microseconds of an operation of 4 MB.
+    """Return microseconds of an operation of 4 MB.
 
     Raises:
-        AssertionError: what was received is not what was sent.
+        AssertionError: received and sent data differ.
     """
     received = call()
     device.synchronize()
@@ -92,8 +94,10 @@ def operation(device: Device, call: Callable[[], torch.Tensor]) -> Mapping[str, 
 
 
 def waits(device: Device) -> Mapping[str, Any]:
-    """Milliseconds for which the host is blocked by waiting for an operation that cannot begin yet,
-    as the stream before it is busy."""
+    """Return milliseconds for which the host blocks on an operation that cannot start yet.
+
+    The stream is busy before the operation.
+    """
     x = torch.ones(1024, device=device.torch)
 
     def blocked(wait: Callable[[Any], Any]) -> float:
@@ -119,7 +123,7 @@ def waits(device: Device) -> Mapping[str, Any]:
 
 
 def fully_sharded(device: Device) -> Mapping[str, Any]:
-    """A step of a module under torch's FSDP2 on the one rank, in bf16, beside the plain one.
+    """Run a step of a module under torch's FSDP2 on the one rank, in bf16, and a plain one.
 
     Raises:
         AssertionError: losses differ by more than bf16's rounding.

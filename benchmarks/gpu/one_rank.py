@@ -1,5 +1,8 @@
-"""A model, its plan for one rank, and that rank in this process: what Ray would start as an actor
-is an object here, with everything that an actor does in a step."""
+"""Model, its plan for one rank, and that rank in this process.
+
+The object that Ray would start as an actor is local here, with everything that an actor does in a
+step.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ VISION = "vision"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a vision-language model and its step.
+    """Sizes of a vision-language model and its step.
 
     Attributes:
         vision, llm: fields of the two configurations.
         rows, text: rows of a microbatch, and text tokens of each; every row has an image.
-        microbatches: of a step.
+        microbatches: microbatches per step.
     """
 
     vision: dict[str, int]
@@ -54,12 +57,12 @@ class Sizes:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of an image."""
+        """Return the tokens of an image."""
         return (self.vision["image_size"] // self.vision["patch_size"]) ** 2
 
     @property
     def tokens(self) -> int:
-        """Of a merged row."""
+        """Return the tokens of a merged row."""
         return self.text + self.image_tokens
 
 
@@ -80,11 +83,10 @@ LARGE = Sizes(
 
 
 def build_model(sizes: Sizes, frozen: bool = False) -> MultimodalModule:
-    """SigLIP, an MLP and Llama, with random weights of a seed.
+    """Build SigLIP, an MLP and Llama with seeded random weights.
 
     Args:
-        sizes: of both.
-        frozen: train the projector only.
+        frozen: True to train the projector only.
     """
     from transformers import LlamaConfig, SiglipVisionConfig
 
@@ -94,7 +96,7 @@ def build_model(sizes: Sizes, frozen: bool = False) -> MultimodalModule:
 
 
 def microbatches(sizes: Sizes) -> list[dict[str, Any]]:
-    """Random tokens and images of a step, on the CPU."""
+    """Return random tokens and images of a step, on the CPU."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(sizes.microbatches):
@@ -110,13 +112,13 @@ def microbatches(sizes: Sizes) -> list[dict[str, Any]]:
 def step_inputs(
     batches: Sequence[dict[str, Any]],
 ) -> tuple[list[dict[str, dict[str, Any]]], int]:
-    """Inputs of a step by microbatch and module, and the number of label tokens."""
+    """Return inputs of a step by microbatch and module, and the number of label tokens."""
     parts = [{VISION: batch[VISION], LANGUAGE_MODEL: text_inputs(batch)} for batch in batches]
     return parts, sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
 
 
 def plan_of(device: Device, model: MultimodalModule, sizes: Sizes) -> Plan:
-    """All stages on one rank, with the costs that the planner counts for this device."""
+    """Return a plan with all stages on one rank and the planner's costs for this device."""
     name = torch.cuda.get_device_name(0) if device.is_gpu else "cpu"
     spec = device_called(name)
     loads = {
@@ -131,24 +133,22 @@ def plan_of(device: Device, model: MultimodalModule, sizes: Sizes) -> Plan:
 
 
 def on_one_rank(plan: Plan) -> Plan:
-    """The plan with all of its stages on the first rank."""
+    """Return the plan with all of its stages on the first rank."""
     stages = tuple(replace(stage, rank=0) for stage in plan.stages)
     return replace(plan, stages=stages, shared_ranks=None)
 
 
 class OneRank:
-    """The only rank of a plan, in this process.
+    """Only rank of a plan, in this process.
 
     Args:
-        model: the description.
-        plan: with one rank.
-        kind: of device, ``"cpu"`` or ``"cuda"``.
+        plan: plan with one rank.
+        kind: ``"cpu"`` or ``"cuda"``.
         autocast: name of a dtype, or None.
-        inputs: of a step, by microbatch and module.
+        inputs: inputs of a step, by microbatch and module.
         labels: label tokens of a step.
-        optimizer: of the update.
-        update: clip and update after the gradients, or leave the gradients where they are.
-        options: further fields of the rank's specification.
+        update: True to clip and update after the gradients, False to leave the gradients.
+        options: additional fields of the rank's specification.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OneRank:
         inputs: Sequence[Mapping[str, dict[str, Any]]], labels: int,
         optimizer: OptimizerConfig = OPTIMIZER, update: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        if dist.is_initialized():  # by a rank whose part has failed
+        if dist.is_initialized():  # left by a rank whose part failed
             dist.destroy_process_group()
         ranks = rank_specs(
             model, plan, optimizer=optimizer, autocast=autocast, device=kind,
@@ -165,7 +165,7 @@ class OneRank:
         self.plan = plan
         self.actor = RankActor(ranks.specs[0])
         use_loopback()
-        self.actor.connect({})  # it is alone
+        self.actor.connect({})  # there are no peers
         self.parameters = self.actor.build()
         self.program = _program(plan, len(inputs), update)
         self.load_program()
@@ -179,29 +179,31 @@ class OneRank:
         self._steps = 0
 
     def load_program(self) -> None:
-        """Hand the program of a step to the rank; again after it has met others anew."""
+        """Load a step's program on the rank; repeat after each new rendezvous."""
         self.actor.load_program("step", self.program.ranks[0], ())
 
     def rewind(self, steps: int) -> None:
-        """Give the next step the number of one after ``steps`` others, from which its random
-        numbers follow: one that failed counts as none."""
+        """Give the next step the index after ``steps`` others, which seeds its random numbers.
+
+        A failed step does not count.
+        """
         self._steps = steps
 
     def move_inputs(self, device: torch.device) -> int:
-        """Keep the inputs of all steps to come on a device; returns their bytes."""
+        """Keep the inputs of all future steps on a device; return their bytes."""
         self._inputs = [to_device(each, device) for each in self._inputs]
         tensors = [t for each in self._inputs for t in each.values()]
         return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
     def step(self) -> StepResult:
-        """Forward, backward, clipping and update."""
+        """Run forward, backward, clipping and update."""
         keys = tuple(0 for _ in range(self.plan.num_microbatches))  # all have the same shapes
         meta = StepMeta(self._steps, self._labels, keys)
         self._steps += 1
         return self.actor.run_step("step", meta, self._layout, *self._inputs)
 
     def close(self) -> None:
-        """Leave the process groups and give the memory back, so that another rank can be made."""
+        """Leave the process groups and free the memory, so that another rank can be created."""
         dist.destroy_process_group()
         del self.actor, self._inputs
         gc.collect()
@@ -212,6 +214,6 @@ class OneRank:
 def _program(plan: Plan, count: int, update: bool) -> Program:
     program = lower(plan, [(VISION,)] * count)
     check_program(program)
-    # One process has nobody to sum gradients with.
+    # A single process has no gradients to reduce.
     ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS) if update else ()
     return program.with_optimizer_ops(ops)

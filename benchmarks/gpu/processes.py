@@ -1,7 +1,7 @@
-"""Processes of sections: started, ended in time, started again where a kernel broke the first.
+"""Processes of sections: started, ended in time, and restarted after a kernel broke one.
 
-They are forked from a server that has imported torch and transformers and touched no GPU, so that
-each begins at once with a CUDA context of its own.
+They are forked from a server that has imported torch and transformers and not used a GPU, so that
+each starts immediately with its own CUDA context.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PRELOADED = (
     "torch", "transformers", "triton", "numpy", "raymm.kernels.flash.gpu.attention",
     "benchmarks.gpu.one_rank",
 )  # fmt: skip
-# Exit codes of a section's process, beside 0.
+# Exit codes of a section's process, in addition to 0.
 NO_DEVICE, BROKEN = 4, 5
-# A section is started again at most this often, for the parts after the one that broke it.
+# Maximum number of restarts of a section, for the parts after the one that broke it.
 STARTS = 6
-# Seconds that a process may take beyond its time: parts look at the clock when they begin.
+# Seconds that a process may exceed its time: parts check the clock when they begin.
 GRACE_S = 12.0
 POLL_S = 0.1
 # Characters of a process's own output that an error keeps.
@@ -37,10 +37,12 @@ LOG_CHARACTERS = 8000
 
 
 def ready_server(kind: str) -> Any:
-    """What processes are started with, once it has imported all: that takes a while on a machine
-    that has just been started."""
-    # Whether there is a GPU is asked of NVML then: a process that is forked from one that has
-    # begun to use CUDA cannot use it.
+    """Return the fork server once it has imported all packages.
+
+    That takes a while on a machine that has just been started.
+    """
+    # torch then uses NVML to detect a GPU: a process forked from one that has initialized CUDA
+    # cannot use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if kind == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -57,18 +59,17 @@ def run_share(
     section: Section, kind: str, path: str, log: str, seconds: float, done: Sequence[str],
     share: tuple[int, int],
 ) -> None:  # fmt: skip
-    """What a section's process does.
+    """Run a share of a section in its process.
 
     Args:
-        section: to run.
-        kind: of device.
-        path: of the section's record.
-        log: file that gets what the process prints.
-        seconds: that it may take.
-        done: parts that need not run.
-        share: which of the section's processes it is, and how many there are.
+        kind: kind of device.
+        path: path of the section's record.
+        log: file for the output of the process.
+        seconds: time limit.
+        done: parts to skip.
+        share: index of this process, and number of the section's processes.
     """
-    os.setsid()  # what it starts ends with it
+    os.setsid()  # child processes end with it
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(target, descriptor)
@@ -89,12 +90,11 @@ def run_share(
 
 @dataclass
 class Share:
-    """One process of a section, and those that took its place.
+    """Process of a section, with its replacements.
 
     Attributes:
-        section: whose.
-        number: which of the section's processes it is, from 0.
-        folder: of records and logs.
+        number: index of the section's process, from 0.
+        folder: folder of records and logs.
         starts: processes so far.
     """
 
@@ -107,12 +107,12 @@ class Share:
 
     @property
     def path(self) -> Path:
-        """Of its record."""
+        """Return the path of its record."""
         return self.folder / f"{self.section.name}-{self.number}.jsonl"
 
     @property
     def log(self) -> Path:
-        """Of what it prints."""
+        """Return the path of its output."""
         return self.path.with_suffix(".log")
 
     def start(self, server: Any, kind: str, deadline: float) -> None:
@@ -129,7 +129,7 @@ class Share:
         self._process.start()
 
     def ended(self, server: Any, kind: str, deadline: float) -> bool:
-        """Whether it is over; where its process died before its time, another goes on."""
+        """Return True if it is over; replace a process that died early."""
         if self._process.is_alive():
             if time.monotonic() < deadline + GRACE_S:
                 return False
@@ -141,7 +141,7 @@ class Share:
         self.no_device = code == NO_DEVICE
         if code in (0, NO_DEVICE):
             return True
-        if code != BROKEN:  # a part whose context broke has said so itself
+        if code != BROKEN:  # a part whose context broke has reported so itself
             self._note(f"the process ended with {_in_words(code)}")
         if self.starts >= STARTS or time.monotonic() > deadline:
             return True
@@ -149,16 +149,16 @@ class Share:
         return False
 
     def kill(self) -> None:
-        """End the process and what it has started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
 
     def _note(self, reason: str) -> None:
-        """Say of the part under way, or of the whole process, what became of it."""
+        """Record the reason as the outcome of the running part, or of the process."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        # Which a crash ends with: thousands of characters that say nothing of it.
+        # A crash prints thousands of characters of extension modules, which are irrelevant.
         lines = [line for line in text.splitlines() if not line.startswith("Extension modules:")]
         tail = "\n".join(lines)[-LOG_CHARACTERS:]
         begun = [name for name, row in read_parts(self.path).items() if row["state"] == "begun"]
@@ -180,15 +180,15 @@ def run_together(
     """Run sections at the same time until all are over.
 
     Args:
-        sections: with their ``shares`` processes each.
-        server: of :func:`ready_server`.
-        kind: of device.
-        folder: of records and logs.
-        deadlines: of each, as ``time.monotonic()`` counts.
-        look: called now and then meanwhile.
+        sections: sections with their ``shares`` processes each.
+        server: result of :func:`ready_server`.
+        kind: kind of device.
+        folder: folder of records and logs.
+        deadlines: one per section, on the clock of ``time.monotonic()``.
+        look: called at intervals meanwhile.
 
     Returns:
-        Whether there is a device of that kind.
+        True if there is a device of that kind.
     """
     running = []
     for section, deadline in zip(sections, deadlines, strict=True):

@@ -1,5 +1,4 @@
-"""Blocks that make activations again or have them fetched: time and bytes of every option, and
-whether steps have the same numbers."""
+"""Section on recomputed and offloaded activations: time and bytes, and equal numbers."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ from raymm.scheduler.schedule.memory import rank_memory
 
 REPEATS = 3
 WARM_UP_STEPS, STEPS = 1, 3
-# Fewer blocks and words, so that every option has its steps in time.
+# Fewer blocks and a smaller vocabulary, so that every option runs its steps in time.
 MEDIUM = replace(LARGE, llm=LARGE.llm | {"num_hidden_layers": 4, "vocab_size": 8000})
 
 
 def run(device: Device, record: Record) -> None:
-    """Steps of one model with every option, the first keeping all, then blocks by themselves."""
+    """Run steps of one model with every option, the first keeping all, then single blocks."""
     sizes = device.choose(MEDIUM, TINY)
     model = build_model(sizes)
-    # Nothing is learned, so that every step has the numbers of the first.
+    # The learning rate is zero, so that every step has the numbers of the first.
     rank = OneRank(
         model, plan_of(device, model, sizes), device.kind, "bfloat16",
         *step_inputs(microbatches(sizes)), optimizer=replace(OPTIMIZER, lr=0.0),
@@ -56,10 +55,10 @@ def run(device: Device, record: Record) -> None:
 def steps(
     device: Device, rank: OneRank, option: str, kept: list[tuple[float, float]]
 ) -> Mapping[str, Any]:
-    """Seconds and peak of a step in which all blocks of the language model do the same.
+    """Return seconds and peak of a step in which all language model blocks use one option.
 
     Raises:
-        AssertionError: numbers are not those of a step that keeps everything.
+        AssertionError: numbers differ from those of a step that keeps everything.
     """
     (stage,) = (s for s in rank.plan.stages if s.id.module == LANGUAGE_MODEL)
     module = rank.actor._stages[stage.id].module
@@ -98,8 +97,11 @@ def steps(
 
 
 def blocks(device: Device, sizes: Sizes) -> Mapping[str, Any]:
-    """Of one block of the language model: milliseconds of its forward, both halves of its backward
-    and what options add to them, and the megabytes that it holds, measured and as planned."""
+    """Measure one block of the language model.
+
+    Milliseconds of its forward, of both halves of its backward and of the options, and the
+    megabytes that it holds, measured and planned.
+    """
     model = build_model(sizes)
     planned = plan_of(device, model, sizes).profile
     assert planned is not None

@@ -1,7 +1,7 @@
-"""What a section finds out, on disk part by part: what was found before a process died is kept.
+"""Results of a section on disk, part by part, so that they survive the process.
 
-A line of JSON for every beginning and end of a part. A part that raises is an error with its
-text, and the next one runs; one for which no time is left says so.
+A line of JSON for every beginning and end of a part. A part that raises is recorded as an error
+with its text, and the next one runs; a part without remaining time is recorded as such.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 # Lines of a traceback that an error keeps.
 TRACEBACK_LINES = 12
-# What CUDA says once a kernel has broken its context: nothing more works in this process.
+# CUDA errors after a kernel has broken the context: nothing else works in this process.
 BROKEN_CONTEXT = (
     "illegal memory access", "device-side assert", "unspecified launch failure",
     "misaligned address", "an illegal instruction", "hardware stack error",
@@ -23,15 +23,15 @@ BROKEN_CONTEXT = (
 
 
 class BrokenContextError(RuntimeError):
-    """The process's CUDA context is of no more use; another process can go on."""
+    """Error for a broken CUDA context; another process can continue."""
 
 
 class Record:
-    """Writes the parts of one section.
+    """Recorder for the parts of one section.
 
     Args:
-        path: of the section's file; appended to.
-        seconds: that the section may take from here on.
+        path: file of the section; lines are appended.
+        seconds: remaining time limit of the section.
         done: parts that an earlier process of the section has ended.
     """
 
@@ -41,16 +41,16 @@ class Record:
         self._done = frozenset(done)
 
     def left(self) -> float:
-        """Seconds of the section's time that remain."""
+        """Return the remaining seconds of the section."""
         return self._deadline - time.monotonic()
 
     def part(self, name: str, call: Callable[[], Mapping[str, Any]], needs: float = 0.0) -> None:
-        """Run a part, and write what it returns, or its error.
+        """Run a part, and record its result or its error.
 
         Args:
             name: unique in the section.
-            call: gives figures, ready for JSON.
-            needs: seconds that it takes about; with fewer left it does not run, and says so.
+            call: returns figures, ready for JSON.
+            needs: expected seconds; with less time left the part is skipped, and recorded as such.
 
         Raises:
             BrokenContextError: no other part can run in this process.
@@ -64,7 +64,7 @@ class Record:
         start = time.monotonic()
         try:
             figures = dict(call())
-        except Exception as error:  # whatever a part meets, the others are to run
+        except Exception as error:  # the other parts must run after any error
             text = "".join(traceback.format_exception(error)[-TRACEBACK_LINES:])
             self._write(name, "error", error=f"{type(error).__name__}: {error}", traceback=text)
             if any(words in str(error) for words in BROKEN_CONTEXT):
@@ -78,8 +78,10 @@ class Record:
 
 
 def read_parts(path: Path) -> dict[str, dict[str, Any]]:
-    """The last that was written of every part, in the order of their beginning. A line that a dying
-    process has not finished is left out."""
+    """Return the last record of every part, in order of their beginning.
+
+    An unfinished line of a dead process is left out.
+    """
     parts: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return parts

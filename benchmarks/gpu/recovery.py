@@ -1,5 +1,7 @@
-"""A rank whose connections are cut and made again, and modules that run within quotas: both through
-the rank actor, as in a run."""
+"""Section on a rank with cut and renewed connections, and on modules within quotas.
+
+Both run through the rank actor, as in a training run.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ from raymm.model.module_kind import LANGUAGE_MODEL
 STEPS = 2
 # Relative difference of losses and gradient norms between two runs of the same steps.
 BOUND = 1e-4
-# Fewer blocks and words: nothing here is about the model.
+# Fewer blocks and a smaller vocabulary: the model is irrelevant here.
 SMALL = replace(LARGE, llm=LARGE.llm | {"num_hidden_layers": 2, "vocab_size": 8000})
 QUOTAS = {VISION: 0.25, LANGUAGE_MODEL: 0.75}
 
 
 def run(device: Device, record: Record) -> None:
-    """Numbers of steps without a failure, then both."""
+    """Run steps without a failure, then both parts."""
     sizes = device.choose(SMALL, TINY)
     undisturbed: list[tuple[float, float]] = []
     record.part("undisturbed", partial(undisturbed_steps, device, sizes, undisturbed))
@@ -44,7 +46,7 @@ def run(device: Device, record: Record) -> None:
 
 
 def make_rank(device: Device, sizes: Sizes, shares: Mapping[str, float] | None = None) -> OneRank:
-    """A rank of the model; with ``shares`` its modules run side by side within quotas."""
+    """Build a rank of the model; with ``shares`` its modules run concurrently within quotas."""
     model = build_model(sizes)
     plan = plan_of(device, model, sizes)
     options: dict[str, Any] = {}
@@ -57,7 +59,7 @@ def make_rank(device: Device, sizes: Sizes, shares: Mapping[str, float] | None =
 
 
 def timed_step(device: Device, rank: OneRank) -> tuple[tuple[float, float], float]:
-    """Loss and gradient norm of a step, and its seconds."""
+    """Return loss and gradient norm of a step, and its seconds."""
     device.synchronize()
     start = time.perf_counter()
     result = rank.step()
@@ -67,7 +69,7 @@ def timed_step(device: Device, rank: OneRank) -> tuple[tuple[float, float], floa
 
 
 def compare(numbers: list[tuple[float, float]], expected: list[tuple[float, float]]) -> float:
-    """Largest relative difference.
+    """Return the largest relative difference.
 
     Raises:
         AssertionError: it is above :data:`BOUND`.
@@ -85,7 +87,7 @@ def compare(numbers: list[tuple[float, float]], expected: list[tuple[float, floa
 def undisturbed_steps(
     device: Device, sizes: Sizes, found: list[tuple[float, float]]
 ) -> Mapping[str, Any]:
-    """Seconds of steps of a rank that nothing happens to."""
+    """Return seconds of undisturbed steps of a rank."""
     rank = make_rank(device, sizes)
     times = []
     for _ in range(STEPS):
@@ -99,8 +101,10 @@ def undisturbed_steps(
 def cut_and_renew(
     device: Device, sizes: Sizes, expected: list[tuple[float, float]]
 ) -> Mapping[str, Any]:
-    """Seconds of each part of a recovery: a step, a cut, a step that fails, leaving, reconnecting,
-    a step with the numbers of a rank that was not cut.
+    """Return seconds of each part of a recovery.
+
+    A step, a cut, a failing step, leaving, reconnecting, and a step with the numbers of a rank that
+    was not cut.
 
     Raises:
         AssertionError: the step after the cut does not fail, or the last one has other numbers.
@@ -136,10 +140,10 @@ def cut_and_renew(
 def quotas(
     device: Device, sizes: Sizes, expected: list[tuple[float, float]]
 ) -> Mapping[str, Any]:
-    """Seconds of a step in which both modules have a share of the device, and what was granted.
+    """Return seconds of a step in which both modules have a share of the device, and the grants.
 
     Raises:
-        AssertionError: it has other numbers than a step without quotas.
+        AssertionError: its numbers differ from those of a step without quotas.
     """
     rank = make_rank(device, sizes, QUOTAS)
     steps = [timed_step(device, rank) for _ in range(STEPS)]

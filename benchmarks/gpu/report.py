@@ -1,4 +1,4 @@
-"""Results as a file that is there whole or not at all, and as tables of plain text."""
+"""Results as an atomically written file, and as tables of plain text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.gpu.record import read_parts
 from benchmarks.gpu.sections import Section
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-# Of a table: figures beyond these are in the file.
+# Columns of a table; further figures are only in the file.
 MOST_COLUMNS = 16
 MOST_CHARACTERS = 28
 
 
 def gather(sections: Sequence[Section], folder: Path) -> dict[str, Any]:
-    """What all sections have found so far: per section its parts, and how many did not end well."""
+    """Return the results of all sections so far: parts, and number of failures, per section."""
     found: dict[str, Any] = {}
     for section in sections:
         parts: dict[str, Any] = {}
@@ -39,20 +39,21 @@ def gather(sections: Sequence[Section], folder: Path) -> dict[str, Any]:
 
 
 def file_name(results: Mapping[str, Any], kind: str) -> str:
-    """``nvidia-h100-80gb-hbm3.json``: by the device's own name."""
+    """Return a file name for the device, such as ``nvidia-h100-80gb-hbm3.json``."""
     parts = results.get("machine", {}).get("parts", {})
     name = parts.get("device", {}).get("name") or kind
     return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") + ".json"
 
 
 def write(path: Path, results: Mapping[str, Any], started: float) -> None:
-    """Replace the file of results at once. Sections that have not run keep what an earlier run has
-    found on this machine.
+    """Replace the results file atomically.
+
+    Sections that have not run keep the results of an earlier run on this machine.
 
     Args:
-        path: of the file; its folder is made.
-        results: of :func:`gather`.
-        started: of the run, ``time.time()``.
+        path: results file; its folder is created.
+        results: result of :func:`gather`.
+        started: start of the run, ``time.time()``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
@@ -65,7 +66,8 @@ def write(path: Path, results: Mapping[str, Any], started: float) -> None:
 
 
 def tables(results: Mapping[str, Any]) -> str:
-    """A table per section: a line per part, a column per figure; then all that failed."""
+    """Return a table per section, with a line per part and a column per figure, then all failures.
+    """
     lines: list[str] = []
     for name, section in results.items():
         counts = f"{section['ok']} ok, {section['errors']} errors, {section['not_run']} not run"

@@ -1,4 +1,4 @@
-"""The sections of a run: what each asks, and how long it may."""
+"""Sections of a run with their time limits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from benchmarks.gpu.record import Record
 if TYPE_CHECKING:  # torch is imported by the processes that need it
     from benchmarks.gpu.device import Device
 
-# Of devices: a GPU, or a CPU that only tries the code.
+# Kinds of devices: a GPU, or a CPU that only tries the code.
 KINDS = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A question to the machine, in processes of its own.
+    """Group of measurements in separate processes.
 
     Attributes:
-        name: of the section, and of its module.
-        seconds: that it may take; what sections before it have left over comes on top.
-        shares: processes that share its parts.
-        beside: runs at the same time as the section before it: neither measures time.
-        more: is of the second run (``make gpu-more``).
+        name: name of the section, and of its module.
+        seconds: time limit; unused time of earlier sections is added.
+        shares: number of processes that share its parts.
+        beside: True to run at the same time as the section before it: neither measures time.
+        more: True for sections of the second run (``make gpu-more``).
     """
 
     name: str
@@ -37,9 +37,8 @@ class Section:
         """Run its parts in this process.
 
         Args:
-            device: where.
-            record: takes the parts.
-            share: which of the processes that share them this is, and how many there are.
+            record: recorder of the parts.
+            share: index of this process, and number of the section's processes.
         """
         module = import_module(f"benchmarks.gpu.{self.name}")
         if self.shares > 1:
@@ -48,8 +47,8 @@ class Section:
             module.run(device, record)
 
 
-# What measures no time comes first and at the same time: kernels are compiled on all cores, also
-# those that FlexAttention will need. Attention takes all the time that is left over.
+# Sections that measure no time run first and at the same time: kernels are compiled on all cores,
+# including those that FlexAttention will need. Attention uses all the remaining time.
 SECTIONS = (
     Section("machine", 25),
     Section("correctness", 115, shares=7),

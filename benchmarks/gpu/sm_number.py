@@ -1,4 +1,4 @@
-"""A Triton kernel that writes down which multiprocessor each of its programs runs on."""
+"""Triton kernel that records the multiprocessor on which each of its programs runs."""
 
 import triton
 import triton.language as tl
@@ -7,5 +7,5 @@ from triton.language.extra import cuda
 
 @triton.jit
 def sm_number_kernel(out):
-    """out: int32, one element per program."""
+    """Write SM numbers to ``out``, int32, one element per program."""
     tl.store(out + tl.program_id(0), cuda.smid())

@@ -1,5 +1,7 @@
-"""A rank's step: numbers beside the CPU's, and in bf16 its time, host waits and peak memory beside
-the plan's."""
+"""Section on a rank's step: parity with the CPU, time, host waits, and peak memory.
+
+Time and peak memory are measured in bf16 and compared with the plan.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,13 @@ from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.evaluation import step_timeline
 
 WARM_UP_STEPS, STEPS = 2, 5
-# Relative differences between devices: sums in another order, and another attention kernel.
+# Relative differences between devices: other summation order and other attention kernels.
 FP32_BOUND, BF16_BOUND = 1e-4, 3e-2
 
 
 def run(device: Device, record: Record) -> None:
-    """Parity in both precisions, then steps that train all and the projector only."""
+    """Check parity in both precisions, then run steps that train all modules or only the projector.
+    """
     for name, autocast, bound in (
         ("fp32 as on the CPU", None, FP32_BOUND),
         ("bf16 as fp32 on the CPU", "bfloat16", BF16_BOUND),
@@ -44,7 +47,7 @@ def run(device: Device, record: Record) -> None:
 
 
 def parity(device: Device, autocast: str | None, bound: float) -> Mapping[str, Any]:
-    """Two steps' losses and gradient norms, relative to fp32 on the CPU.
+    """Return relative errors of two steps' losses and gradient norms against fp32 on the CPU.
 
     Raises:
         AssertionError: they differ by more than ``bound``.
@@ -59,14 +62,14 @@ def parity(device: Device, autocast: str | None, bound: float) -> Mapping[str, A
         numbers = [(sum(r.losses.values()), r.grad_norm or 0.0) for r in results]
         found[len(found)] = torch.tensor(numbers, dtype=torch.float64)
     relative = ((found[1] - found[0]) / found[0]).abs()
-    if not relative.max() <= bound:  # NaN, too
+    if not relative.max() <= bound:  # also fails for NaN
         raise AssertionError(f"{relative.tolist()} of {found[0].tolist()}, at most {bound}")
     loss, norm = relative.amax(0).tolist()
     return {"loss": f"{loss:.1e}", "gradient_norm": f"{norm:.1e}", "bound": bound}
 
 
 def measure(device: Device, frozen: bool) -> Mapping[str, Any]:
-    """Steps in bf16, after a warm-up."""
+    """Measure steps in bf16, after a warm-up."""
     sizes = device.choose(LARGE, TINY)
     model = build_model(sizes, frozen)
     plan = plan_of(device, model, sizes)

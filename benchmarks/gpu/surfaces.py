@@ -1,4 +1,4 @@
-"""Quota surfaces of real modules: an iteration's time by quota, and beside another module."""
+"""Section on quota surfaces of real modules: an iteration's time by quota, alone and colocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPEATS = 5
 
 
 def run(device: Device, record: Record) -> None:
-    """A surface per module, then groups of both."""
+    """Measure a surface per module, then groups of both."""
     sizes = device.choose(LARGE, TINY)
     found: dict[str, dict[float, float]] = {}
     arguments, requests = arguments_of(device, sizes), requests_of(device, sizes)
@@ -41,7 +41,7 @@ def run(device: Device, record: Record) -> None:
 
 
 def arguments_of(device: Device, sizes: Sizes) -> dict[str, tuple[Any, ...]]:
-    """What profilers are made with, by module."""
+    """Return the constructor arguments of profilers, by module."""
     model = build_model(sizes)
     builders = stage_builders(model, plan_of(device, model, sizes)).build
     reloadable = reloadable_modules(model)
@@ -52,7 +52,7 @@ def arguments_of(device: Device, sizes: Sizes) -> dict[str, tuple[Any, ...]]:
 
 
 def requests_of(device: Device, sizes: Sizes) -> dict[str, SurfaceRequest]:
-    """A microbatch, by module."""
+    """Return a request for one microbatch, by module."""
     batch = microbatches(sizes)[0]
     images = (sizes.rows, sizes.image_tokens, sizes.llm["hidden_size"])
     quotas = device.choose(QUOTAS, (0.5, WHOLE))
@@ -68,8 +68,11 @@ def surface(
     device: Device, name: str, arguments: Mapping[str, tuple[Any, ...]],
     requests: Mapping[str, SurfaceRequest], found: dict[str, dict[float, float]],
 ) -> Mapping[str, Any]:  # fmt: skip
-    """Milliseconds by quota, and speed over that of the whole device divided by the quota: 1 where
-    a module is as fast as its share of multiprocessors."""
+    """Return milliseconds by quota, and relative speed over quota.
+
+    The relative speed is that of the whole device times the quota: 1 if a module is as fast as its
+    share of multiprocessors.
+    """
     backend = default_backend(device.torch)
     profiler = SurfaceProfiler(*arguments[name])
     times = profiler.surface(requests[name], device.choose(REPEATS, 1), backend)
@@ -87,8 +90,10 @@ def colocation(
     device: Device, group: Mapping[str, float], arguments: Mapping[str, tuple[Any, ...]],
     requests: Mapping[str, SurfaceRequest], found: Mapping[str, Mapping[float, float]],
 ) -> Mapping[str, Any]:  # fmt: skip
-    """Milliseconds of both modules' iterations, alone and beside each other, and how long both
-    take in turn on the whole device over how long they take at the same time."""
+    """Return milliseconds of both modules' iterations, alone and colocated, and the speedup.
+
+    The speedup is the time of both in turn on the whole device over their concurrent time.
+    """
     backend = RecordingBackend() if not device.is_gpu else None
     expected = {name: found.get(name, {}).get(quota, 0.1) for name, quota in group.items()}
     profiler = ColocationProfiler(arguments)

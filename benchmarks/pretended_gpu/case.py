@@ -1,5 +1,7 @@
-"""One process of a case of :mod:`benchmarks.host_stalls`: torch is imported after the library of
-the pretended GPU."""
+"""Process of a case of :mod:`benchmarks.host_stalls`.
+
+torch is imported after the library of the pretended GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from benchmarks.pretended_gpu.library import load
 
 
 def main() -> int:
-    """Run a case's rank: its name, the rank, and the port at which ranks meet on this machine."""
+    """Run one rank of a case. Arguments: case, rank, and the port of the local rendezvous."""
     name, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     load()
     from benchmarks.pretended_gpu.steps import run

@@ -1,8 +1,8 @@
-"""Tensors that say they are on ``cuda:0`` and hold CPU data; operators that refuse to mix them with
-others; and where the host would have waited for the GPU, by file and line.
+"""Tensors that claim to be on ``cuda:0`` and hold CPU data.
 
-What waits follows CUDA's rules: whatever reads a value, or needs one to know a shape; copies to the
-host; copies to the device from memory that is not pinned. :mod:`.library` has to be loaded before.
+Their operators reject a mix with host tensors, and count host waits for the GPU by file and line.
+Waits follow CUDA's rules: operators that read a value, or need one to determine a shape; copies to
+the host; copies to the device from pageable memory. :mod:`.library` must be loaded first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from raymm.actors.memory import to_device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MULTIPROCESSORS, CACHE_BYTES = 132, 50 * 2**20  # of an H100
+MULTIPROCESSORS, CACHE_BYTES = 132, 50 * 2**20  # values of an H100
 
 # Operators whose result, or its shape, the host has to read.
 _READS = frozenset({
@@ -38,11 +38,11 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class MixedDevicesError(RuntimeError):
-    """An operator got tensors of the GPU and of the host."""
+    """Error for an operator with tensors of both the GPU and the host."""
 
 
 class PretendedTensor(torch.Tensor):
-    """A tensor on the pretended GPU; ``held`` has its values."""
+    """Tensor on the pretended GPU; ``held`` has its values."""
 
     held: torch.Tensor
 
@@ -66,14 +66,14 @@ class PretendedTensor(torch.Tensor):
 
 
 class _State:
-    """Waits so far, and storages that are pinned (kept, so that no other gets their address)."""
+    """Waits so far, and pinned storages (kept alive, so that no other gets their address)."""
 
     waits: Counter[str] = Counter()
     pinned: dict[int, torch.UntypedStorage] = {}
 
 
 def place() -> str:
-    """The innermost line of this repository that is being run."""
+    """Return the innermost line of this repository on the stack."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         inside = path.is_relative_to(REPOSITORY) and ".venv" not in path.parts
@@ -83,12 +83,12 @@ def place() -> str:
 
 
 def waited(why: str) -> None:
-    """The host waits for the device, here."""
+    """Record a host wait at the current line."""
     _State.waits[f"{place()} {why}"] += 1
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, as an ordinary one; nobody waits."""
+    """Return a tensor's values as an ordinary tensor, without a wait."""
     return tensor.held if isinstance(tensor, PretendedTensor) else tensor
 
 
@@ -158,7 +158,7 @@ def _check_mixed(name: str, tensors: list[torch.Tensor]) -> None:
 
 
 def _waits(name: str, args: tuple) -> str:
-    """Why the host waits in an operator on the device; empty if it does not."""
+    """Return why the host waits in an operator on the device; empty if it does not."""
     if name in _READS or (name == "repeat_interleave" and len(args) == 1):
         return name
     if name in _INDEXED:
@@ -194,7 +194,7 @@ def _attention(
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention``, which in a CUDA build queries the device's properties."""
+    """Run ``scaled_dot_product_attention``, which in a CUDA build queries device properties."""
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -208,7 +208,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Now(Executor):
-    """An executor that runs calls at once: only this thread has the pretended GPU."""
+    """Executor that runs calls immediately: only this thread has the pretended GPU."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -217,7 +217,7 @@ class _Now(Executor):
 
 
 class _Stream:
-    """A stream, whose work is done when its call returns."""
+    """Stream whose work is done when its call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -279,8 +279,10 @@ _REPLACED = {
 
 @contextmanager
 def pretended_gpu() -> Iterator[Counter[str]]:
-    """Within, ``torch.device("cuda")`` works in this thread, on the CPU. Yields how often the host
-    has waited, by place and reason; may be cleared."""
+    """Make ``torch.device("cuda")`` work on the CPU, in this thread, within a `with` block.
+
+    Yields the number of host waits by place and reason; the caller may clear it.
+    """
     torch._C._set_only_lift_cpu_tensors(True)  # pyright: ignore[reportAttributeAccessIssue]
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     _State.waits.clear()

@@ -1,4 +1,4 @@
-"""What has no CPU form on the pretended GPU, with one: Triton's attention, and NCCL."""
+"""CPU replacements for Triton's attention and NCCL on the pretended GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raymm.kernels.flash.gpu import attention as gpu_attention
 
 
 class _Attention(torch.autograd.Function):
-    """The tables that the kernels would read, and what they would compute, on the CPU."""
+    """Attention that reads the tables of the kernels and computes their results on the CPU."""
 
     @staticmethod
     def forward(ctx: Any, query, key, value, plan, masks, scale, softcap):
@@ -51,19 +51,19 @@ def _attention(
 
 
 class _Work:
-    """NCCL's: a wait without a timeout is the device's, one with a timeout the host's."""
+    """NCCL work handle: a wait without a timeout blocks the device, one with a timeout the host."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
     def wait(self, *timeout: Any) -> None:
-        """What NCCL would do; and really, as the CPU computes."""
+        """Record the wait as NCCL would, and wait for the CPU's result."""
         if timeout:
             waited("wait for a message")
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Without waiting."""
+        """Return True if the work is done, without waiting."""
         return self._work.is_completed()
 
 
@@ -79,8 +79,10 @@ def _as_nccl(operation: Any) -> Any:
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """Within, attention on the pretended GPU is computed by the CPU's operator, with the tables
-    that Triton's kernels would read, and process groups of NCCL are gloo's."""
+    """Replace Triton's attention by the CPU's operator, and NCCL process groups by gloo.
+
+    The operator reads the tables that Triton's kernels would read.
+    """
     init, new_group = dist.init_process_group, dist.new_group
 
     def init_gloo(backend: str, **options: Any) -> None:

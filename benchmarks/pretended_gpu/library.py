@@ -1,4 +1,4 @@
-"""A library that lets torch accept tensors on a GPU that is not there."""
+"""Library that lets torch accept tensors on a missing GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load() -> None:
     """Import torch with a CUDA device guard and hooks that need no device.
 
     Raises:
-        RuntimeError: torch is imported already.
+        RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already; the pretended GPU has to come before it")
@@ -32,11 +32,11 @@ def load() -> None:
 def build() -> Path:
     """Build the library, once per installation of torch and per version of the sources.
 
-    The file is in the temporary folder, which environments share. It holds the path of torch's own
-    libraries, so it serves only the environment that built it.
+    The file is in the temporary folder, which environments share. It contains the path of torch's
+    own libraries, so it serves only the environment that built it.
 
     Raises:
-        RuntimeError: what the compiler says.
+        RuntimeError: compilation failed; contains the compiler's output.
     """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None

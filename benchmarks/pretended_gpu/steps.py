@@ -1,4 +1,4 @@
-"""Whole training steps of one rank of a plan, on the CPU and on the pretended GPU."""
+"""Full training steps of one rank of a plan, on the CPU and on the pretended GPU."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.search.stage_space import make_plan
 
 STEPS = 3
-"""Of which the last is counted: layouts and gradients are known by then."""
-# Relative differences of losses and norms: sums in another order, or rounded to bf16.
+"""Number of steps. Waits are counted in the last, when layouts and gradients are known."""
+# Relative differences of losses and norms: other summation order, or rounding to bf16.
 FP32_BOUND, BF16_BOUND = 1e-5, 1e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it runs.
+    """Model and its settings.
 
     Attributes:
         autocast: name of a dtype.
-        frozen: all but the projector.
-        options: of the model.
+        frozen: True to train only the projector.
+        options: options of the model.
         cuts: layers of the language model's stages; the encoder is on the first one's rank.
     """
 
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Of relative differences."""
+        """Return the accepted relative difference."""
         return BF16_BOUND if self.autocast else FP32_BOUND
 
 
@@ -87,7 +87,7 @@ def _plan(model: MultimodalModule, case: Case) -> Plan:
 
 
 class RankProcess:
-    """One rank of a plan in this process, with everything that an actor does in a step."""
+    """Rank of a plan in this process, with everything that an actor does in a step."""
 
     def __init__(
         self, case: Case, rank: int, port: int, kind: str, waits: Mapping[str, int]
@@ -119,10 +119,10 @@ class RankProcess:
         self.actor.task_tracker.enter = noting
 
     def load(self) -> None:
-        """Load the step's program, which the actor forgets when it reconnects."""
+        """Load the step's program, which the actor drops when it reconnects."""
         program = lower(self._plan, [(VISION,)] * TINY.microbatches)
         proof, rank = check_program(program), self._rank
-        ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)  # nothing is shared
+        ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)  # no gradients to reduce
         self.actor.load_program(
             "step", program.with_optimizer_ops(ops).ranks[rank], proof.issues[rank], proof.bound
         )
@@ -137,7 +137,7 @@ class RankProcess:
         return inputs
 
     def step(self) -> tuple[float, float]:
-        """Its loss, 0 where another rank has it, and the norm of all gradients."""
+        """Run a step; return its loss (0 if another rank has it) and the norm of all gradients."""
         meta = StepMeta(self._number, self._labels, (0,) * TINY.microbatches)
         self._number += 1
         layout = [(stage, microbatch) for stage, microbatch, _ in self._inputs]
@@ -146,12 +146,12 @@ class RankProcess:
 
 
 def run(name: str, rank: int, port: int) -> dict[str, Any]:
-    """Steps of a rank on both devices.
+    """Run steps of a rank on both devices.
 
     Args:
-        name: of the case.
-        rank: which.
-        port: where ranks meet on this machine; the next one is for the second meeting.
+        name: name of the case.
+        rank: index of the rank.
+        port: port of the local rendezvous; the next port is for the second rendezvous.
     """
     torch.set_num_threads(1)
     case, numbers, counted = CASES[name], [], {}
