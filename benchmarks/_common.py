@@ -117,7 +117,7 @@ def _object_store_bytes() -> int:
 
 
 def _remove(directory: Path) -> None:
-    """Delete `directory`, to which terminating processes may still write."""
+    """Delete `directory`; terminating processes may still write to it."""
     deadline = time.monotonic() + SHUTDOWN_SECONDS
     while directory.exists() and time.monotonic() < deadline:
         shutil.rmtree(directory, ignore_errors=True)

@@ -111,7 +111,7 @@ def check(family: Family, training: bool = True) -> Outcome:
         chain = _chain(family, config, inputs)
         cut = _step(chain, [chain.blocks // 2], training)
         whole = _step(chain, [], training)
-    except Exception as error:  # noqa: BLE001  whatever it is, it is the outcome
+    except Exception as error:  # noqa: BLE001  any error is the outcome
         if isinstance(error, Error):
             return Outcome(REFUSED, str(error))
         return Outcome(UNCLEAR, _last_lines(error))

@@ -92,7 +92,7 @@ def named(kind: str, name: str) -> Family:
 
 
 def _pairs(registry: Any) -> Iterator[tuple[type[PretrainedConfig], type[PreTrainedModel]]]:
-    for config in registry.keys():  # noqa: SIM118  not a mapping that iterates
+    for config in registry.keys():  # noqa: SIM118  iteration is not supported
         try:
             models = registry[config]
         except (ImportError, ValueError):  # missing package or class
@@ -156,7 +156,7 @@ def _encoder_class(
     try:
         with torch.device("meta"):
             inner = model._from_config(config()).get_encoder()
-    except Exception:  # noqa: BLE001  defaults that make no model: it is no encoder alone
+    except Exception:  # noqa: BLE001  inconsistent defaults: not a standalone encoder
         return None
     known = type(inner)
     return known if issubclass(known, PreTrainedModel) and known is not model else None

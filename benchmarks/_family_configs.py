@@ -73,7 +73,7 @@ _LISTS = ("depths", "hidden_sizes", "stage_names")
 
 
 class UnmakeableError(ValueError):
-    """Error for a class of which no configuration could be made."""
+    """Error for a class without any valid tiny configuration."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def tiny_configs(
         try:
             config = shrunk(default, replace(shrink, flags=flags))
             _set(config, AWKWARD.get(config_class.__name__, {}))
-        except Exception as error:  # noqa: BLE001  whatever a class's own checks raise
+        except Exception as error:  # noqa: BLE001  a class's own checks raise any error
             errors.append(error)
             continue
         made += 1

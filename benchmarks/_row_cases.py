@@ -111,7 +111,7 @@ class Media:
         """Return a file in Base64."""
         return base64.b64encode(self.bytes(name)).decode()
 
-    @cache  # noqa: B019  one object of a run
+    @cache  # noqa: B019  one object per run
     def item(self, name: str) -> dict[str, Any]:
         """Return a message part with a file's decoded item."""
         if name.endswith(".png"):

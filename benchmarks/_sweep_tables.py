@@ -42,8 +42,8 @@ class Feature:
     Attributes:
         config: name of the language model's configuration class in transformers.
         sizes: sizes in addition to the common ones; None removes a common one.
-        words: words of which a rejection of the feature contains at least one, in addition to those
-            of the class's name.
+        words: a rejection of the feature contains at least one of these, or of the words of the
+            class's name.
         tower: name of the encoder's configuration class; None for no encoder.
         tower_sizes: sizes of the encoder, like ``sizes``.
         modules: arguments of the :class:`raymm.ModalityModule` of ``"vision"`` and ``"llm"``.
@@ -270,7 +270,7 @@ class Option:
         cached: True to cache the features of a frozen tower and read them in later steps.
         feature: feature to try the option with; by default the base.
         model: arguments of :class:`raymm.MultimodalModule`.
-        words: words of which a rejection of the option contains at least one.
+        words: a rejection of the option contains at least one of these.
     """
 
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -358,7 +358,7 @@ class Layout:
 
     @property
     def words(self) -> set[str]:
-        """Return words of which a rejection of the layout contains at least one."""
+        """Return words; a rejection of the layout contains at least one of them."""
         names = {*self.degrees, *self.plan, *(self.resumed or {})} - {"sharding"}
         values = {str(v) for v in (*self.degrees.values(), *self.plan.values()) if type(v) is str}
         return names | values | ({"packing"} if self.packing else set())

@@ -66,7 +66,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class NotRunnableError(UnmakeableError):
-    """Error for a class of which no tiny configuration and inputs ran in one process."""
+    """Error for a class without a tiny configuration and inputs that run in one process."""
 
 
 def check(family: Family, training: bool = True) -> Outcome:
@@ -76,7 +76,7 @@ def check(family: Family, training: bool = True) -> Outcome:
             check_kind(family.model_class._from_config(complete_default(family.config_class)))
     except Error as error:
         return Outcome(REFUSED, str(error))
-    except Exception:  # noqa: BLE001  defaults that make no model
+    except Exception:  # noqa: BLE001  inconsistent defaults
         pass
     try:
         config, microbatches = runnable(family)
@@ -88,7 +88,7 @@ def check(family: Family, training: bool = True) -> Outcome:
         source = ConfigSource(family.model_class, config, seed=1)
         stages = _Stages(source, microbatches)
         mine = stages.steps()
-    except Exception as error:  # noqa: BLE001  whatever it is, it is the outcome
+    except Exception as error:  # noqa: BLE001  any error is the outcome
         if isinstance(error, Error):
             return Outcome(REFUSED, str(error))
         return Outcome(UNCLEAR, _last_lines(error))

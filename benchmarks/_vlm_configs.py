@@ -18,7 +18,7 @@ _AROUND = (
 
 
 def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
-    """Return a class's defaults; parts without a default get the defaults of their own class."""
+    """Return a class's defaults; parts without one get those of the part's class."""
     config = default_config(config_class)
     kinds: Any = config_class.sub_configs or {}
     missing = {
@@ -31,7 +31,7 @@ def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     try:
         parts: dict[str, Any] = {name: default_config(part) for name, part in missing.items()}
         return config_class(**parts)
-    except Exception:  # noqa: BLE001  whatever a class's own checks raise
+    except Exception:  # noqa: BLE001  a class's own checks raise any error
         return config
 
 

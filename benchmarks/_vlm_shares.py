@@ -100,7 +100,7 @@ def outcome(group: dist.ProcessGroup, name: str, layout: Layout) -> Outcome:
     """Return the outcome of a class under a layout.
 
     Args:
-        group: processes, all of which call this function.
+        group: processes; all of them call this function.
         name: class name in transformers.
         layout: layout for as many processes.
     """
@@ -173,7 +173,7 @@ def gradient_problems(
 def only_rounding(due: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
     """Return names of parameters whose gradient is only rounding error.
 
-    One example is a key's bias, to which a softmax is invariant.
+    One example is a key's bias, since a softmax is invariant to it.
     """
     norms = {name: float(g.norm()) for name, g in due.items() if g is not None}
     return frozenset(n for n, norm in norms.items() if norm <= 1e-5 * max(norms.values()))

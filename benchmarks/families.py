@@ -6,7 +6,7 @@ Each class gets a tiny configuration derived from its own defaults, and runs in 
 through raymm's own probe, stages and executor, as one stage and as two: loss and every gradient
 must agree. Outcomes of a class:
 
-- ``exact``: the loss and all gradients agree, each to 1e-5 of its own norm;
+- ``exact``: the loss and all gradients agree, each to 1e-5 of the gradient's norm;
 - ``refused``: raymm reports why the class cannot be cut;
 - ``unclear``: an error that is not raymm's own, a timeout, or no configuration;
 - ``wrong``: the numbers differ;

@@ -67,7 +67,7 @@ MODEL = CostModel((
     transformer_cost(5.5e9, 45, 3200, tokens_per_unit=1025, units_attend=False),
     transformer_cost(19.9e9, 48, 6144, causal=True),
 ))
-KNOB = (0.0, 0.005, 0.01, 0.02, 0.05, 1.0)  # values of `alike`, from balance to mixing
+KNOB = (0.0, 0.005, 0.01, 0.02, 0.05, 1.0)  # setting from balance to mixing
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def compare(
 
 
 def knob(sizes: SampleSizes, ranks: int, epochs: int) -> dict[str, dict[str, float]]:
-    """Return figures of balance and mixing by `alike`, and without the levelling of sources."""
+    """Return figures of balance and mixing by this setting, and without the levelling of sources."""
     result = {}
     for weight in (None, 0.0):
         for alike in KNOB:

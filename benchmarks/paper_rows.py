@@ -145,8 +145,8 @@ ROWS = (
 def mismatch(row: PaperRow, aware: StageCounts, unaware: StageCounts) -> float:
     """Return the mismatch between stage counts and a row.
 
-    The ratio by which the two partitions differ in the encoder's total forward and in the LLM's
-    total backward (sum of absolute logarithms).
+    Ratio between the two partitions of the encoder's total forward and of the LLM's total
+    backward (sum of absolute logarithms).
     """
     first, second = row.times
     encoder = first.encoder_forward * aware.encoder / (second.encoder_forward * unaware.encoder)

@@ -39,7 +39,7 @@ from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 
-# Milliseconds of 1F + 1B of the slowest stage, to which the paper's rows are scaled.
+# Milliseconds of 1F + 1B of the slowest stage after scaling the paper's rows.
 BOTTLENECK_MS = 50.0
 QUICK_ROWS = ("VLM-S", "MMM")
 PICTURE_ROW, PICTURE_RUN = "VLM-L", "aware zero_bubble trained"

@@ -81,7 +81,7 @@ def partition_candidates(
     Args:
         forward: seconds of each layer's forward.
         output_bytes: bytes that each layer sends to the next.
-        radius: maximum number of layers by which a cut moves.
+        radius: largest distance that a cut moves, in layers.
         origin: partition to start from; :func:`greedy_start` by default. An origin with the least
             bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`) takes
             frozen layers into account.
@@ -175,7 +175,7 @@ def _distances(
 ) -> list[dict[int, float]]:
     """Return, per level and cut, the least (or most) sum of terms from there to the end.
 
-    Cuts from which no path ascends to the end are excluded.
+    Cuts without an ascending path to the end are excluded.
     """
     result: list[dict[int, float]] = [{cut: 0.0 for cut in levels[-1]}]
     for level in reversed(levels[:-1]):

@@ -32,7 +32,7 @@ from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import StageSpace
 
 OMNIBAL_TOP = 8
-# Maximum number of layers by which OmniBal's search moves a cut.
+# Largest distance that OmniBal's search moves a cut, in layers.
 OMNIBAL_RADIUS = 1
 Work = Mapping[str, tuple[LayerWork, ...]]
 Search = Callable[[StageSpace, Candidates], SearchResult]

@@ -18,7 +18,7 @@ from benchmarks.gpu.device import Device, relative_error
 from benchmarks.gpu.every_mask import every_pattern, table
 from benchmarks.gpu.record import Record
 
-# Lengths that are no multiple of a block, one below and one above several blocks.
+# Lengths other than multiples of a block, one below and one above several blocks.
 SHORT, LONG = 283, 1000
 LONGEST = 4352
 HEAD_DIMS = (32, 64, 72, 80, 96, 128, 192, 256)

@@ -155,7 +155,7 @@ def batches_of(shape: Shape, config: Any) -> list[dict[str, torch.Tensor]]:
 def flop_of(shape: Shape, config: Any) -> float:
     """Return the FLOPs of a step's forward and backward.
 
-    6 per weight of a matrix and token, and those of attention, of which causal rows see half.
+    6 per weight of a matrix and token, and those of attention, halved for causal rows.
     """
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads * text.head_dim

@@ -32,7 +32,7 @@ FOLDERS = [HERE, HERE.parent / "training", HERE.parent]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 from small_disk import mounted  # noqa: E402  # pyright: ignore[reportMissingImports]
-from soak_checks import (  # noqa: E402  of these folders
+from soak_checks import (  # noqa: E402  needs the path above
     not_as_it_should_be,
     other_heldout_losses,
     other_losses,

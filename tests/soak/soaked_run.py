@@ -20,7 +20,7 @@ os.environ.update(
     OMP_NUM_THREADS="1", RAY_memory_monitor_refresh_ms="0",
     PYTHONPATH=os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]),
 )
-from soak_files import DRIVER, RAYLETS, write_json  # noqa: E402  of these folders
+from soak_files import DRIVER, RAYLETS, write_json  # noqa: E402  needs the path above
 
 UNDISTURBED = "undisturbed"
 STORE_BYTES = 150 * 2**20

@@ -11,7 +11,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"
 
-import ray  # noqa: E402  after what it reads
+import ray  # noqa: E402  after the variables that it reads
 import ray._private.state  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from tiny_run import curve, prepare, settings  # noqa: E402

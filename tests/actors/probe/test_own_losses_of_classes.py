@@ -26,7 +26,7 @@ def losses_of(family):
     with torch.no_grad():
         try:
             output = model(input_ids=ids, labels=ids, use_cache=False)
-        except Exception:  # noqa: BLE001  it takes no labels like these
+        except Exception:  # noqa: BLE001  the class rejects such labels
             return config, None, 0.0
     loss = getattr(output, "loss", None)
     if loss is None or output.logits.shape[:2] != ids.shape:
