@@ -35,7 +35,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     result.add_argument(
-        "--json", action="store_true", help="print the result as one JSON object, last on stdout"
+        "--json", action="store_true", help="print the result as JSON on the last line of stdout"
     )
     return result
 

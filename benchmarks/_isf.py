@@ -59,7 +59,7 @@ def plan_isf(
 
     Args:
         budgets: Q, the limits of a group. Default: :func:`statistical_budgets`.
-        full: Q', the size from which on a group is kept. Default: Q, less 128 for padded modalities.
+        full: Q', minimum size of a kept group. Default: Q, less 128 for padded modalities.
         iterations: T, rounds of sampling and filtering (the paper uses 10).
         keep_rest: also use the groups that are not full after the last round, as the authors' code
             does; Algorithm 2 leaves their samples out.

@@ -130,7 +130,7 @@ class Ranks:
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT.total_seconds()):
-                raise RuntimeError(f"rank {rank} has not answered for {TIMEOUT}")
+                raise RuntimeError(f"rank {rank} did not answer within {TIMEOUT}")
             error, answer = pipe.recv()
             if error:
                 raise RuntimeError(f"rank {rank}: {error}")

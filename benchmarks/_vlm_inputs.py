@@ -315,7 +315,7 @@ def batches(
     counts: dict[Style, list[int]] = {}
     for style, token in tokens.items():
         if token is None and len(kinds) > 1:
-            raise ValueError(f"nobody knows where features of {style.modality} are put")
+            raise ValueError(f"no placeholder token of {style.modality} is known")
         counts[style] = [
             hint.tokens[n] if hint.tokens else 0 if token is None
             else item_tokens(model, style.collate([[item]]), width, ids) or 0

@@ -347,7 +347,7 @@ def _assembled(
                 and bool((piece - first).norm() <= _ALIKE * first.norm())
             )
             if not alike:
-                raise ValueError(f"{name} of process {place} is not that of process 0")
+                raise ValueError(f"{name} of process {place} differs from that of process 0")
         return first
     whole: torch.Tensor | None = None
     for place, piece in enumerate(pieces):

@@ -76,7 +76,7 @@ def main() -> None:
     options.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="query and key heads")
     options.add_argument("--head-dim", type=int, default=64)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    options.add_argument("--patterns", nargs="*", help="some of the patterns")
+    options.add_argument("--patterns", nargs="*", help="patterns to run")
     args = options.parse_args()
     console = _common.console()
     result: dict[str, Any] = {

@@ -104,7 +104,7 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = _common.parser(__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=512, help="size of the shard")
+    parser.add_argument("--mib", type=int, default=512, help="size of the shard, MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()

@@ -141,8 +141,8 @@ def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, An
 
 def main() -> None:
     parser = _common.parser(str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--hidden", type=int, default=768, help="the model's hidden size")
-    parser.add_argument("--layers", type=int, default=8, help="its layers")
+    parser.add_argument("--hidden", type=int, default=768, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()

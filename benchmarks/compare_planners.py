@@ -100,7 +100,7 @@ def _table(rows: list[dict[str, str]]) -> Table:
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
-    options.add_argument("config", help="YAML file of a run, as of `raymm plan`")
+    options.add_argument("config", help="YAML file of a run, as for `raymm plan`")
     options.add_argument(
         "--set",
         action="append",

@@ -314,7 +314,7 @@ def result_of(rows: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dic
 
 def main() -> None:
     options = _common.parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--only", help="cases whose name contains this, and no messages of steps")
+    options.add_argument("--only", help="only cases whose name contains this, without messages")
     arguments = options.parse_args()
     console = _common.console()
     names = ("parameters", *FLOPS, *BYTES)

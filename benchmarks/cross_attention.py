@@ -52,7 +52,7 @@ BANDWIDTH_MEGABYTES = 40
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("--limit", choices=("auto", *LIMITS), default="auto")
-    options.add_argument("--gbit", type=float, default=1.0, help="Gbit/s that all ranks share")
+    options.add_argument("--gbit", type=float, default=1.0, help="Gbit/s shared by all ranks")
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--heads", type=int, nargs=2, default=(8, 4), help="query and key heads")
     options.add_argument("--head-dim", type=int, default=64)

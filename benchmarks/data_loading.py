@@ -249,12 +249,12 @@ def result_of(found: dict[str, list[Measured]]) -> dict[str, Any]:
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
-    options.add_argument("--config", type=Path, default=CONFIG, help="whose data are read")
-    options.add_argument("--workers", type=int, default=2, help="of both")
-    options.add_argument("--rounds", type=int, default=8, help="of each, without other load")
-    options.add_argument("--steps", type=int, default=30, help="of a round")
+    options.add_argument("--config", type=Path, default=CONFIG, help="configuration with the data")
+    options.add_argument("--workers", type=int, default=2, help="workers per loader")
+    options.add_argument("--rounds", type=int, default=8, help="quiet rounds per loader")
+    options.add_argument("--steps", type=int, default=30, help="steps per round")
     options.add_argument(
-        "--train-steps", type=int, default=12, help="of the training run; 0 for none"
+        "--train-steps", type=int, default=12, help="steps of the training run; 0 for none"
     )
     options.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
     args = options.parse_args()

@@ -149,8 +149,8 @@ def measure(path: str, tokenizer: Path, items: int, every: int) -> dict[str, Any
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
-    options.add_argument("--items", type=int, default=10_000, help="of the stream")
-    options.add_argument("--every", type=int, default=500, help="items from one look to the next")
+    options.add_argument("--items", type=int, default=10_000, help="items of the stream")
+    options.add_argument("--every", type=int, default=500, help="items between two measurements")
     args = options.parse_args()
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
     os.environ.update(keys, AWS_EC2_METADATA_DISABLED="true")

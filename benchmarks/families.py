@@ -95,10 +95,10 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--only", nargs="+", metavar="NAME", help="these classes only")
-    options.add_argument("--kind", choices=("language", "encoder"), help="this kind only")
-    options.add_argument("--quick", action="store_true", help="those that a test runs")
-    options.add_argument("--eval", action="store_true", help="without dropout and other draws")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="run only these classes")
+    options.add_argument("--kind", choices=("language", "encoder"), help="run only this kind")
+    options.add_argument("--quick", action="store_true", help="run the classes of the test")
+    options.add_argument("--eval", action="store_true", help="run in evaluation mode")
     options.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds per class")
     options.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     return options.parse_args()
@@ -114,7 +114,7 @@ def chosen(arguments: argparse.Namespace) -> list[Family]:
     quick = [name for names in QUICK.values() for name in names] if arguments.quick else ()
     wanted = set(arguments.only or quick)
     if unknown := wanted - {family.name for family in families}:
-        raise SystemExit(f"no such class: {', '.join(sorted(unknown))}")
+        raise SystemExit(f"unknown class: {', '.join(sorted(unknown))}")
     return [family for family in families if not wanted or family.name in wanted]
 
 

@@ -139,7 +139,7 @@ def recovery(
     """
     deadline = time.monotonic() + WARM_S
     while parallel.options.placement.spares and not parallel.group.has_spare():
-        assert time.monotonic() < deadline, "no spare is there"
+        assert time.monotonic() < deadline, "no spare process is ready"
         time.sleep(0.05)
     snapshots.take(parallel.steps_taken)
     parallel.submit(prepared).result()
@@ -246,12 +246,12 @@ def measure(args: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = _common.parser(str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--hidden", type=int, default=256, help="the model's hidden size")
-    parser.add_argument("--layers", type=int, default=4, help="its layers")
-    parser.add_argument("--tokens", type=int, default=256, help="of a microbatch")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per microbatch")
     parser.add_argument("--every", type=int, default=10, help="steps between snapshots")
-    parser.add_argument("--seconds", type=float, default=60, help="of measuring steps")
-    parser.add_argument("--kills", type=int, default=2, help="of each kind of recovery")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds of measured steps")
+    parser.add_argument("--kills", type=int, default=2, help="killed ranks per kind of recovery")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = measure(args)

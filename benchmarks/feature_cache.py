@@ -221,14 +221,14 @@ def result_of(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 def main() -> None:
     parser = _common.parser(__doc__ or "")
-    parser.add_argument("--rows", type=int, default=180, help="of the data; 12 make a step")
+    parser.add_argument("--rows", type=int, default=180, help="rows of the data; a step has 12")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="raymm-features-") as folder, _common.local_ray(4):
         result = {"benchmark": "feature_cache", **measure(args.rows, Path(folder))}
     result["machine"] = _common.machine()
     print(json.dumps(result))
     if not result["same_bits"]:
-        sys.exit("the losses are not the same bits")
+        sys.exit("the losses are not bitwise equal")
 
 
 if __name__ == "__main__":

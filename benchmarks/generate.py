@@ -224,7 +224,7 @@ def result_of(
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--tokens", type=int, default=32, help="written of each prompt")
+    options.add_argument("--tokens", type=int, default=32, help="generated tokens per prompt")
     options.add_argument("--prompt", type=int, default=48, help="tokens of the longest prompt")
     options.add_argument("--hidden", type=int, default=512)
     options.add_argument("--layers", type=int, default=8)
@@ -243,7 +243,7 @@ def main() -> None:
     _common.console().print(table)
     _common.emit(result, args.json)
     if not result["tokens_equal"]:
-        sys.exit("the ways do not write the same tokens")
+        sys.exit("the methods do not generate the same tokens")
 
 
 if __name__ == "__main__":

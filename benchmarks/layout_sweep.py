@@ -103,14 +103,14 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     options = parser((__doc__ or "").splitlines()[0])
     options.add_argument("--only", nargs="+", metavar="NAME", choices=[*FEATURES, *OPTIONS],
-                         help="these features and options")  # fmt: skip
+                         help="run only these features and options")  # fmt: skip
     options.add_argument("--layout", nargs="+", metavar="NAME", choices=list(LAYOUTS),
-                         help="these layouts")  # fmt: skip
-    options.add_argument("--quick", action="store_true", help="the part that a test runs")
+                         help="run only these layouts")  # fmt: skip
+    options.add_argument("--quick", action="store_true", help="run the cells of the test")
     options.add_argument("--results", type=Path, metavar="FILE",
-                         help="JSON of all cells; those of earlier runs count, too")  # fmt: skip
+                         help="JSON file of all cells, also of earlier runs")  # fmt: skip
     options.add_argument("--missing", action="store_true",
-                         help="only cells that the results file lacks")  # fmt: skip
+                         help="run only cells that the results file lacks")  # fmt: skip
     return options.parse_args()
 
 

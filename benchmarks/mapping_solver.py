@@ -165,11 +165,11 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("--modules", type=int, nargs="+", default=[12, 20], help="per problem")
-    options.add_argument("--gpus", type=int, nargs="+", default=[8, 32], help="in the pool")
-    options.add_argument("--seeds", type=int, default=3, help="problems of each case")
+    options.add_argument("--gpus", type=int, nargs="+", default=[8, 32], help="in the cluster")
+    options.add_argument("--seeds", type=int, default=3, help="problems per case")
     options.add_argument(
         "--oracle-seconds", type=float, default=20.0,
-        help="wall seconds of the exact run where auto has not proven its mapping",
+        help="wall seconds of the exact run if auto has not proven its mapping",
     )
     args = options.parse_args()
     console = _common.console()

@@ -168,7 +168,7 @@ def compare(
 
 
 def knob(sizes: SampleSizes, ranks: int, epochs: int) -> dict[str, dict[str, float]]:
-    """Return figures of balance and mixing by this setting, and without the levelling of sources."""
+    """Return figures of balance and mixing by setting, and without the levelling of sources."""
     result = {}
     for weight in (None, 0.0):
         for alike in KNOB:
@@ -306,11 +306,11 @@ def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
-    options.add_argument("--data", type=Path, nargs="+", help="files of sizes")
-    options.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="dp to plan for")
+    options.add_argument("--data", type=Path, nargs="+", help="files of sample sizes")
+    options.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="ranks (dp)")
     options.add_argument("--epochs", type=int, default=3, help="plans per row")
-    options.add_argument("--budgets", type=int, nargs=2, help="tiles and tokens of a group")
-    options.add_argument("--repeats", type=int, default=3, help="of the 1.2 million, 0 for none")
+    options.add_argument("--budgets", type=int, nargs=2, help="tiles and tokens per group")
+    options.add_argument("--repeats", type=int, default=3, help="large plans; 0 for none")
     options.add_argument("--draw", type=Path, help="also write a picture to this path")
     args = options.parse_args()
     budgets = tuple(args.budgets) if args.budgets else None

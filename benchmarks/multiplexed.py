@@ -136,7 +136,7 @@ def table(model: str, rows: dict[str, Any]) -> Table:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     found = parser(__doc__.splitlines()[0])
-    found.add_argument("--iterations", type=int, default=2, help="measured, per plan")
+    found.add_argument("--iterations", type=int, default=2, help="measured iterations per plan")
     found.add_argument("--draw", type=Path, help="folder for pictures of timelines")
     found.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     return found.parse_args()

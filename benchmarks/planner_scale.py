@@ -37,7 +37,7 @@ MOST_MICROBATCHES = 2048
 
 def main() -> None:
     options = _common.parser(str(__doc__).splitlines()[0])
-    options.add_argument("--devices", default="64,256", help="numbers with commas between them")
+    options.add_argument("--devices", default="64,256", help="comma-separated numbers of devices")
     args = options.parse_args()
     console = _common.console()
     graph, profile = model()

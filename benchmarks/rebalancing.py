@@ -182,7 +182,7 @@ def run(sizes: SampleSizes, before: MeasuredCosts, after: MeasuredCosts) -> dict
         log = [json.loads(line) for line in (Path(folder) / FILE).read_text().splitlines()]
     taken = [sample for groups in steps for group in groups for sample in group]
     if len(set(taken)) != len(taken):
-        raise SystemExit("a sample came twice")  # fewer steps than an epoch has
+        raise SystemExit("a sample was repeated")  # fewer steps than an epoch has
 
     plain = [g for g, _ in islice(GroupSampler(sizes, MICROBATCHES, SAMPLES).batches(), STEPS)]
     known = RebalancedSampler(sizes, MICROBATCHES, SAMPLES)
@@ -224,7 +224,7 @@ def tables(result: dict[str, Any]) -> Table:
 
 def main() -> None:
     parser = _common.parser(__doc__.splitlines()[0])
-    parser.add_argument("--data", nargs="+", type=Path, required=True, help="files of sizes")
+    parser.add_argument("--data", nargs="+", type=Path, required=True, help="files of sample sizes")
     args = parser.parse_args()
     sizes = joined([read(path) for path in args.data])
     kinds = truths(sizes)

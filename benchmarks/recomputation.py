@@ -68,8 +68,8 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "655
 
 def main() -> None:
     parser = _common.parser(__doc__.split("\n", 1)[0])
-    parser.add_argument("--steps", type=int, default=4, help="measured per plan, in turn")
-    parser.add_argument("--only", choices=("planned", "measured"), help="one of the two parts")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps per plan")
+    parser.add_argument("--only", choices=("planned", "measured"), help="run only this part")
     args = parser.parse_args()
     console = _common.console()
     result: dict = {"machine": _common.machine()}
@@ -91,7 +91,7 @@ def planned(console: _common.Console) -> list[dict]:
 
     Step times are relative to those with enough memory for all activations; None if no plan fits.
     """
-    table = Table("model", "memory", *WAYS, title="planned step time / with memory for everything")
+    table = Table("model", "memory", *WAYS, title="step time over that with all activations kept")
     rows = []
     for llm, vision, audio, ranks in MODELS:
         graph, profile = valm_profile(llm, vision, audio, "full")

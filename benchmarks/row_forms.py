@@ -82,8 +82,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--case", nargs="+", metavar="TEXT", help="cases with this in their name")
-    options.add_argument("--target", nargs="+", metavar="TEXT", help="targets with this in it")
+    options.add_argument("--case", nargs="+", metavar="TEXT", help="cases whose name contains this")
+    options.add_argument("--target", nargs="+", metavar="TEXT", help="targets that contain this")
     return options.parse_args()
 
 

@@ -148,7 +148,7 @@ def tight_figures(count: int) -> dict[str, float]:
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("--limit", type=int, default=len(VALM_CONFIGS), help="configurations")
-    options.add_argument("--tight", type=int, default=300, help="plans drawn at random; 0 for none")
+    options.add_argument("--tight", type=int, default=300, help="random plans; 0 for none")
     args = options.parse_args()
     console = _common.console()
     for size in "SML":  # count layers once, before the processes fork

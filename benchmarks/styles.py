@@ -203,9 +203,9 @@ def table(found: dict[str, Any]) -> Table:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     result = parser((__doc__ or "").splitlines()[0])
-    result.add_argument("--steps", type=int, default=2, help="measured, per plan")
-    result.add_argument("--seconds", type=float, default=120.0, help="of each search, at most")
-    result.add_argument("--predict", action="store_true", help="run nothing")
+    result.add_argument("--steps", type=int, default=2, help="measured steps per plan")
+    result.add_argument("--seconds", type=float, default=120.0, help="seconds per search, at most")
+    result.add_argument("--predict", action="store_true", help="only predict, do not run")
     result.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     return result.parse_args()
 

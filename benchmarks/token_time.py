@@ -122,7 +122,7 @@ def case(
 
 def main() -> None:
     options = _common.parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--masks", type=int, default=300, help="of each kind")
+    options.add_argument("--masks", type=int, default=300, help="masks per kind")
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
     console = _common.console()

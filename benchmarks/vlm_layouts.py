@@ -114,9 +114,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     options = parser((__doc__ or "").splitlines()[0])
     options.add_argument("--only", nargs="+", metavar="NAME", default=list(CLASSES),
-                         help="these classes")  # fmt: skip
+                         help="run only these classes")  # fmt: skip
     options.add_argument("--layouts", nargs="+", metavar="NAME", default=list(LAYOUTS),
-                         choices=list(LAYOUTS), help="these layouts")  # fmt: skip
+                         choices=list(LAYOUTS), help="run only these layouts")  # fmt: skip
     return options.parse_args()
 
 

@@ -64,7 +64,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--only", nargs="+", metavar="NAME", help="these classes only")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="run only these classes")
     options.add_argument("--eval", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds per class")
     options.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))

@@ -97,9 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [section.name for section in SECTIONS]
     parser.add_argument("--device", choices=KINDS, default="cuda", help="cpu only tries the code")
     parser.add_argument("--sections", nargs="+", choices=names, default=[], metavar="SECTION")
-    parser.add_argument("--more", action="store_true", help="the second run instead of the first")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole run")
-    parser.add_argument("--output", type=Path, help="file of results; default by the device's name")
+    parser.add_argument("--more", action="store_true", help="run the second set of sections")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit in seconds")
+    parser.add_argument("--output", type=Path, help="results file; by default named by device")
     options = parser.parse_args(arguments)
     # The first section always runs: it names the machine.
     wanted = options.sections or [s.name for s in SECTIONS if s.more == options.more]

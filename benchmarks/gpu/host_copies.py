@@ -125,7 +125,7 @@ def snapshot(device: Device, rank: OneRank) -> Mapping[str, Any]:
     device.synchronize()
     restore = time.perf_counter() - start
     after = rank.actor.parameters()
-    assert all(torch.equal(t, before[name]) for name, t in after.items()), "other parameters"
+    assert all(torch.equal(t, before[name]) for name, t in after.items()), "not restored"
     # Parameters and both moments of AdamW, in fp32.
     size = 12 * sum(t.numel() for t in before.values())
     begin, hand = (min(each) for each in zip(*times, strict=True))

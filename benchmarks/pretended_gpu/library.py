@@ -22,7 +22,7 @@ def load() -> None:
         RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
-        raise RuntimeError("torch is imported already; the pretended GPU has to come before it")
+        raise RuntimeError("torch is already imported; import the pretended GPU first")
     library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)  # registers the hooks
     import torch  # noqa: F401
 
