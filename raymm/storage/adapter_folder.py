@@ -27,9 +27,9 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
     """
     layers = {name: m for name, m in module.named_modules() if isinstance(m, AdaptedLayer)}
     lora = next(iter(layers.values())).lora
-    others = {name: layer.lora for name, layer in layers.items()}
+    adapters = {name: layer.lora for name, layer in layers.items()}
     # peft has one use_rslora for all layers, so the alphas of layers with the other scaling change.
-    alphas = {name: _alpha(own, lora.use_rslora) for name, own in others.items()}
+    alphas = {name: _alpha(adapter, lora.use_rslora) for name, adapter in adapters.items()}
     revision = None
     if base is not None and is_hub_id(base):
         base, revision = split_id(base)
@@ -37,7 +37,7 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
         "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None,
         "base_model_name_or_path": base, "revision": revision, "inference_mode": True, "r": lora.r,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(layers),
-        "rank_pattern": {n: own.r for n, own in others.items() if own.r != lora.r},
+        "rank_pattern": {n: adapter.r for n, adapter in adapters.items() if adapter.r != lora.r},
         "alpha_pattern": {n: alpha for n, alpha in alphas.items() if alpha != lora.alpha},
         "use_dora": lora.dora, "use_rslora": lora.use_rslora, "bias": "none",
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),

@@ -163,8 +163,8 @@ class CheckpointStore:
             with writing(folder):
                 if is_torn(folder):
                     aside = remove_torn(folder)
-                    kept = f"; other files in it are now in {aside}" if aside else ""
-                    removed.append(f"{folder}, which was never committed{kept}")
+                    note = f"; other files in it are now in {aside}" if aside else ""
+                    removed.append(f"{folder}, which was never committed{note}")
                     continue
                 for name in partial_files(folder):
                     folder.unlink(name)
@@ -219,10 +219,10 @@ class CheckpointStore:
         group.call("copy_state", parallel.reloadable())
 
         def write() -> list[dict[str, WrittenShard]]:
-            parts = call_ranks_behind(group, "write_copy", folder.location)
-            if names := list(dict.fromkeys(name for part in parts for name in part.not_finite)):
+            copies = call_ranks_behind(group, "write_copy", folder.location)
+            if names := list(dict.fromkeys(name for copy in copies for name in copy.not_finite)):
                 raise self._not_finite(step, names)
-            return [part.shards for part in parts]
+            return [copy.shards for copy in copies]
 
         self._behind = BackgroundSave(
             step, lambda check: self._put(step, plan, trainer, write, check)
@@ -314,16 +314,16 @@ class CheckpointStore:
         with suppress(OSError):
             remove_torn(failed)
         try:
-            before = [folder for folder in self._committed() if folder not in self._corrupt]
+            intact = [folder for folder in self._committed() if folder not in self._corrupt]
         except OSError:
             return "earlier checkpoints are kept"
-        return f"{before[-1]} is kept" if before else "there is no earlier checkpoint"
+        return f"{intact[-1]} is kept" if intact else "there is no earlier checkpoint"
 
     def _not_finite(self, step: int, names: list[str]) -> NotFiniteError:
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return NotFiniteError(
             f"no checkpoint of step {step} was written: these tensors are not finite: "
-            f"{', '.join(names[:MAX_NAMED])}{more}. The last checkpoint is "
+            f"{', '.join(names[:MAX_NAMED])}{suffix}. The last checkpoint is "
             f"{self.latest() or 'none'}. A lower optimizer.lr, or optimizer.max_grad_norm, may "
             "help"
         )
@@ -343,7 +343,7 @@ class CheckpointStore:
         self, step: int, plan: Plan, trainer: dict[str, Any],
         shards: Sequence[Mapping[str, WrittenShard]],
     ) -> Manifest:
-        written = {file: shard for part in shards for file, shard in part.items()}
+        written = {file: shard for rank_shards in shards for file, shard in rank_shards.items()}
         return Manifest(
             step=step,
             index={name: file for file, shard in written.items() for name in shard.names},

@@ -79,11 +79,11 @@ class ValueDigest:
             self._feed_array(value)
         elif self._strict and isinstance(value, _SLOTS):
             self.hashed.update(value.__qualname__.encode())
-        elif (parts := _parts(value)) is not None:
+        elif (elements := _parts(value)) is not None:
             if self._strict and isinstance(value, torch.nn.Module):
-                parts = [*parts, dict(value.state_dict())]
-            for part in parts:
-                self.feed(part, depth - 1)
+                elements = [*elements, dict(value.state_dict())]
+            for element in elements:
+                self.feed(element, depth - 1)
         elif self._strict:
             self._feed_pickled(value)
         self.hashed.update(b"</>")
@@ -127,7 +127,7 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, Mapping):
-        return [part for key in sorted(value, key=repr) for part in (key, value[key])]
+        return [element for key in sorted(value, key=repr) for element in (key, value[key])]
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if isinstance(value, list | tuple):

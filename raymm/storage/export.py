@@ -69,9 +69,9 @@ def export_model(
             when read back.
         ModelError: a folder's format or ``dtype`` cannot be written.
     """
-    place = Output.new_folder("output", output)
-    place.check()
-    target = place.target
+    destination = Output.new_folder("output", output)
+    destination.check()
+    target = destination.target
     writer = _Writer(target, merge, shard_size, dtype)
     writer.check(model)
     checkpoint = CheckpointStore(storage).newest()
@@ -79,20 +79,20 @@ def export_model(
         raise CheckpointError(f"{storage!r} has no checkpoint")
     for line in checkpoint.warnings():
         say(line)
-    whole: Any = None
+    vlm: Any = None
     if isinstance(model, WholeModel):
         load_into_whole(model, checkpoint.folder, averaged)
-        whole = model.materialize()
-        _check_finite(whole, checkpoint.folder)
+        vlm = model.materialize()
+        _check_finite(vlm, checkpoint.folder)
     else:
         load_into_model(model, checkpoint.folder, averaged)
         _check_finite(model, checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with place.writing():
+        with destination.writing():
             if isinstance(model, WholeModel):
-                names = writer.write_whole(model, whole, temporary)
+                names = writer.write_whole(model, vlm, temporary)
                 if tokenizer is not None:
                     ModelProcessor(tokenizer, trust_remote_code).save(temporary / names[0])
             else:
@@ -115,10 +115,10 @@ def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
         (name, buffer) for name, buffer in model.named_buffers() if bool(buffer.isnan().any())
     ]
     if names := not_finite(tensors):
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise CheckpointError(
             f"with {checkpoint} the model has weights that are not finite: "
-            f"{', '.join(names[:MAX_NAMED])}{more}; nothing is written. Look at the folders that "
+            f"{', '.join(names[:MAX_NAMED])}{suffix}; nothing is written. Look at the folders that "
             "frozen modules come from, or export an earlier checkpoint (move later ones away)"
         )
 
@@ -135,9 +135,9 @@ class _Writer:
             if not self._adapters_only(model):
                 ModelFolder(_path(model.source), self._dtype)
             return
-        for part in (model.language_model, *model.encoders.values()):
-            if part.lora is None or self._merge:
-                ModelFolder(part.folder, self._dtype)
+        for modality in (model.language_model, *model.encoders.values()):
+            if modality.lora is None or self._merge:
+                ModelFolder(modality.folder, self._dtype)
 
     def _adapters_only(self, model: WholeModel) -> bool:
         trained = frozenset().union(*model.trained.values())

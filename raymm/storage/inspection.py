@@ -145,17 +145,17 @@ def compare_checkpoints(
         StoredTensors(folder, manifest.index, manifest.shards)
         for folder, manifest in zip((first, second), manifests, strict=True)
     ]
-    both = sorted(names[0] & names[1])
+    shared = sorted(names[0] & names[1])
     different = []
-    for done, name in enumerate(both):
-        own, others = (tensors.read({name: None})[name] for tensors in stored)
-        difference = _difference(name, own, others)
+    for done, name in enumerate(shared):
+        first_value, second_value = (tensors.read({name: None})[name] for tensors in stored)
+        difference = _difference(name, first_value, second_value)
         if difference is not None:
             different.append(difference)
-        looked_at(done + 1, len(both))
+        looked_at(done + 1, len(shared))
     different.sort(key=lambda d: (d.kinds is None, -d.relative if d.relative == d.relative else 0))
     return Comparison(
-        len(both) - len(different), tuple(different), tuple(sorted(names[0] - names[1])),
+        len(shared) - len(different), tuple(different), tuple(sorted(names[0] - names[1])),
         tuple(sorted(names[1] - names[0])),
     )
 
@@ -196,8 +196,8 @@ def prune_checkpoints(
     """
     _checkpoints(storage_folder(location))
     with RunFolder(location).owned(say) as check_owner:
-        whole = [r.folder for r in inspect_checkpoints(location) if r.problem is None]
-        removed = whole[:-keep]
+        intact = [r.folder for r in inspect_checkpoints(location) if r.problem is None]
+        removed = intact[:-keep]
         for folder in removed:
             check_owner()
             if (aside := drop(storage_folder(folder))) is not None:

@@ -44,10 +44,10 @@ def restore(
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     _check_both_ways(
-        folder, {name for part in loaded for name in part.lacking},
+        folder, {name for loaded_names in loaded for name in loaded_names.lacking},
         {
             name for name in stored_names(manifest.index) if not name.startswith(dropped)
-        } - {name for part in loaded for name in part.taken},
+        } - {name for loaded_names in loaded for name in loaded_names.taken},
     )
     if names := parallel.not_finite_tensors():
         raise CheckpointError(
@@ -84,14 +84,14 @@ def load_into_model(
         CheckpointError: as in :func:`restore`, or the checkpoint has no averages.
     """
     model.materialize()
-    parts = {name: model.encoders[name] for name in model.encoder_names}
-    parts[LANGUAGE_MODEL] = model.language_model
+    modalities = {name: model.encoders[name] for name in model.encoder_names}
+    modalities[LANGUAGE_MODEL] = model.language_model
     return _load_parts({
         name: (
-            {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()},
-            {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad},
+            {f"{name}/{key}": t for key, t in modality.state_dict(keep_vars=True).items()},
+            {f"{name}/{key}" for key, p in modality.named_parameters() if p.requires_grad},
         )
-        for name, part in parts.items()
+        for name, modality in modalities.items()
     }, folder, averaged)
 
 
@@ -103,19 +103,19 @@ def _load_parts(
     ones."""
     manifest = read_manifest(folder)
     stored = StoredTensors(folder, manifest.index, manifest.shards)
-    left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
+    unread = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
     lacking: set[str] = set()
     copied = 0
-    for own, trained in parts.values():
+    for tensors, trained in parts.values():
         try:
-            read = stored.read(dict.fromkeys(own))
-            copy_tensors(read, own.items())
-            copied += _copy_averages(stored, own) if averaged else 0
+            read = stored.read(dict.fromkeys(tensors))
+            copy_tensors(read, tensors.items())
+            copied += _copy_averages(stored, tensors) if averaged else 0
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         lacking |= trained - set(read)
-        left -= set(read)
-    _check_both_ways(folder, lacking, left)
+        unread -= set(read)
+    _check_both_ways(folder, lacking, unread)
     _check_averages(folder, averaged, copied)
     return manifest
 
@@ -144,11 +144,11 @@ def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> N
     if left:
         state = {name for name in left if name.startswith("optimizer/")}
         lost = left - state or state
-        what = "tensor(s) that this model lacks"
+        description = "tensor(s) that this model lacks"
         if lost == state:
-            what = "optimizer tensor(s) of parameters that this model does not train"
+            description = "optimizer tensor(s) of parameters that this model does not train"
         raise CheckpointError(
-            f"{folder} has {len(lost)} {what}, which would be lost: {_few(lost)}"
+            f"{folder} has {len(lost)} {description}, which would be lost: {_few(lost)}"
         )
 
 

@@ -86,9 +86,9 @@ def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
     """
     text = json.dumps(manifest.model_dump())
     values = {"checksum": _checksum(json.loads(text)), **json.loads(text)}
-    place = storage_folder(folder)
-    with writing(place / MANIFEST):
-        place.replace(MANIFEST, json.dumps(values).encode())
+    storage = storage_folder(folder)
+    with writing(storage / MANIFEST):
+        storage.replace(MANIFEST, json.dumps(values).encode())
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
@@ -99,10 +99,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: the manifest is missing, of another format, or not as written.
     """
-    place = storage_folder(folder)
-    path = place / MANIFEST
+    storage = storage_folder(folder)
+    path = storage / MANIFEST
     try:
-        values = json.loads(place.read(MANIFEST).decode(), object_pairs_hook=_once)
+        values = json.loads(storage.read(MANIFEST).decode(), object_pairs_hook=_once)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: not a checkpoint, or a damaged one"
@@ -118,11 +118,12 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
             f"{path}: format is {version!r:.80}; this raymm reads {CHECKPOINT_FORMAT}, which has "
             "checksums. Export it with the raymm that wrote it, or set another storage_path"
         )
-    stated, due = values.pop("checksum", None), _checksum(values)
-    if stated != due:
+    stated, expected = values.pop("checksum", None), _checksum(values)
+    if stated != expected:
         raise CheckpointError(
             f"{path} was changed after it was written: it states the checksum {stated!r:.80}, "
-            f"but its content has {due!r}. If you edited it on purpose, write that checksum into it"
+            f"but its content has {expected!r}. If you edited it on purpose, write that checksum "
+            "into it"
         )
     try:
         return Manifest.model_validate(values)

@@ -119,23 +119,23 @@ class ModelFolder:
         written = json.loads(file.read_bytes())
         name = str(usual).removeprefix("torch.")
         source = self._config
-        kept = None if self._forced is not None else source.get("dtype", source.get("torch_dtype"))
+        dtype = None if self._forced is not None else source.get("dtype", source.get("torch_dtype"))
         _set_dtypes(written, source, None if self._forced is None else name)
-        written["dtype"] = kept or name
+        written["dtype"] = dtype or name
         # Sections keep the order of transformers, which sorts numeric keys as numbers.
         file.write_text(json.dumps(dict(sorted(written.items())), indent=2) + "\n")
 
 
 def _set_dtypes(written: dict[str, Any], source: dict[str, Any], forced: str | None) -> None:
     if "dtype" in written:
-        due = source.get("dtype", source.get("torch_dtype"))
-        written["dtype"] = forced if due and forced else due
+        source_dtype = source.get("dtype", source.get("torch_dtype"))
+        written["dtype"] = forced if source_dtype and forced else source_dtype
         if not {"dtype", "torch_dtype"} & source.keys():
             del written["dtype"]
     for name, section in written.items():
         if isinstance(section, dict):
-            other = source.get(name)
-            _set_dtypes(section, other if isinstance(other, dict) else {}, forced)
+            source_section = source.get(name)
+            _set_dtypes(section, source_section if isinstance(source_section, dict) else {}, forced)
 
 
 def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:
@@ -183,18 +183,18 @@ def _difference(
     except USER_CODE_RAISES as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     again, info = loaded
-    own, read = module.state_dict(), again.state_dict()
+    state, read = module.state_dict(), again.state_dict()
     ignored = set(module._keys_to_ignore_on_save or ())
     lost = {n for kind in ("missing_keys", "unexpected_keys") for n in info[kind]} - ignored
-    if lost := lost | (own.keys() ^ read.keys()) - ignored:
+    if lost := lost | (state.keys() ^ read.keys()) - ignored:
         return f"its keys differ in {', '.join(sorted(lost)[:_SHOWN])}"
-    for name in own.keys() - ignored:
-        value, other = own[name], read[name]
-        if not torch.equal(value, other) and not any(
-            torch.equal(value.to(dtype).to(other.dtype), other) for dtype in dtypes
+    for name in state.keys() - ignored:
+        value, read_value = state[name], read[name]
+        if not torch.equal(value, read_value) and not any(
+            torch.equal(value.to(dtype).to(read_value.dtype), read_value) for dtype in dtypes
         ):
             return f"the values of {name} differ"
-        if not torch.isfinite(other).all() and torch.isfinite(value).all():
+        if not torch.isfinite(read_value).all() and torch.isfinite(value).all():
             return f"{name} has values too large for the dtype"
     if inputs is None:
         return None
@@ -202,17 +202,17 @@ def _difference(
     modes = {child: child.training for child in module.modules()}
     try:
         module.eval()
-        due = _output(lambda **kw: torch.func.functional_call(
+        expected = _output(lambda **kw: torch.func.functional_call(
             module, read, (), kw, tie_weights=False
         ), inputs)
     finally:
         for child, mode in modes.items():
             child.training = mode
-    if due is None:
+    if expected is None:
         return None
-    difference = float((_output(again, inputs) - due).abs().max())
-    if not difference <= _NOISE * float(due.abs().max()):
-        return f"its outputs differ by {difference:.3g} of {float(due.abs().max()):.3g}"
+    difference = float((_output(again, inputs) - expected).abs().max())
+    if not difference <= _NOISE * float(expected.abs().max()):
+        return f"its outputs differ by {difference:.3g} of {float(expected.abs().max()):.3g}"
     return None
 
 

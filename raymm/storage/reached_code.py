@@ -170,13 +170,13 @@ def _feed_variables(values: ValueDigest, module: str) -> None:
             if name.startswith("__") or isinstance(value, _BY_SOURCE):
                 continue
             values.hashed.update(f"{space}.{name}".encode())
-            before = len(values.unseen)
+            unseen_before = len(values.unseen)
             try:
                 values.feed(value)
             except USER_CODE_RAISES as error:  # a value of any class may raise
                 values.unseen.append(f"has a value that cannot be hashed ({error})")
-            values.unseen[before:] = [
-                f"reads {space}.{name}, which {why}" for why in values.unseen[before:]
+            values.unseen[unseen_before:] = [
+                f"reads {space}.{name}, which {why}" for why in values.unseen[unseen_before:]
             ]
 
 

@@ -89,9 +89,9 @@ def have_same_rows(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return True if the data of two runs have the same rows in any order."""
     fields = {field for field in {*was, *now} if field.startswith("data.")}
     return all(
-        any(fnmatchcase(place, pattern) for pattern in _ORDER)
+        any(fnmatchcase(name, pattern) for pattern in _ORDER)
         for field in fields
-        for place, _, _ in _differences(field, was.get(field, _MISSING), now.get(field, _MISSING))
+        for name, _, _ in _differences(field, was.get(field, _MISSING), now.get(field, _MISSING))
     )
 
 
@@ -120,9 +120,9 @@ def compare(
         if field.endswith(".code") and _of_another_name(field, manifest.run, run):
             continue
         lines: dict[Rule, list[str]] = {}
-        for place, before, after in _differences(field, was, now):
-            lines.setdefault(_rule(place, before, after), []).append(
-                _line(place, before, after)
+        for subfield, before, after in _differences(field, was, now):
+            lines.setdefault(_rule(subfield, before, after), []).append(
+                _line(subfield, before, after)
             )
         for rule, changes in lines.items():
             text = _shortened(changes) + (f" ({rule.why})" if rule.why else "")
@@ -181,8 +181,8 @@ def _shown(value: Any) -> str:
 
 
 def _shortened(changes: list[str]) -> str:
-    more = len(changes) - SHOWN
-    return "; ".join(changes[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    hidden = len(changes) - SHOWN
+    return "; ".join(changes[:SHOWN]) + (f"; and {hidden} more" if hidden > 0 else "")
 
 
 def _differences(place: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -74,13 +74,13 @@ def describe_run(
     if model.preference is not None:
         fields["model.preference"] = _named(model.preference)
     fields |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
-    for name, part in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
-        source = part.source(module_kind(name))
+    for name, modality in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
+        source = modality.source(module_kind(name))
         skeleton = source.skeleton()
-        fields |= describe_module(f"model.{name}", part, source, skeleton)
+        fields |= describe_module(f"model.{name}", modality, source, skeleton)
         fields["model.parameters"] |= _parameters(f"{name}/module", skeleton)
-        if part.projector is not None:
-            fields["model.parameters"] |= _parameters(f"{name}/projector", part.projector)
+        if modality.projector is not None:
+            fields["model.parameters"] |= _parameters(f"{name}/projector", modality.projector)
     return json.loads(json.dumps(fields, default=str))
 
 

@@ -143,11 +143,11 @@ class RunFolder:
         finally:
             with suppress(OSError):
                 self.storage.unlink(name)
-        for place, problem in zip(group.places, answers, strict=True):
+        for process, problem in zip(group.places, answers, strict=True):
             if problem is not None:
                 raise ConfigError(
                     f"run.storage_path is {self._location!r}; expected a folder that all nodes "
-                    f"share, or a bucket that all may write to: {place.label} on {place.host} "
+                    f"share, or a bucket that all may write to: {process.label} on {process.host} "
                     f"{problem}. Accepted: a file system that is mounted at that path on every "
                     "node (NFS, ...), or s3:// or gs:// with credentials on every node"
                 )
