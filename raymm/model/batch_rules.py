@@ -138,8 +138,8 @@ def check_range(
     if also is not None:
         wrong &= values != also
     if wrong.any():
-        place = tuple(wrong.nonzero()[0].tolist())
-        raise DataError(f"{name}{list(place)} is {values[place].item()}; accepted: {accepted}")
+        index = tuple(wrong.nonzero()[0].tolist())
+        raise DataError(f"{name}{list(index)} is {values[index].item()}; accepted: {accepted}")
 
 
 def _padded_right(
@@ -158,9 +158,9 @@ def _padded_right(
             )
         wrong = (labels != IGNORE_INDEX) & (mask == 0)
         if wrong.any():
-            place = tuple(wrong.nonzero()[0].tolist())
+            index = tuple(wrong.nonzero()[0].tolist())
             raise DataError(
-                f"{LABELS}{list(place)} is {int(labels[place])} where {MASK} is 0; accepted: "
+                f"{LABELS}{list(index)} is {int(labels[index])} where {MASK} is 0; accepted: "
                 f"{IGNORE_INDEX} for padding"
             )
         if rises.any():

@@ -92,12 +92,12 @@ class DagModule:
         self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
         self.postprocess = postprocess
         self.draws = draws
-        if both := self.reads.keys() & self.inputs.keys():
-            raise ModelError(f"keywords {sorted(both)} are in both reads and inputs")
+        if duplicates := self.reads.keys() & self.inputs.keys():
+            raise ModelError(f"keywords {sorted(duplicates)} are in both reads and inputs")
         self.noise = dict(noise or {})
         _check_noise(self.noise, self.reads.keys() | self.inputs.keys())
-        whole = any(isinstance(value, Every) for value in self.inputs.values())
-        if whole and OWN in self.reads.keys() | self.inputs.keys():
+        reads_every = any(isinstance(value, Every) for value in self.inputs.values())
+        if reads_every and OWN in self.reads.keys() | self.inputs.keys():
             raise ModelError(
                 f"keyword {OWN!r} is in reads or inputs of a module that reads every(), which "
                 "receives the slice of its samples under it; accepted: other keywords"
@@ -123,9 +123,9 @@ class DagModule:
         """Return the inputs with producer and output separated."""
         parsed = []
         for keyword, value in self.inputs.items():
-            whole = isinstance(value, Every)
-            producer, _, output = (value.producer if whole else value).partition(".")
-            parsed.append(Input(keyword, producer, output or None, whole))
+            is_every = isinstance(value, Every)
+            producer, _, output = (value.producer if is_every else value).partition(".")
+            parsed.append(Input(keyword, producer, output or None, is_every))
         return tuple(parsed)
 
     def stage_spec(self, name: str, node: NodeSpec | None = None) -> NodeStageSpec:

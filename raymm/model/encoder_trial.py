@@ -163,10 +163,10 @@ class EncoderTrial:
         reads = _Reads(tensors)
         self._ran = False
         module = _whole(chain)
-        done = module.register_forward_hook(self._note_end)
+        hook = module.register_forward_hook(self._note_end)
         with (
             reads.followed(chain), lookups(module, tensors) as ids,
-            torch.random.fork_rng(devices=[]), torch.no_grad(), done,
+            torch.random.fork_rng(devices=[]), torch.no_grad(), hook,
         ):
             message = chain.run(dict(tensors), {}, MicrobatchContext(1))
         return message.tensors[0], reads.unread, ids
@@ -297,8 +297,8 @@ def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
             sizes[key] = min(table.num_embeddings, sizes.get(key, table.num_embeddings))
 
     handles = [
-        part.register_forward_pre_hook(look_up)
-        for part in module.modules() if isinstance(part, nn.Embedding)
+        embedding.register_forward_pre_hook(look_up)
+        for embedding in module.modules() if isinstance(embedding, nn.Embedding)
     ]
     try:
         yield sizes

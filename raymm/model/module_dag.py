@@ -80,8 +80,8 @@ class ModuleDag(nn.Module):
         """Return the outputs of a module that others read. Others are not sent: they would cost
         time, and add a backward that one process lacks."""
         read = [
-            (reader, entry.output) for reader, other in self.nodes.items()
-            for entry in other.parsed_inputs() if entry.producer == name
+            (reader, entry.output) for reader, reader_node in self.nodes.items()
+            for entry in reader_node.parsed_inputs() if entry.producer == name
         ]
         names = self.nodes[name].outputs
         for reader, output in read:
@@ -90,9 +90,9 @@ class ModuleDag(nn.Module):
                     f"{reader!r} reads output {output!r} of {name!r}; accepted: {', '.join(names)}"
                 )
         if self.nodes[name].loss:
-            if whole := [reader for reader, output in read if output is None]:
+            if readers := [reader for reader, output in read if output is None]:
                 raise ModelError(
-                    f"node {whole[0]!r} reads {name!r}, which is a loss; accepted: one of its "
+                    f"node {readers[0]!r} reads {name!r}, which is a loss; accepted: one of its "
                     f"other outputs, '{name}.output'"
                 )
         elif not read or None in (output for _, output in read):
@@ -224,5 +224,5 @@ def _graph(nodes: Mapping[str, DagModule]) -> ModuleGraph:
             ModuleNode(name, node.layers(), node.modality.projector is not None, node.loss)
             for name, node in nodes.items()
         ),
-        tuple(reads), tuple(edge for edge, whole in reads.items() if whole),
+        tuple(reads), tuple(edge for edge, reads_every in reads.items() if reads_every),
     )

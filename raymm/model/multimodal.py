@@ -164,14 +164,14 @@ class MultimodalModule(nn.Module):
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Return (trained elements, all elements) of the parameters, by module and projector."""
-        parts: dict[str, nn.Module] = {}
+        modules: dict[str, nn.Module] = {}
         for name, encoder in self.encoders.items():
-            parts[name] = encoder.source().skeleton()
+            modules[name] = encoder.source().skeleton()
             if encoder.projector is not None:
-                parts[f"{name}_projector"] = encoder.projector
+                modules[f"{name}_projector"] = encoder.projector
         kind = ModuleKind.LANGUAGE_MODEL
-        parts[LANGUAGE_MODEL] = self.language_model.source(kind).skeleton()
-        return {name: counted(part.parameters()) for name, part in parts.items()}
+        modules[LANGUAGE_MODEL] = self.language_model.source(kind).skeleton()
+        return {name: counted(module.parameters()) for name, module in modules.items()}
 
     def spec(self, name: str) -> EncoderSpec | LanguageSpec:
         """Return the spec of a module for the ranks."""
@@ -332,8 +332,8 @@ class MultimodalModule(nn.Module):
             ModelError: a module uses its own gradient checkpointing, whose backward would draw
                 other numbers.
         """
-        for name, part in self.materialize().named_children():
-            module = getattr(part, "module", None)
+        for name, child in self.materialize().named_children():
+            module = getattr(child, "module", None)
             if module is not None and checkpoints_itself(module):
                 raise ModelError(f"{name} uses its own gradient checkpointing; disable it")
         self._drawn = seed, step, microbatch, batch

@@ -83,8 +83,8 @@ def merged_arguments(spec: LanguageSpec, model: nn.Module) -> dict[str, Any]:
         ) from error
     arguments = {k: v for k, v in merged.items() if k not in _NOT_FOR_MODEL and v is not None}
     arguments.pop("attention_mask", None)  # all tokens are real
-    more = getattr(spec.merge, "model_arguments", None)
-    return arguments if more is None else more(arguments)
+    model_arguments = getattr(spec.merge, "model_arguments", None)
+    return arguments if model_arguments is None else model_arguments(arguments)
 
 
 def node_ports(

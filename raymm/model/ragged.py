@@ -47,18 +47,18 @@ def split_rows(
     total = len(batch["input_ids"])
     if total % count:
         raise DataError(f"the batch has {total} rows, which do not divide into {count}")
-    size, taken = total // count, {entry for entries in towers.values() for entry in entries}
-    parts: list[dict[str, torch.Tensor]] = []
+    size, in_towers = total // count, {entry for entries in towers.values() for entry in entries}
+    microbatches: list[dict[str, torch.Tensor]] = []
     for lo in range(0, total, size):
         # Copies, since views would keep the whole batch in memory.
-        part = {n: v[lo : lo + size].clone() for n, v in batch.items() if n not in taken}
+        microbatch = {n: v[lo : lo + size].clone() for n, v in batch.items() if n not in in_towers}
         for name, entries in towers.items():
-            own = {entry: batch[entry] for entry in entries if entry in batch}
-            if own:
+            tower_inputs = {entry: batch[entry] for entry in entries if entry in batch}
+            if tower_inputs:
                 rows = index.get(name, torch.arange(total))
                 chosen = (rows >= lo) & (rows < lo + size)
                 if chosen.any():
                     with _of_batches():
-                        part |= take_items(name, own, chosen)
-        parts.append(part)
-    return parts
+                        microbatch |= take_items(name, tower_inputs, chosen)
+        microbatches.append(microbatch)
+    return microbatches

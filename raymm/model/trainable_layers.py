@@ -38,12 +38,12 @@ def counted(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
 def counts_text(counts: dict[str, tuple[int, int]]) -> str:
     """Return a line such as ``"parameters: vision 86.0M frozen, llm 1.2M of 1.24B trained"`` from
     the results of :func:`counted` by name."""
-    parts = []
+    phrases = []
     for name, (trained, size) in counts.items():
         how = "trained" if trained else "frozen"
         some = f"{_short(trained)} of " if 0 < trained < size else ""
-        parts.append(f"{name} {some}{_short(size)} {how}")
-    return f"parameters: {', '.join(parts)}"
+        phrases.append(f"{name} {some}{_short(size)} {how}")
+    return f"parameters: {', '.join(phrases)}"
 
 
 def _short(number: int) -> str:

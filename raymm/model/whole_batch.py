@@ -26,23 +26,23 @@ TEXT = "text"
 def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
     """Return the inputs of the first stage of each module, without modules that have no items."""
     inputs_of = {
-        tower: {name: microbatch[entry] for name, entry in own.items() if entry in microbatch}
-        for tower, own in towers.items()
+        tower: {name: microbatch[entry] for name, entry in arguments.items() if entry in microbatch}
+        for tower, arguments in towers.items()
     }  # fmt: skip
-    there = {tower: inputs for tower, inputs in inputs_of.items() if inputs}
+    present = {tower: inputs for tower, inputs in inputs_of.items() if inputs}
     entries = {
         tower: {entry: microbatch[entry] for entry in towers[tower].values() if entry in microbatch}
-        for tower in there
+        for tower in present
     }  # fmt: skip
-    taken = {entry for own in towers.values() for entry in own.values()}
-    text = {name: value for name, value in microbatch.items() if name not in taken}
-    return {**there, LANGUAGE_MODEL: language_inputs(text, entries)}
+    tower_entries = {entry for arguments in towers.values() for entry in arguments.values()}
+    text = {name: value for name, value in microbatch.items() if name not in tower_entries}
+    return {**present, LANGUAGE_MODEL: language_inputs(text, entries)}
 
 
 def text_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
     """Return :func:`whole_parts` under the names that data workers use."""
     parts = whole_parts(towers, microbatch)
-    return {TEXT if name == LANGUAGE_MODEL else name: own for name, own in parts.items()}
+    return {TEXT if name == LANGUAGE_MODEL else name: inputs for name, inputs in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class TextShares:
     def check(self, microbatch: Batch) -> None:
         """Raise a DataError if a process would get no token."""
         shape, real = tuple(microbatch[IDS].shape), microbatch.get("attention_mask")
-        for own in shares(shape[0], self.rows) if self.tokens > 1 else ():
+        for rows in shares(shape[0], self.rows) if self.tokens > 1 else ():
             tokens = shape[1]
             if self.packing:
-                tokens = len(packed_tokens((shape[0], tokens), real, own or range(1)))
+                tokens = len(packed_tokens((shape[0], tokens), real, rows or range(1)))
             if tokens < self.tokens:
                 raise DataError(
                     f"rows of {IDS} have {tokens} tokens{' together' * self.packing}, fewer than "
@@ -121,8 +121,8 @@ class WholeBatchCheck:
                 )
         self.shares.check(microbatch)
         for tower in self.sized:
-            if own := _entries(tower, self.towers, microbatch):
-                check_rows(tower, own)
+            if entries := _entries(tower, self.towers, microbatch):
+                check_rows(tower, entries)
 
 
 def _entries(tower: str, towers: TowerInputs, batch: Batch) -> dict[str, torch.Tensor]:

@@ -168,16 +168,16 @@ class WholeModel:
 
     def _with_adapters(self, seed: int) -> ModuleSource:
         source = self.source
-        towers = tuple(place for tower in self.towers for place in tower.places)
-        projector = tuple(place for _, place in self._projector)
+        towers = tuple(path for tower in self.towers for path in tower.places)
+        projector = tuple(path for _, path in self._projector)
         for name, lora in self.adapters.items():
             if name == LANGUAGE:
                 outside = (*towers, *projector)
                 source = AdaptedSource.of(source, lora, seed, outside, part=name)
                 continue
-            own = projector if name == PROJECTOR else self.tower(name).places
+            path_filter = projector if name == PROJECTOR else self.tower(name).places
             apart = () if name == PROJECTOR else projector
-            source = AdaptedSource.of(source, lora, seed, own, False, apart, name)
+            source = AdaptedSource.of(source, lora, seed, path_filter, False, apart, name)
         if len({lora.dora for lora in self.adapters.values()}) > 1:
             raise ModelError("train has adapters with and without dora; accepted: the same for all")
         return source
@@ -231,9 +231,9 @@ class WholeModel:
     @property
     def _projector(self) -> list[tuple[str, str]]:
         """(module, path) of the projector's submodules and parameters."""
-        within = [(tower.name, place) for tower in self.towers for place in tower.projector]
-        behind = dict.fromkeys(place for tower in self.towers for place in tower.behind)
-        return [*within, *((LANGUAGE_MODEL, place) for place in behind)]
+        within = [(tower.name, path) for tower in self.towers for path in tower.projector]
+        behind = dict.fromkeys(path for tower in self.towers for path in tower.behind)
+        return [*within, *((LANGUAGE_MODEL, path) for path in behind)]
 
     def is_frozen(self, name: str) -> bool:
         """Return True if a part is frozen; the projector's layers in a tower do not count."""
@@ -251,15 +251,15 @@ class WholeModel:
     def parameters_of(self, name: str) -> list[tuple[str, str]]:
         """Return (module, name in the whole model) for the parameters of a part."""
         projector = self._projector
-        places: dict[str, list[str]] = {}
-        for module, place in projector:
-            places.setdefault(module, []).append(place)
-        own = LANGUAGE_MODEL if name == LANGUAGE else name
+        projector_paths: dict[str, list[str]] = {}
+        for module, path in projector:
+            projector_paths.setdefault(module, []).append(path)
+        part_module = LANGUAGE_MODEL if name == LANGUAGE else name
         return [
             (module, parameter) for module in self.module_names
-            if name == PROJECTOR or module == own
+            if name == PROJECTOR or module == part_module
             for parameter in self._parameters[module]
-            if is_within(parameter, places.get(module, ())) == (name == PROJECTOR)
+            if is_within(parameter, projector_paths.get(module, ())) == (name == PROJECTOR)
         ]
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
@@ -285,8 +285,8 @@ class WholeModel:
         cached. Raises ProbeError if the features cannot be cached."""
         if name not in self._roots:
             tower = self.tower(name)
-            own = tower.inputs(self.example) or {}
-            self._roots[name] = probe_root(self.tower_spec(name), tower.root, own)
+            tower_inputs = tower.inputs(self.example) or {}
+            self._roots[name] = probe_root(self.tower_spec(name), tower.root, tower_inputs)
         return self._roots[name]
 
     def spec(self, name: str) -> TowerSpec | WholeLanguageSpec:
@@ -399,7 +399,7 @@ class WholeModel:
         module = self.materialize()
         model = cast(Callable[..., Any], module)
         total = torch.zeros(())
-        towers = [place for tower in self.towers for place in tower.places]
+        towers = [path for tower in self.towers for path in tower.places]
         routing, sums = Routing(module, self.mixture, towers), []
         try:
             for batch in microbatches:
@@ -411,8 +411,8 @@ class WholeModel:
                     logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
                     ignore_index=IGNORE_INDEX, reduction="sum",
                 )  # fmt: skip
-                if (own := routing.sums()) is not None:
-                    sums.append(own)
+                if (router_sums := routing.sums()) is not None:
+                    sums.append(router_sums)
         finally:
             routing.detach()
         total = total / max(sum(map(label_tokens, microbatches)), 1)
