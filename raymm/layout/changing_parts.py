@@ -75,8 +75,8 @@ class ModuleParts:
         self._model.changing = frozenset(name.removesuffix(PROJECTOR) for name in names)
 
     def set_frozen(self, name: str, frozen: bool) -> None:
-        part, projector = self._part(name)
-        part.set_frozen(frozen, projector)
+        modality, projector = self._part(name)
+        modality.set_frozen(frozen, projector)
 
     def prefixes(self, name: str) -> tuple[str, ...]:
         inner = "projector." if name.endswith(PROJECTOR) else "module."
@@ -88,9 +88,9 @@ class ModuleParts:
         return self._model.encoders.get(module, self._model.language_model), projector
 
     def _skeleton(self, name: str) -> Any:
-        part, projector = self._part(name)
+        modality, projector = self._part(name)
         spec: Any = self._model.spec(name.removesuffix(PROJECTOR))
-        return part.projector if projector else spec.source.skeleton()
+        return modality.projector if projector else spec.source.skeleton()
 
 
 class WholeParts:

@@ -21,45 +21,45 @@ def featured_modules(
 ) -> tuple[dict[str, int], list[str]]:
     """Return the number of leading blocks whose features can be cached, by module, and for each
     other module a line with the reason. Only frozen blocks on a module's first stage count."""
-    kept: dict[str, int] = {}
+    cached_blocks: dict[str, int] = {}
     reasons = []
     for name, encoder in model.encoders.items():
         node, first = plan.graph.node(name), plan.module_stages(name)[0]
         blocks = min(node.frozen_blocks, first.layers[1])
-        whole = blocks == node.num_blocks
+        is_complete = blocks == node.num_blocks
         if name not in modalities:
             reason = "the data do not contain it"
         elif not blocks:
             reason = "its first layer is trained"
         elif name in model.changing:
             reason = "run.at changes what is frozen"
-        elif whole and not node.projector:
+        elif is_complete and not node.projector:
             reason = "it has no projector"
-        elif whole and encoder.postprocess_projector_callback is not None:
+        elif is_complete and encoder.postprocess_projector_callback is not None:
             reason = "postprocess_projector_callback reads its inputs"
         elif plan.schedule == SLOTS or first.split == SAMPLES:
             reason = "its plan splits microbatches by samples"
         elif max(first.fsdp, first.cp) > 1:
             reason = "its items are sharded over processes"
         else:
-            kept[name] = blocks
+            cached_blocks[name] = blocks
             continue
         reasons.append(f"features of {name} are not kept: {reason}")
-    return kept, reasons
+    return cached_blocks, reasons
 
 
 @plain_torch()
 def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]]:
     """Return the towers of a whole model whose features can be cached, and why others' cannot."""
-    kept, reasons = [], []
+    cached, reasons = [], []
     for name in model.tower_names:
-        (first, *others) = plan.replicas(name)[0]
+        (first, *later_stages) = plan.replicas(name)[0]
         reason = None
         if any(is_within(p, (model.tower(name).root,)) for p in model.trained[name]):
             reason = "it is trained"
         elif name in model.changing:
             reason = "run.at changes what is frozen"
-        elif others:
+        elif later_stages:
             reason = "its blocks are on several stages"
         elif first.split == SAMPLES:
             reason = "its plan splits microbatches by samples"
@@ -71,10 +71,10 @@ def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]
             except ProbeError as error:
                 reason = str(error)
         if reason is None:
-            kept.append(name)
+            cached.append(name)
         else:
             reasons.append(f"features of {name} are not kept: {reason}")
-    return kept, reasons
+    return cached, reasons
 
 
 def with_feature_stages(plan: Plan, modules: Mapping[str, int]) -> Plan:
@@ -86,12 +86,12 @@ def with_feature_stages(plan: Plan, modules: Mapping[str, int]) -> Plan:
     if len(stages) == len(plan.stages):
         return plan
     # Splitting a stage shifts the indices of the module's later stages.
-    places: dict[tuple[str, int], int] = {}
+    last_index: dict[tuple[str, int], int] = {}
     for number, stage in enumerate(stages):
         key = stage.module, stage.replica
-        places[key] = places.get(key, -1) + 1
+        last_index[key] = last_index.get(key, -1) + 1
         if stage.module in modules:
-            stages[number] = replace(stage, index=places[key])
+            stages[number] = replace(stage, index=last_index[key])
     # The microbatches that each stage may hold were chosen for the stages before the split.
     policy = None if plan.policy is None else replace(plan.policy, ahead=())
     return replace(plan, stages=tuple(stages), policy=policy, shared_ranks=None)

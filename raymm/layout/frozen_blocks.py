@@ -39,19 +39,19 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
         return str(error)
     assert spec.cut is not None  # set by the probe
     module = prune(skeleton, spec.cut, 0, blocks)
-    if any(isinstance(part, _BatchNorm) and part.training for part in module.modules()):
+    if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
         return "they contain batch norms, whose running statistics change in training"
     stage = EncoderStage(replace(spec, preprocess=None), 0, blocks, module, None)
     drawn: list[tuple[int, ...]] = []
     context = MicrobatchContext(1)
     try:
         with generators_kept(), torch.no_grad(), NotedDraws(drawn):
-            before = host_states()
+            states_before = host_states()
             hidden = [stage.run(item, {}, context) for item in every_item(_two(inputs))]
             after = host_states()
     except USER_CODE_RAISES as error:  # not every forward runs without data
         return f"they do not run on the meta device{because(error)}"
-    if drawn or after != before:
+    if drawn or after != states_before:
         return "they draw random numbers in training, as dropout does"
     entries = kept_entries(joined(hidden))
     if bad := [name for name, entry in entries.items() if len(entry) != 2]:

@@ -78,10 +78,10 @@ def host_needs(
         }
         checkpoint = snapshot = 0
         for stage in ranks.processes.plan.rank_stages(process.rank):
-            place = place_of(ranks.processes, number, specs[stage.module])
+            shard = place_of(ranks.processes, number, specs[stage.module])
             for name in ranks.builders.owned[stage.id]:
                 size, key = sizes[stage.module][name], (stage.id, name)
-                share = _share(specs[stage.module], name, place)
+                share = _share(specs[stage.module], name, shard)
                 state = int(size.state * share) + size.steps * (share > 0)
                 if key in ownership.saves and (
                     size.trained or stage.module not in spec.reloadable
@@ -105,23 +105,23 @@ def check_hosts(needs: Sequence[HostNeed], hosts: Sequence[HostMemory]) -> None:
         kept_by.setdefault(keeper, []).append(process)
     for node in dict.fromkeys(host.node for host in hosts):
         local = [number for number, host in enumerate(hosts) if host.node == node]
-        kept = [process for number in local for process in kept_by.get(number, ())]
-        parts = {
+        stored_here = [process for number in local for process in kept_by.get(number, ())]
+        amounts = {
             "asynchronous checkpoints (run.asynchronous_checkpoints)": sum(
                 needs[number].checkpoint for number in local
             ),
             "snapshots (run.snapshot_every)": sum(
                 needs[number].snapshot * (SNAPSHOTS_TAKEN + SNAPSHOTS_STORED) for number in local
-            ) + sum(needs[number].snapshot * SNAPSHOTS_STORED for number in kept),
+            ) + sum(needs[number].snapshot * SNAPSHOTS_STORED for number in stored_here),
             "pinned memory": sum(needs[number].pinned for number in local),
         }
         host = min((hosts[number] for number in local), key=lambda host: host.available)
-        if (total := sum(parts.values())) > host.available:
-            what = ", ".join(f"{_size(size)} of {name}" for name, size in parts.items() if size)
+        if (total := sum(amounts.values())) > host.available:
+            shown = ", ".join(f"{_size(size)} of {name}" for name, size in amounts.items() if size)
             numbers = ", ".join(map(str, local))
             raise PlanError(
                 f"processes {numbers} on {host.name} need {_size(total)} of host memory for copies "
-                f"of the training state: {what}; {_size(host.available)} are available. Turn one "
+                f"of the training state: {shown}; {_size(host.available)} are available. Turn one "
                 "of these off (asynchronous_checkpoints: false, snapshot_every: null), or use more "
                 "nodes"
             )
@@ -131,12 +131,12 @@ def _sizes(model: Any, module: str, optimizer: OptimizerConfig) -> Mapping[str, 
     """Return the sizes of a module's parameters and its projector's, by name."""
     sizes = {}
     spec = model.stage_spec(module) if isinstance(model, ModuleDag) else model.spec(module)
-    for part, skeleton in skeletons(spec).items():
+    for prefix, skeleton in skeletons(spec).items():
         matrices, products = matrices_of([skeleton]), products_of([skeleton])
         # Copies contain a tied parameter once per name.
         names = Counter(id(p) for _, p in skeleton.named_parameters(remove_duplicate=False))
-        for rest, parameter in skeleton.named_parameters():
-            name = f"{part}.{rest}"
+        for parameter_name, parameter in skeleton.named_parameters():
+            name = f"{prefix}.{parameter_name}"
             rule = optimizer.rule_of(module, name)
             halved = rule.parameters != FP32 and id(parameter) in products
             has_steps = rule.name != MUON or id(parameter) not in matrices

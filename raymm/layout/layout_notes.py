@@ -29,15 +29,15 @@ def layout_notes(
         shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
         spec: Any = model.spec(node.name)
         sources = [spec.source, getattr(spec, "projector", None)]
-        parts = [source.skeleton() for source in sources if source is not None]
-        if device == "cuda" and shown and any(map(_drops_in_kernels, parts)):
+        skeletons = [source.skeleton() for source in sources if source is not None]
+        if device == "cuda" and shown and any(map(_drops_in_kernels, skeletons)):
             yield (
                 f"note: with {shown}, attention kernels of {node.name} draw other dropout masks "
                 "than in one process: losses are similar, not equal. For equal losses set "
                 "attn_implementation of the model to eager"
             )
         replicas = len(plan.replicas(node.name))
-        trained = [m for part in parts for m in part.modules() if m.training]
+        trained = [m for skeleton in skeletons for m in skeleton.modules() if m.training]
         if replicas > 1 and any(
             isinstance(m, _NormBase) and m.running_mean is not None for m in trained
         ):

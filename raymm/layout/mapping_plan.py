@@ -28,14 +28,14 @@ def plan_of_mapping(
     """
     if isinstance(model, ModuleDag):
         return mapped_plan(model.graph, mapping, microbatches)
-    parts = {}
+    modules = {}
     for name, modality in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
         if modality.module is not None:
-            parts[name] = modality.module
+            modules[name] = modality.module
         if modality.projector is not None:
-            parts[f"{name} projector"] = modality.projector
+            modules[f"{name} projector"] = modality.projector
     try:
-        check_no_shared_parameters(parts)
+        check_no_shared_parameters(modules)
     except ValueError as error:
         raise ModelError(
             f"{error}; give each module a separate copy, or do not tie parameters"

@@ -13,24 +13,24 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
     support, or parameters in another dtype than the computation."""
     check_modules(config, plan.graph, bf16)
     for node in plan.graph.nodes:
-        parts = ("module.", "projector.") if node.projector else ("module.",)
-        kept = config.rule_of(node.name, "module.").parameters
-        if kept != FP32 and plan.module_stages(node.name)[0].shards > 1:
+        prefixes = ("module.", "projector.") if node.projector else ("module.",)
+        dtype = config.rule_of(node.name, "module.").parameters
+        if dtype != FP32 and plan.module_stages(node.name)[0].shards > 1:
             raise PlanError(
                 f"sharding of {node.name!r} is 'fsdp', which already gathers weights in bf16, and "
-                f"parameters of its optimizer is {kept!r}; accepted: parameters {FP32}, or "
+                f"parameters of its optimizer is {dtype!r}; accepted: parameters {FP32}, or "
                 "sharding zero1"
             )
-        if not any(config.rule_of(node.name, part).name == MUON for part in parts):
+        if not any(config.rule_of(node.name, prefix).name == MUON for prefix in prefixes):
             continue
         stage = plan.module_stages(node.name)[0]
-        for what, degree, fits in (("tp", stage.tp, "1"), ("sharding", stage.shards, "zero1")):
+        for option, degree, fits in (("tp", stage.tp, "1"), ("sharding", stage.shards, "zero1")):
             if degree > 1:
-                shown = "'fsdp'" if what == "sharding" else degree
+                shown = "'fsdp'" if option == "sharding" else degree
                 raise PlanError(
-                    f"{what} of {node.name!r} is {shown}, under which no process has a full "
+                    f"{option} of {node.name!r} is {shown}, under which no process has a full "
                     f"matrix, and its optimizer is {MUON!r}, which needs full matrices; accepted: "
-                    f"{what} {fits}, or adamw"
+                    f"{option} {fits}, or adamw"
                 )
 
 

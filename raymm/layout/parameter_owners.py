@@ -73,19 +73,19 @@ def _groups(
     """Return the parameters with their holders, in an order that follows from the plan, and whether
     each is the first group with its shard."""
     plan = processes.plan
-    places: dict[tuple[str, str, tuple[int, ...]], list[ParameterReference]] = {}
+    holders: dict[tuple[str, str, tuple[int, ...]], list[ParameterReference]] = {}
     for stage in plan.topological_stages:
         shard_spec = shard_specs[stage.module]
         for name in owned[stage.id]:
             for number in processes.of_rank(stage.rank):
-                place = place_of(processes, number, shard_spec)
-                key = (stage.module, name, shard_spec.sharers(name, place))
-                places.setdefault(key, []).append(ParameterReference(number, stage.id, name))
+                shard = place_of(processes, number, shard_spec)
+                key = (stage.module, name, shard_spec.sharers(name, shard))
+                holders.setdefault(key, []).append(ParameterReference(number, stage.id, name))
     # In fully sharded modules, this concerns the parameters that stay replicated.
     sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
     loads: dict[int, int] = {}
     groups = []
-    for (module, name, _), references in places.items():
+    for (module, name, _), references in holders.items():
         group = SharedParameter(tuple(references))
         size = owned[references[0].stage][name]
         agree = optimizer.rule_of(module, name).name == ADAMW_8BIT and (
@@ -93,8 +93,8 @@ def _groups(
         )
         if module in sharded and len(group.reduction_group.processes) > 1 and not agree:
             group = replace(group, owner=_lightest(group, loads, size))
-        place = place_of(processes, references[0].process, shard_specs[module])
-        groups.append((group, not shard_specs[module].is_replica(name, place)))
+        shard = place_of(processes, references[0].process, shard_specs[module])
+        groups.append((group, not shard_specs[module].is_replica(name, shard)))
     return groups
 
 

@@ -35,32 +35,32 @@ def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
     equal."""
     texts = []
     nodes = {node.name: node for node in planned.nodes}
-    own = {node.name: node for node in model.nodes}
-    for name in sorted(nodes.keys() - own.keys()):
+    model_nodes = {node.name: node for node in model.nodes}
+    for name in sorted(nodes.keys() - model_nodes.keys()):
         texts.append(f"the plan has a module {name!r}, the model does not")
-    for name in sorted(own.keys() - nodes.keys()):
+    for name in sorted(model_nodes.keys() - nodes.keys()):
         texts.append(f"the model has a module {name!r}, the plan does not")
-    for name, node in own.items():
+    for name, node in model_nodes.items():
         if name not in nodes:
             continue
-        theirs = nodes[name]
-        if theirs.num_blocks != node.num_blocks:
+        in_plan = nodes[name]
+        if in_plan.num_blocks != node.num_blocks:
             texts.append(
-                f"{name!r} has {theirs.num_blocks} blocks in the plan, {node.num_blocks} in the "
+                f"{name!r} has {in_plan.num_blocks} blocks in the plan, {node.num_blocks} in the "
                 "model"
             )
-        elif theirs.projector != node.projector:
-            where = "plan" if theirs.projector else "model"
+        elif in_plan.projector != node.projector:
+            where = "plan" if in_plan.projector else "model"
             texts.append(f"{name!r} has a projector in the {where} only")
-        elif theirs.trainable != node.trainable:
+        elif in_plan.trainable != node.trainable:
             layer = next(
-                i for i, (a, b) in enumerate(zip(theirs.trainable, node.trainable, strict=True))
+                i for i, (a, b) in enumerate(zip(in_plan.trainable, node.trainable, strict=True))
                 if a != b
             )
-            what = ("frozen", "trained")
+            states = ("frozen", "trained")
             texts.append(
-                f"layer {layer} of {name!r} is {what[theirs.trainable[layer]]} in the plan, "
-                f"{what[node.trainable[layer]]} in the model"
+                f"layer {layer} of {name!r} is {states[in_plan.trainable[layer]]} in the plan, "
+                f"{states[node.trainable[layer]]} in the model"
             )
     if not texts and set(planned.edges) != set(model.edges):
         texts.append(f"the plan's edges are {planned.edges}, the model's {model.edges}")

@@ -23,16 +23,16 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
         )
     if model.preference.asked_once:
         return
-    others = [
+    extra = [
         f"{name}/{parameter}"
         for name in model.module_names
-        for part in _skeletons(model, name)
-        for parameter, value in part.named_parameters()
+        for skeleton in _skeletons(model, name)
+        for parameter, value in skeleton.named_parameters()
         if value.requires_grad and not is_adapter(parameter)
     ]
-    if others:
+    if extra:
         raise PlanError(
-            f"{len(others)} trained parameters are not adapters ({others[0]}, ...), but the "
+            f"{len(extra)} trained parameters are not adapters ({extra[0]}, ...), but the "
             "reference of the preference loss is the model without its adapters; accepted: "
             "adapters (train: {lora: {r: 16}}) with all else frozen, projectors too, or reference: "
             "initial"

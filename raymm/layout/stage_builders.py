@@ -103,13 +103,16 @@ class StageBuilders:
             build: builds the stage of these layers, with the activation option of each block.
         """
         sizes = parameter_sizes(spec)
-        parts: dict[tuple, tuple[dict[str, int], Callable[[], Any]]] = {}
+        built: dict[tuple, tuple[dict[str, int], Callable[[], Any]]] = {}
         for stage in plan.module_stages(module):
-            (lo, hi), options = part = stage.layers, stage.layer_options
-            if part not in parts:  # replicas of the module share the entry
-                own = {name: sizes[name] for name in names(spec, lo, hi)}
-                parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
-            self.owned[stage.id], self.build[stage.id] = parts[part]
+            (lo, hi), options = key = stage.layers, stage.layer_options
+            if key not in built:  # replicas of the module share the entry
+                stage_sizes = {name: sizes[name] for name in names(spec, lo, hi)}
+                built[key] = (
+                    stage_sizes,
+                    partial(build, _slim(spec, stage_sizes, lo, hi), lo, hi, options),
+                )
+            self.owned[stage.id], self.build[stage.id] = built[key]
 
 
 @plain_torch()
@@ -240,8 +243,8 @@ def skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
 def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
     """Return the elements of every parameter of a module and its projector; 0 for frozen ones."""
     return {
-        f"{part}.{name}": parameter.numel() if parameter.requires_grad else 0
-        for part, skeleton in skeletons(spec).items()
+        f"{prefix}.{name}": parameter.numel() if parameter.requires_grad else 0
+        for prefix, skeleton in skeletons(spec).items()
         for name, parameter in skeleton.named_parameters()
     }
 
@@ -288,10 +291,10 @@ def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     mode, whose statistics need all samples."""
     if any(
         isinstance(child, _BatchNorm) and skeleton.training
-        for skeleton in (set_mode(part) for part in skeletons(spec).values())
-        for own in [own_buffers(skeleton)]
+        for skeleton in (set_mode(module) for module in skeletons(spec).values())
+        for buffers in [own_buffers(skeleton)]
         for name, child in skeleton.named_modules()
-        if not child._buffers or f"{name}.{next(iter(child._buffers))}".lstrip(".") in own
+        if not child._buffers or f"{name}.{next(iter(child._buffers))}".lstrip(".") in buffers
     ):
         raise PlanError(f"{planned} contains batch norms, which need all samples")
 
@@ -328,8 +331,8 @@ def shard_spec(
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
         plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
-        kept = probe_experts(spec.source, stage.ep, spec.name)
-        return ShardSpec({"module": replace(plan, experts=kept)}, stage.shards)
+        experts = probe_experts(spec.source, stage.ep, spec.name)
+        return ShardSpec({"module": replace(plan, experts=experts)}, stage.shards)
     if (tp := stage.tp) == 1:
         return ShardSpec()
     plans: dict[str, ShardPlan] = {"module": tensors()}
@@ -386,6 +389,6 @@ def recomputing(
         module = stage.module
         assert module is not None  # its layers have options
         blocks = spec.cut.blocks if spec.cut else find_blocks(module)
-        whole = [module] if blocks is None else list(block_list(module, blocks))
-        recompute_layers(whole[lo : lo + len(layer_options)], layer_options)
+        all_layers = [module] if blocks is None else list(block_list(module, blocks))
+        recompute_layers(all_layers[lo : lo + len(layer_options)], layer_options)
     return stage
