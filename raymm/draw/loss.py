@@ -154,8 +154,8 @@ def _series(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float,
 def _gap(
     shuffled: list[tuple[float, float]], right: list[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    at = dict(right)
-    return [(step, value - at[step]) for step, value in shuffled if step in at]
+    right_loss = dict(right)
+    return [(step, value - right_loss[step]) for step, value in shuffled if step in right_loss]
 
 
 def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

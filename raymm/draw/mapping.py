@@ -86,16 +86,16 @@ def draw_mapping(
 
 
 def _summary(mapping: StageMapping, note: str, ruler) -> list[str]:
-    parts = [f"predicted {time_text(mapping.seconds)}" + (f" ({note})" if note else "")]
+    phrases = [f"predicted {time_text(mapping.seconds)}" + (f" ({note})" if note else "")]
     if mapping.bound:
-        parts.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
-    lines = [parts[0]]
-    for part in parts[1:]:
-        longer = f"{lines[-1]}  ·  {part}"
+        phrases.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
+    lines = [phrases[0]]
+    for phrase in phrases[1:]:
+        longer = f"{lines[-1]}  ·  {phrase}"
         if text_width(ruler, longer, 9) <= BODY + 0.3:
             lines[-1] = longer
         else:
-            lines.append(part)
+            lines.append(phrase)
     return lines
 
 

@@ -29,8 +29,8 @@ def module_hues(modules: Iterable[str]) -> dict[str, RGB]:
     names = sorted(set(modules))
     hues = {name: USUAL[name] for name in names if name in USUAL}
     free = [hue for hue in HUES if hue not in hues.values()] or list(HUES)
-    others = [name for name in names if name not in USUAL]
-    hues |= {name: free[i % len(free)] for i, name in enumerate(others)}
+    unnamed = [name for name in names if name not in USUAL]
+    hues |= {name: free[i % len(free)] for i, name in enumerate(unnamed)}
     return {name: to_rgb(hues[name]) for name in names}
 
 

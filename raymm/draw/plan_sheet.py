@@ -62,8 +62,8 @@ def lay_out(
         BOX_WIDTH, *(text_width(ruler, text, 7) + 0.2 for text in lines),
         *(text_width(ruler, layers, 8) + (text_width(ruler, mark, 7) + 0.35 if mark else 0.2)
           for layers, mark in middles),
-        *(text_width(ruler, name, 10) * 1.12 + text_width(ruler, place, 8) + 0.45
-          for name, place in tops),
+        *(text_width(ruler, name, 10) * 1.12 + text_width(ruler, corner, 8) + 0.45
+          for name, corner in tops),
     ])
     high = BOX_HEIGHT + (2 * COST_LINE if costs else 0.0)
     deepest = max(plan.depth.values())
@@ -76,7 +76,7 @@ def lay_out(
     side = MARGIN + (GAP_X if bands > 1 else 0.0)
     rows = _rows(plan)
     column = {s.id: deepest - plan.depth[s.id] for s in plan.stages}
-    band = {name: at // columns for name, at in column.items()}
+    band = {name: position // columns for name, position in column.items()}
     levels = [
         [rows[s.module, s.replica] for s in plan.stages if band[s.id] == b] for b in range(bands)
     ]
@@ -84,7 +84,7 @@ def lay_out(
     bottom = LEGEND + len(note) * NOTE_LINE + 0.15
     height = HEAD + sum(tall) + BAND_GAP * (bands - 1) + bottom
     top = [height - HEAD - sum(tall[:b]) - BAND_GAP * b for b in range(bands)]
-    place = {
+    corner = {
         s.id: (
             side + (column[s.id] % columns) * (wide + gap),
             top[band[s.id]] - high
@@ -96,7 +96,7 @@ def lay_out(
     width = max(2 * side + columns * (wide + gap) - gap, MIN_WIDTH,
                 *(text + 2 * MARGIN for text in texts),
                 text_width(ruler, heading(plan), 12) * 1.15 + 2 * MARGIN)
-    return PlanSheet(width, height, (wide, high), bottom, place, band)
+    return PlanSheet(width, height, (wide, high), bottom, corner, band)
 
 
 def _rows(plan: Plan) -> dict[tuple[str, int], float]:
@@ -109,22 +109,22 @@ def _rows(plan: Plan) -> dict[tuple[str, int], float]:
         producers = plan.graph.producers(module)
         for replica in plan.replicas(module):
             key = module, replica[0].replica
-            before = [row for (name, _), row in rows.items() if name in producers]
-            if before:
-                ideal = sum(before) / len(before)
+            producer_rows = [row for (name, _), row in rows.items() if name in producers]
+            if producer_rows:
+                ideal = sum(producer_rows) / len(producer_rows)
             else:
                 ideal = float(sources)
                 sources += 1
             depths = [plan.depth[stage.id] for stage in replica]
             near, far = min(depths), max(depths)
-            taken = [
-                rows[other] for other, (first, last) in spans.items()
+            used_rows = [
+                rows[neighbor] for neighbor, (first, last) in spans.items()
                 if first <= far and near <= last
             ]
             steps = (half * sign / 2 for half in range(4 * len(rows) + 3) for sign in (1, -1))
             rows[key] = next(
                 ideal + step for step in steps
-                if ideal + step >= 0 and all(abs(ideal + step - row) >= 1 for row in taken)
+                if ideal + step >= 0 and all(abs(ideal + step - row) >= 1 for row in used_rows)
             )
             spans[key] = near, far
     return rows
@@ -134,8 +134,8 @@ def needs_backward(plan: Plan) -> set[StageId]:
     """Return the stages with a trainable layer in them or before them."""
     needs: set[StageId] = set()
     for stage in plan.topological_stages:
-        before = [src for src, dst in plan.stage_edges if dst == stage.id]
-        if plan.trainable(stage) or any(src in needs for src in before):
+        producers = [src for src, dst in plan.stage_edges if dst == stage.id]
+        if plan.trainable(stage) or any(src in needs for src in producers):
             needs.add(stage.id)
     return needs
 
@@ -145,8 +145,8 @@ def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
         return "frozen: forward only"
     if not plan.trainable(stage):
         return "frozen: passes gradients on"
-    before = [src for src, dst in plan.stage_edges if dst == stage.id]
-    return "trained" if not any(src in needs for src in before) else "trained, passes gradients on"
+    sources = [src for src, dst in plan.stage_edges if dst == stage.id]
+    return "trained" if not any(src in needs for src in sources) else "trained, passes gradients on"
 
 
 def place_text(stage: Stage) -> str:
@@ -160,14 +160,14 @@ def layers_text(plan: Plan, stage: Stage) -> str:
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
     blocks = min(hi, node.num_blocks)
-    parts = []
+    phrases = []
     if blocks - lo == 1:
-        parts.append(f"layer {lo}")
+        phrases.append(f"layer {lo}")
     elif blocks > lo:
-        parts.append(f"layers {lo}–{blocks - 1}")
+        phrases.append(f"layers {lo}–{blocks - 1}")
     if hi > node.num_blocks:
-        parts.append("projector")
-    return " + ".join(parts)
+        phrases.append("projector")
+    return " + ".join(phrases)
 
 
 def recomputes(stage: Stage, needs: set[StageId]) -> bool:
@@ -182,14 +182,14 @@ def small_print(plan: Plan, stage: Stage, needs: set[StageId], cost: StageCost |
     if cost is None:
         return lines
     again = recomputes(stage, needs)
-    parts = [
+    operations = [
         ("F", cost.forward), ("R", cost.forward if again else 0.0),
         ("B_d", cost.backward_input), ("B_w", cost.backward_weight),
     ]
-    lines.append(" + ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts
+    lines.append(" + ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in operations
                             if seconds or name == "F") + " ms")
-    kept = cost.input_bytes if again else cost.activation_bytes
-    lines.append(f"state {_size(cost.state_bytes)}, keeps {_size(kept)}")
+    kept_bytes = cost.input_bytes if again else cost.activation_bytes
+    lines.append(f"state {_size(cost.state_bytes)}, keeps {_size(kept_bytes)}")
     return lines
 
 

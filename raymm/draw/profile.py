@@ -43,7 +43,7 @@ def draw_profile(
     height = TOP + HEIGHT + BOTTOM
     figure = new_figure(total, height)
     highest = max(
-        sum(getattr(layer, part) for part, *_ in PARTS)
+        sum(getattr(layer, field) for field, *_ in PARTS)
         for layers in profile.modules.values() for layer in layers
     )
     left = LEFT
@@ -53,8 +53,8 @@ def draw_profile(
         axes = figure.add_axes(box)
         left += widths[name] + BETWEEN
         base = [0.0] * len(layers)
-        for part, _, amount in PARTS:
-            values = [1e3 * getattr(layer, part) for layer in layers]
+        for field, _, amount in PARTS:
+            values = [1e3 * getattr(layer, field) for layer in layers]
             axes.bar(
                 range(len(layers)), values, bottom=base, width=0.82,
                 color=tint(hues[name], amount), linewidth=0,
@@ -67,8 +67,8 @@ def draw_profile(
         labels = [str(tick) for tick in ticks]
         if name in projectors:
             last = len(layers) - 1
-            kept = [(t, label) for t, label in zip(ticks, labels, strict=True) if t < last]
-            ticks, labels = [t for t, _ in kept] + [last], [label for _, label in kept] + ["P"]
+            inner = [(t, label) for t, label in zip(ticks, labels, strict=True) if t < last]
+            ticks, labels = [t for t, _ in inner] + [last], [label for _, label in inner] + ["P"]
         axes.set_xticks(ticks, labels, fontsize=LABEL_SIZE - 1, color=TEXT)
         axes.tick_params(axis="y", labelsize=LABEL_SIZE - 1, colors=TEXT, labelleft=number == 0)
         axes.tick_params(axis="x", length=0)

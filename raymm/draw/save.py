@@ -63,9 +63,9 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 def _save_png(figure: Figure, stream: BinaryIO) -> None:
     """Write a figure with a palette of 256 colours, at a third of the size. Flat colours are exact;
     only the shades at the edges of letters are merged."""
-    whole = io.BytesIO()
-    figure.savefig(whole, format="png", dpi=DPI)
-    with Image.open(whole) as image:
+    truecolor = io.BytesIO()
+    figure.savefig(truecolor, format="png", dpi=DPI)
+    with Image.open(truecolor) as image:
         few = image.convert("RGB").quantize(
             256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
         )

@@ -84,7 +84,7 @@ def draw_timelines(
         raise ValueError("timelines is empty; at least one (label, timeline) pair is needed")
     on_rank = _stages_of_ranks(timelines)
     names = _row_names(on_rank, rank_names)
-    places, looks = places_by_order(on_rank), _looks(timelines)
+    boxes, looks = places_by_order(on_rank), _looks(timelines)
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
     row = _row_height(rows)
     label_size = min(LABEL_SIZE, row * 72 * 0.8)
@@ -96,7 +96,7 @@ def draw_timelines(
     body = max(_body(timelines), *(inches + 0.2 for inches in captioned))
     scale = _scale(timelines, body)
     digits = number_size(timelines, scale)
-    entries = _legend(timelines, looks, any(place.rise for place in places.values()))
+    entries = _legend(timelines, looks, any(box.rise for box in boxes.values()))
     handles, columns = _in_width(entries, body + BUBBLES)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12 if handles else 0.0
     head = HEAD if title else 0.08
@@ -109,10 +109,10 @@ def draw_timelines(
     top = height - head
     for index, ((_, timeline), count) in enumerate(zip(timelines, rows, strict=True)):
         bottom = top - TITLE - row * count
-        place = (left / width, bottom / height, body / width, row * count / height)
-        axes = figure.add_axes(place)
+        box = (left / width, bottom / height, body / width, row * count / height)
+        axes = figure.add_axes(box)
         _panel(axes, timeline, names, scale, label_size)
-        draw_boxes(axes, timeline, looks, {**places, **places_on_quotas(timeline)}, scale, digits)
+        draw_boxes(axes, timeline, looks, {**boxes, **places_on_quotas(timeline)}, scale, digits)
         axes.set_title(captions[index], loc="left", fontsize=CAPTION_SIZE, color=TEXT, pad=5)
         if index:
             _mark_end(axes, timelines[0], scale, captioned[index])
@@ -148,9 +148,9 @@ def _row_names(
     names = {}
     for rank, stages in on_rank.items():
         shown = [str(stage) for stage in stages]
-        more = len(shown) - LABEL_STAGES
-        if more > 0:
-            shown = [*shown[:LABEL_STAGES], f"+{more}"]
+        hidden = len(shown) - LABEL_STAGES
+        if hidden > 0:
+            shown = [*shown[:LABEL_STAGES], f"+{hidden}"]
         default = f"rank {rank}: {' '.join(shown)}" if shown else f"rank {rank}"
         names[rank] = (rank_names or {}).get(rank, default)
     return names
@@ -203,21 +203,21 @@ def _legend(
     used = {(span.stage.module, span.op) for span in spans if span.op in COMPUTE}
     blank = Patch(alpha=0.0, label="")
     columns: list[list[Patch]] = []
-    for module, of_op in looks.items():
+    for module, look_of in looks.items():
         columns.append([
             Patch(facecolor=look.fill, edgecolor=look.edge, linewidth=0.8, hatch=look.hatch,
                   label=f"{module} {look.name}")
-            for op, look in of_op.items() if (module, op) in used
+            for op, look in look_of.items() if (module, op) in used
         ])
-    other = []
+    extra = []
     if any(span.op == Op.RECV for span in spans):
-        other.append(Patch(facecolor=WAIT, label="waiting for a message"))
+        extra.append(Patch(facecolor=WAIT, label="waiting for a message"))
     if any(span.op in OPTIMIZER_OPS for span in spans):
-        other.append(Patch(facecolor=COLLECTIVE, label="reduce, clip, optimizer step"))
+        extra.append(Patch(facecolor=COLLECTIVE, label="reduce, clip, optimizer step"))
     if stepped:
-        other.append(Patch(alpha=0.0, label="lower boxes: later stages of a module on its rank"))
-    if other:
-        columns.append(other)
+        extra.append(Patch(alpha=0.0, label="lower boxes: later stages of a module on its rank"))
+    if extra:
+        columns.append(extra)
     height = max((len(column) for column in columns), default=0)
     return [[*column, *[blank] * (height - len(column))] for column in columns]
 
@@ -260,11 +260,11 @@ def _panel(
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#BBBBBB")
-    place = axes.get_yaxis_transform()  # x in panel widths, y in rows
+    transform = axes.get_yaxis_transform()  # x in panel widths, y in rows
     right = 1 + 0.62 / (scale.end * scale.inches)
     for rank in range(timeline.num_ranks):
         axes.axhline(rank, color="#F3F3F3", linewidth=0.7, zorder=0)
-        axes.text(right, rank, f"{timeline.bubble(rank):.0%}", transform=place,
+        axes.text(right, rank, f"{timeline.bubble(rank):.0%}", transform=transform,
                   fontsize=min(8.0, label_size), color=TEXT, va="center", ha="right")
     axes.text(right, _above(axes), "bubble", transform=axes.transAxes, fontsize=8, color=FAINT,
               ha="right", va="bottom")

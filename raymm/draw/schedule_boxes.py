@@ -48,35 +48,35 @@ BoxPlaces = Mapping[tuple[int, StageId, float], BoxPlace]
 def places_by_order(on_rank: Mapping[int, Sequence[StageId]]) -> BoxPlaces:
     """Return positions of the boxes of stages on a full device (quota 1). Later stages of one
     module on one rank are each one step lower."""
-    places = {}
+    boxes = {}
     for rank, stages in on_rank.items():
         for module in {stage.module for stage in stages}:
-            same = [stage for stage in stages if stage.module == module]
-            room = min(STEP_ROWS * (len(same) - 1), MAX_STEP_ROWS)
-            for index, stage in enumerate(same):
-                rise = room * (0.5 - index / (len(same) - 1)) if room else 0.0
-                places[rank, stage, 1.0] = BoxPlace(rise, (BOX_ROWS - room) / 2)
-    return places
+            module_stages = [stage for stage in stages if stage.module == module]
+            room = min(STEP_ROWS * (len(module_stages) - 1), MAX_STEP_ROWS)
+            for index, stage in enumerate(module_stages):
+                rise = room * (0.5 - index / (len(module_stages) - 1)) if room else 0.0
+                boxes[rank, stage, 1.0] = BoxPlace(rise, (BOX_ROWS - room) / 2)
+    return boxes
 
 
 def places_on_quotas(timeline: Timeline) -> BoxPlaces:
     """Return positions of the boxes of stages on a quota: below those of concurrent modules with
     larger quotas, whatever their order of start, so that compared timelines look the same."""
-    of_rank: dict[int, list[Span]] = {}
+    rank_spans: dict[int, list[Span]] = {}
     for span in timeline.compute():
         if span.quota < 1:
-            of_rank.setdefault(span.rank, []).append(span)
-    places = {}
-    for rank, spans in of_rank.items():
+            rank_spans.setdefault(span.rank, []).append(span)
+    boxes = {}
+    for rank, spans in rank_spans.items():
         together = _concurrent_modules(spans)
         quotas = {span.stage.module: span.quota for span in spans}
         for span in spans:
             modules = sorted(together[span.stage.module], key=lambda m: (-quotas[m], m))
             above = sum(quotas[m] for m in modules[: modules.index(span.stage.module)])
             rise = BOX_ROWS * (0.5 - above - span.quota / 2)
-            place = BoxPlace(rise, BOX_ROWS * span.quota / 2)
-            places[rank, span.stage, span.quota] = place
-    return places
+            box = BoxPlace(rise, BOX_ROWS * span.quota / 2)
+            boxes[rank, span.stage, span.quota] = box
+    return boxes
 
 
 def _concurrent_modules(spans: Sequence[Span]) -> dict[str, list[str]]:
@@ -84,9 +84,9 @@ def _concurrent_modules(spans: Sequence[Span]) -> dict[str, list[str]]:
     together: dict[str, list[str]] = {}
     end, running = 0.0, ""
     for span in sorted(spans, key=lambda s: s.start):
-        own = together.setdefault(span.stage.module, [span.stage.module])
-        if span.start < end and running not in own:
-            merged = [*own, *together[running]]
+        concurrent = together.setdefault(span.stage.module, [span.stage.module])
+        if span.start < end and running not in concurrent:
+            merged = [*concurrent, *together[running]]
             together.update(dict.fromkeys(merged, merged))
         if span.end > end:
             end, running = span.end, span.stage.module
@@ -122,12 +122,12 @@ def draw_boxes(
     row = _row_inches(axes)
     layers = {Op.RECV: 0, Op.FORWARD_NO_GRAD: 2}
     for span in sorted(timeline.spans, key=lambda s: layers.get(Op(s.op), 1)):
-        start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
+        start, stop = ((time - origin) / scale.second for time in (span.start, span.end))
         middle, hatch = float(span.rank), ""
         if span.op in COMPUTE:
-            place = places[span.rank, span.stage, span.quota]
+            box = places[span.rank, span.stage, span.quota]
             look = looks[span.stage.module][Op(span.op)]
-            middle, half = span.rank - place.rise, place.half
+            middle, half = span.rank - box.rise, box.half
             fill, outline, hatch = look.fill, look.edge, look.hatch
             widths.append((start, stop))
             if 2 * half * row >= NUMBER_SIZES[-1] / 72:

@@ -184,10 +184,10 @@ def _probes(
     """Return functions that try a module with split tokens and, given ``tp``, with split
     parameters."""
     if isinstance(model, WholeModel):
-        of_whole = model.spec(name)
+        module_spec = model.spec(name)
         return (
-            partial(probe_shared_tokens_of, model, of_whole),
-            partial(probe_tensor_of, model, of_whole),
+            partial(probe_shared_tokens_of, model, module_spec),
+            partial(probe_tensor_of, model, module_spec),
         )
     spec = model.spec(name)
     if isinstance(spec, LanguageSpec):

@@ -111,12 +111,12 @@ class PlanInputs:
     def problem(self, degrees: Mapping[str, DegreeChoices] | None = None) -> PlanProblem:
         """Return the problem that the pipeline planner solves. ``degrees`` are those that modules
         may have in addition to pipeline stages."""
-        asked = self.request
+        request = self.request
         return PlanProblem(
             self.model.graph, self.costs.profile, self.ranks, self.workload.microbatches,
             self.memory_limit, self.costs.network, degrees=degrees or {},
-            schedules=tuple(asked.schedules), layouts=tuple(asked.layouts),
-            recompute=asked.recompute,
+            schedules=tuple(request.schedules), layouts=tuple(request.layouts),
+            recompute=request.recompute,
         )
 
     @property
@@ -146,7 +146,7 @@ def costs_of(
     device = None if request.device is None else find_device(request.device)
     if request.profile is not None:
         table = request.profile_table
-        totals = {name: _total(table, name, each) for name, each in request.tokens.items()}
+        totals = {name: _total(table, name, count) for name, count in request.tokens.items()}
         measured = table.at(totals)
         measured = with_optimizer(measured, model, workload.optimizer)
         measured, notes = _without_kept(measured, model, request)
@@ -159,8 +159,8 @@ def costs_of(
         notes += ("no device is named: costs are those of one CPU core",)
     counted = analytic_profile(model, loads.by_module, device, workload.dtype)
     counted = with_optimizer(counted, model, workload.optimizer)
-    counted, more = _without_kept(counted, model, request)
-    return Costs(counted, device, request.ranks_per_node, (*notes, *more))
+    counted, cache_notes = _without_kept(counted, model, request)
+    return Costs(counted, device, request.ranks_per_node, (*notes, *cache_notes))
 
 
 def _without_kept(
@@ -169,19 +169,19 @@ def _without_kept(
     """Return costs of epochs in which the features of frozen first blocks are cached, and notes."""
     if not request.keeps_features or request.style != PIPELINED or isinstance(model, WholeModel):
         return profile, ()
-    modules, kept = dict(profile.modules), []
+    modules, cached = dict(profile.modules), []
     for name in model.encoder_names:
         node = model.graph.node(name)
         blocks = node.frozen_blocks
         if not blocks or (blocks == node.num_blocks and not node.projector):
             continue
-        kept.append(name)
+        cached.append(name)
         modules[name] = tuple(
-            replace(layer, forward=0.0) if place < blocks else layer
-            for place, layer in enumerate(modules[name])
+            replace(layer, forward=0.0) if index < blocks else layer
+            for index, layer in enumerate(modules[name])
         )
-    notes = (f"planned for epochs in which the features of {', '.join(kept)} are cached",)
-    return replace(profile, modules=modules), notes if kept else ()
+    notes = (f"planned for epochs in which the features of {', '.join(cached)} are cached",)
+    return replace(profile, modules=modules), notes if cached else ()
 
 
 def loads_of(

@@ -197,9 +197,9 @@ def plan_multiplexed(
         PlanError: names the argument and what is accepted, or a module that fits on no GPU.
     """
     whole(gpus, "gpus", 1, MOST_GPUS)
-    asked = {"ranks": gpus, "quota_steps": steps, "solver": strategy, **options}
-    asked["tokens"] = asked.get("tokens") or {}
-    request = PlanRequest.of_options(asked)
+    request_options = {"ranks": gpus, "quota_steps": steps, "solver": strategy, **options}
+    request_options["tokens"] = request_options.get("tokens") or {}
+    request = PlanRequest.of_options(request_options)
     shapes, loads = shapes_of(model), None
     device = None if request.device is None else find_device(request.device)
     if request.surfaces is None:

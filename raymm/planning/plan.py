@@ -106,11 +106,11 @@ class Planned:
         costs = stage_costs(plan)
         memory = rank_memory(plan, self.program)
         on_quotas = any(stage.quota is not None for stage in plan.stages)
-        rows, seen = [], set()
+        rows, shown_ranks = [], set()
         for stage in plan.stages:
             cost = costs[stage.id]
-            first = stage.rank not in seen
-            seen.add(stage.rank)
+            first = stage.rank not in shown_ranks
+            shown_ranks.add(stage.rank)
             trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
             split = cost.backward_input, cost.backward_weight
             rows.append({
@@ -154,11 +154,11 @@ class Planned:
         plan, best = self.plan, self.proposal.best
         counts = ", ".join(_module_text(plan, node.name) for node in plan.graph.nodes)
         lines = [f"plan: {counts}; {places_text(plan)}, {plan.schedule}", self._prediction()]
-        others = self.proposal.options[1:]
-        if others:
+        next_best = self.proposal.options[1:]
+        if next_best:
             lines.append(
-                f"best of {len(others) + 1} plans that were simulated to the end; the next is "
-                f"{_slower(others[0], best)} slower: {others[0].label}"
+                f"best of {len(next_best) + 1} plans that were simulated to the end; the next is "
+                f"{_slower(next_best[0], best)} slower: {next_best[0].label}"
             )
         elif self.problem is not None:
             lines.append("the only plan for so few ranks")
@@ -178,11 +178,11 @@ class Planned:
                     "cannot be faster than those"
                 )
             lines.append(f"chosen      {proposal.best.label}")
-            others = _others(proposal.options)
-            for option in others[:SHOWN]:
+            next_best = _others(proposal.options)
+            for option in next_best[:SHOWN]:
                 lines.append(f"{_slower(option, proposal.best):>7} slower {option.label}")
-            if len(others) > SHOWN:
-                lines.append(f"and {len(others) - SHOWN} slower ones")
+            if len(next_best) > SHOWN:
+                lines.append(f"and {len(next_best) - SHOWN} slower ones")
             for label, reason in proposal.refused[:REFUSED_SHOWN]:
                 lines.append(f"does not fit {label}: {reason}")
             if len(proposal.refused) > REFUSED_SHOWN:
@@ -232,11 +232,11 @@ class Planned:
 def _places(processes: range, per_node: int) -> str:
     """Return node and local rank of the first and last process: ``"0:3"``, ``"1:0-7"``,
     ``"0:6-1:1"``."""
-    node, place = divmod(processes[0], per_node)
+    node, first = divmod(processes[0], per_node)
     last_node, last = divmod(processes[-1], per_node)
     if len(processes) == 1:
-        return f"{node}:{place}"
-    return f"{node}:{place}-" + (f"{last}" if node == last_node else f"{last_node}:{last}")
+        return f"{node}:{first}"
+    return f"{node}:{first}-" + (f"{last}" if node == last_node else f"{last_node}:{last}")
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
@@ -254,13 +254,13 @@ def layers_text(plan: Plan, stage: Stage) -> str:
 
 def _others(options: Sequence[Option]) -> list[Option]:
     """Return the options after the first, without those that differ only in the schedule's name."""
-    seen = set()
+    seen_keys = set()
     result = []
     for option in options:
         key = option.plan.stages, round(option.seconds, 12)
-        if key not in seen:
+        if key not in seen_keys:
             result.append(option)
-        seen.add(key)
+        seen_keys.add(key)
     return result[1:]
 
 

@@ -132,10 +132,10 @@ class Workload:
     ) -> Workload:
         """Return the workload of a run's data, whose files need not exist. The microbatch should
         have all ``modalities``."""
-        there = all(is_there(source.path) for source in data.sources("train"))
+        files_exist = all(is_there(source.path) for source in data.sources("train"))
         return cls(
             data.microbatches, data.batch_size // data.microbatches, data.max_length,
-            (lambda: _full_or_first(data, modalities)) if there else None, dtype,
+            (lambda: _full_or_first(data, modalities)) if files_exist else None, dtype,
         )
 
     @classmethod

@@ -85,7 +85,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
     if degrees and costs.device is None:
         searches_degrees = False
         notes.append("degrees are not searched: no device is named, so link speeds are unknown")
-    whole: dict[str, str] = {}
+    uncut: dict[str, str] = {}
     unshared: dict[Refused, str] = {}
     probed: set[str] = set()
     shared: set[Any] = set()
@@ -98,7 +98,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
             problem = replace(problem, degrees=choices)
         control.begin()
         try:
-            graph, profile = with_uncut_modules(problem.graph, problem.profile, set(whole))
+            graph, profile = with_uncut_modules(problem.graph, problem.profile, set(uncut))
             proposal = find_plans(replace(problem, graph=graph, profile=profile), control=control)
             proposal = replace(proposal, options=tuple(
                 replace(option, plan=in_own_layers(option.plan, problem.graph, problem.profile))
@@ -113,7 +113,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         not_shared = _refused_shares(model, proposal.options, shared)
         if not refused and not not_shared:
             break
-        whole |= refused
+        uncut |= refused
         unshared |= not_shared
     if control.stopped is not None:
         notes.append(f"the search was stopped by {control.stopped}: this is the best plan so far")
@@ -121,10 +121,10 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
     nodes = [process // costs.ranks_per_node for process in range(best.num_processes)]
     if costs.device is not None and (astride := straddling(best, nodes)) is not None:
         notes.append(astride)
-    notes += [f"{name} is not cut into stages: {reason}" for name, reason in whole.items()]
+    notes += [f"{name} is not cut into stages: {reason}" for name, reason in uncut.items()]
     notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
     return Planned(
-        best, proposal, costs, replace(problem, degrees={}), tuple(whole),
+        best, proposal, costs, replace(problem, degrees={}), tuple(uncut),
         notes=tuple(notes),
     )
 

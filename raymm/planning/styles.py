@@ -96,10 +96,10 @@ class StyleComparison:
         by_style = self.seconds
         best = self.style
         if best is not None and len(by_style) == 2:
-            other = next(s for s in by_style if s != best)
+            slower = next(s for s in by_style if s != best)
             lines.append(
-                f"{best} is predicted to be {by_style[other] / by_style[best]:.2f} times as fast: "
-                f"{time_text(by_style[best])} against {time_text(by_style[other])} per step of "
+                f"{best} is predicted to be {by_style[slower] / by_style[best]:.2f} times as fast: "
+                f"{time_text(by_style[best])} against {time_text(by_style[slower])} per step of "
                 f"{self.batch} samples"
             )
         elif best is not None:
@@ -219,7 +219,7 @@ def _between(
 ) -> StyleSearch | None:
     """Search between the styles, and repeat while the best plan cuts modules that the probe cannot
     cut."""
-    whole = set() if pipelined is None else set(pipelined.whole)
+    uncut = set() if pipelined is None else set(pipelined.whole)
     sharing = next(iter(profiles.values())).sharing
     quotas = sharing is not None and any(
         surface.quotas[0] < surface.steps for surface in sharing.surfaces
@@ -227,7 +227,7 @@ def _between(
     while True:
         problem = StyleProblem(
             inputs.graph, profiles, inputs.ranks, inputs.memory_limit, inputs.costs.network,
-            inputs.request.quota_steps if quotas else 1, frozenset(whole),
+            inputs.request.quota_steps if quotas else 1, frozenset(uncut),
             tuple(inputs.request.schedules),
         )
         try:
@@ -235,10 +235,10 @@ def _between(
         except PlanError:
             return None
         cut = cut_modules(result.best.plan) if result.best.layout == BETWEEN else []
-        refused = refused_cuts(inputs.model, sorted(set(cut) - whole))
+        refused = refused_cuts(inputs.model, sorted(set(cut) - uncut))
         if not refused:
             return result
-        whole |= set(refused)
+        uncut |= set(refused)
 
 
 def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
@@ -371,9 +371,9 @@ class _Basis:
         many = workload.microbatches // microbatches
         layers = {}
         for shape, surface in zip(self.shapes, surfaces, strict=True):
-            own = tuple(layer_of_samples(cost, many) for cost in profile.modules[shape.name])
-            factor = surface.seconds_at(1, surface.steps) / shape.seconds(own)
-            layers[shape.name] = slowed_layers(own, factor)
+            slowed = tuple(layer_of_samples(cost, many) for cost in profile.modules[shape.name])
+            factor = surface.seconds_at(1, surface.steps) / shape.seconds(slowed)
+            layers[shape.name] = slowed_layers(slowed, factor)
         tokens = {name: count * many for name, count in profile.tokens.items()}
         return replace(
             profile, modules={**profile.modules, **layers}, tokens=tokens, sharing=sharing
