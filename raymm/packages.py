@@ -83,10 +83,10 @@ def _unmet_requirement(package: str, extra: str | None) -> str | None:
         requirements = [Requirement(text) for text in metadata.requires("raymm") or ()]
     except metadata.PackageNotFoundError:  # raymm runs from a folder, or the names differ
         return None
-    for each in requirements:
-        of_extra = each.marker is not None and each.marker.evaluate({"extra": extra or ""})
-        if each.name == package and of_extra and not each.specifier.contains(version, True):
-            return f"{package}{each.specifier}"
+    for needed in requirements:
+        applies = needed.marker is not None and needed.marker.evaluate({"extra": extra or ""})
+        if needed.name == package and applies and not needed.specifier.contains(version, True):
+            return f"{package}{needed.specifier}"
     return None
 
 
@@ -101,10 +101,10 @@ def _broken(package: str, purpose: str, error: Exception) -> ConfigError:
 
 def _suspects(error: BaseException) -> list[str]:
     """Return the packages that an error names, or whose import raised its first cause."""
-    cause, before = error, error
-    while before is not None:
-        cause, before = before, before.__cause__ or (
-            None if before.__suppress_context__ else before.__context__
+    cause, link = error, error
+    while link is not None:
+        cause, link = link, link.__cause__ or (
+            None if link.__suppress_context__ else link.__context__
         )
     names = []
     if isinstance(error, ImportError):

@@ -63,13 +63,13 @@ class TriedInputs:
         Args:
             parts: inputs of each encoder by microbatch, or a Ray reference to them.
         """
-        for part, microbatch in zip(parts, meta, strict=True):
+        for inputs, microbatch in zip(parts, meta, strict=True):
             for name in microbatch.items:
                 if name in microbatch.featured:  # cached features replace the encoder
                     continue
                 signature = _signature(microbatch, name)
                 if signature not in self._tried[name]:
-                    self._try(name, signature, part[name])
+                    self._try(name, signature, inputs[name])
 
     @plain_torch()
     def _try(self, name: str, signature: Signature, part: Any) -> None:

@@ -97,8 +97,8 @@ def _print_comparison(first: str, second: str) -> int:
     )
     for names, where in ((comparison.only_first, first), (comparison.only_second, second)):
         if names:
-            more = f" and {len(names) - TENSORS_SHOWN} more" * (len(names) > TENSORS_SHOWN)
-            text = f"only in {where}: {', '.join(names[:TENSORS_SHOWN])}{more}"
+            suffix = f" and {len(names) - TENSORS_SHOWN} more" * (len(names) > TENSORS_SHOWN)
+            text = f"only in {where}: {', '.join(names[:TENSORS_SHOWN])}{suffix}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     if comparison.different:
         console.print(_table(comparison))

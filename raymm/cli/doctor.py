@@ -67,7 +67,7 @@ def run_doctor(args: argparse.Namespace) -> None:
     console.print(_nodes_table(hosts, nodes))
     console.print(_processes_table(hosts, nodes, transfers))
     if count > 1:
-        slowest = min(each.reduced for each in transfers)
+        slowest = min(transfer.reduced for transfer in transfers)
         console.print(
             f"all-reduce of {args.megabytes} MB over all processes: {slowest / 1e9:.3g} GB/s",
             highlight=False,

@@ -150,13 +150,16 @@ def _prompts(
         content = text if data.processor is None else _with_places(text, items)
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "."}]
         encoded = builder.encode(Sample(number, f"prompt {number}", messages, None, items))
-        parts, meta = builder.alone(encoded)
-        start, _ = last_answer(parts["text"]["labels"][0])
-        prompts.append(prompt_before(start, parts, meta))
+        inputs, meta = builder.alone(encoded)
+        start, _ = last_answer(inputs["text"]["labels"][0])
+        prompts.append(prompt_before(start, inputs, meta))
     return builder, prompts
 
 
 def _with_places(text: str, items: dict[str, tuple[Any, ...]]) -> list[dict[str, str]]:
     """Return a text after its items, except items with a placeholder (``<image>``) in the text."""
-    places = [{"type": kind} for kind, own in items.items() if f"<{kind}>" not in text for _ in own]
-    return [*places, {"type": "text", "text": text}]
+    placeholders = [
+        {"type": kind} for kind, kind_items in items.items()
+        if f"<{kind}>" not in text for _ in kind_items
+    ]
+    return [*placeholders, {"type": "text", "text": text}]

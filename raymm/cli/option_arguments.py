@@ -53,7 +53,7 @@ def read_options(
         if get_origin(hints[name]) is dict:
             values[name] = {**default[name], **parse_counts(_flag(name), value)}
         elif "Sequence" in str(get_origin(hints[name])):
-            values[name] = tuple(part.strip() for part in value.split(",") if part.strip())
+            values[name] = tuple(entry.strip() for entry in value.split(",") if entry.strip())
     return values
 
 

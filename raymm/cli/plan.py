@@ -250,6 +250,6 @@ def _measured(
             f"{result.seconds * 1e3:.4g}", f"{result.error:+.1%}",
         )
     console.print(table)
-    others = tuple(o for o in planned.proposal.options if o is not best.option)
-    proposal = replace(planned.proposal, options=(best.option, *others))
+    alternatives = tuple(o for o in planned.proposal.options if o is not best.option)
+    proposal = replace(planned.proposal, options=(best.option, *alternatives))
     return replace(planned, plan=best.option.plan, proposal=proposal)

@@ -115,13 +115,13 @@ def run_profile(args: argparse.Namespace) -> None:
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Return ``(512, 1024)`` for ``"512,1024"``. Raises PlanError if an entry is not a whole
     number."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
-        if not part.isdecimal():
-            raise PlanError(f"--lengths has {part!r}; give whole numbers, such as 512,1024")
-        if len(part) > 9 or int(part) < 2:
-            raise PlanError(f"--lengths has {part}; each must be above 1, below 10^9")
-    return tuple(int(part) for part in parts)
+    lengths = [length.strip() for length in text.split(",") if length.strip()]
+    for length in lengths:
+        if not length.isdecimal():
+            raise PlanError(f"--lengths has {length!r}; give whole numbers, such as 512,1024")
+        if len(length) > 9 or int(length) < 2:
+            raise PlanError(f"--lengths has {length}; each must be above 1, below 10^9")
+    return tuple(int(length) for length in lengths)
 
 
 def profile_rows(table: ProfileTable, graph: ModuleGraph) -> Table:
@@ -129,8 +129,8 @@ def profile_rows(table: ProfileTable, graph: ModuleGraph) -> Table:
     row."""
     shown = Table(title=f"one microbatch on {table.device}, {table.dtype}")
     for name in ("module", "layers", "F ms", "B_d ms", "B_w ms", "activ. MB", "param. MB"):
-        left = name in ("module", "layers")
-        shown.add_column(name, justify="left" if left else "right", no_wrap=True)
+        is_text = name in ("module", "layers")
+        shown.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     profile = table.at()
     for node in graph.nodes:
         layers = profile.modules[node.name]

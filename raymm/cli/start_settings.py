@@ -151,11 +151,11 @@ def apply_options(values: dict[str, Any], options: Options) -> None:
     """Apply options to the values of a configuration, in place."""
     run, model, data = values["run"], values["model"], values["data"]
     if options.lora is not None:
-        part = {"lora": options.lora}
+        adapters = {"lora": options.lora}
         if "train" in model:  # the projector stays frozen, too
-            model["train"] |= {"projector": "frozen", "language_model": part}
+            model["train"] |= {"projector": "frozen", "language_model": adapters}
         else:
-            model["language_model"]["train"] = part
+            model["language_model"]["train"] = adapters
     if options.lr is not None:
         values.setdefault("optimizer", {})["lr"] = options.lr
     if options.eval_fraction is not None:

@@ -87,9 +87,9 @@ def trace_table(file: Path, events: list[_Event]) -> Table:
     for (pid, tid), name in sorted(threads.items()):
         spans = [e for e in events if e.ph == "X" and e.pid == pid]
         end = max((e.ts + e.dur for e in spans), default=0) - min((e.ts for e in spans), default=0)
-        mine = [e for e in spans if e.tid == tid]
-        busy = sum(e.dur for e in mine if e.cat.startswith(("forward", "backward")))
-        wait = sum(e.dur for e in mine if e.cat == "recv")
+        thread_spans = [e for e in spans if e.tid == tid]
+        busy = sum(e.dur for e in thread_spans if e.cat.startswith(("forward", "backward")))
+        wait = sum(e.dur for e in thread_spans if e.cat == "recv")
         table.add_row(
             str(names.get(pid, pid)), str(name), f"{busy / 1e3:.1f}", f"{wait / 1e3:.1f}",
             f"{end / 1e3:.1f}", f"{1 - busy / end:.0%}" if end > 0 else "-",

@@ -150,8 +150,8 @@ class FolderStart:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(values, sort_keys=False)
         write_whole(file, text)
-        what = "continuing with" if self.earlier is not None else "wrote"
-        print(f"{text}\n{what} {file}; layouts are planned for the cluster, and saved next to it")
+        action = "continuing with" if self.earlier is not None else "wrote"
+        print(f"{text}\n{action} {file}; layouts are planned for the cluster, and saved next to it")
         return str(file)
 
 
@@ -179,21 +179,21 @@ def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any
         "data": source.get("path"),
     }
     differences = [
-        (name, getattr(args, name), before) for name, before in stored.items()
-        if len(sources) > 1 or not _same(getattr(args, name), str(before))
+        (name, getattr(args, name), old_value) for name, old_value in stored.items()
+        if len(sources) > 1 or not _same(getattr(args, name), str(old_value))
     ]
     for name, default in (("split", "train"), ("subset", None)):
-        now, before = getattr(args, name) or default, source.get(name) or default
-        if now != before:
-            differences.append((name, now, before))
-    for name, now, before in differences:
+        now, old_value = getattr(args, name) or default, source.get(name) or default
+        if now != old_value:
+            differences.append((name, now, old_value))
+    for name, now, old_value in differences:
         if name == "model" and not is_hub_id(now):  # a missing folder is reported first
             _model(now)
         if name == "data" and not is_hub_id(now):
             _source(args)
         raise ConfigError(
-            f"--{name} is {now!r}, but {file} is a run with {before!r}. Give the new run another "
-            f"folder (--output), or remove {file.parent} to start again"
+            f"--{name} is {now!r}, but {file} is a run with {old_value!r}. Give the new run "
+            f"another folder (--output), or remove {file.parent} to start again"
         )
 
 
@@ -210,9 +210,9 @@ def _model(model: str) -> str:
     except ConfigError as error:
         raise ConfigError(f"--model is {model!r}. {error}") from None
     if not (folder / "config.json").is_file():
-        there = "has no config.json" if folder.is_dir() else "is not a local folder"
+        problem = "has no config.json" if folder.is_dir() else "is not a local folder"
         raise ConfigError(
-            f"--model is {model!r}, which {there}; accepted: a folder with config.json and "
+            f"--model is {model!r}, which {problem}; accepted: a folder with config.json and "
             "safetensors, or the id of a model on the hub, such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
     return reference if is_hub_id(model) else str(folder.absolute())

@@ -24,9 +24,9 @@ def check_files(config: TrainConfig, with_data: bool = False) -> None:
             section.path = _pinned(field, section.path)
             folder = Path(section.path)
             if not is_hub_id(section.path) and not (folder / "config.json").is_file():
-                there = "has no config.json" if folder.is_dir() else "does not exist"
+                problem = "has no config.json" if folder.is_dir() else "does not exist"
                 raise ConfigError(
-                    f"{field}: path is {section.path!r}, which {there}; expected a folder with "
+                    f"{field}: path is {section.path!r}, which {problem}; expected a folder with "
                     "config.json and safetensors, or the id of a model on the hub, ORG/NAME"
                 )
     if with_data:

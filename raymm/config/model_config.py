@@ -55,10 +55,10 @@ def _check_keys(
         ):
             inner = vars(config).get(key)
             if isinstance(inner, PretrainedConfig) and isinstance(value, Mapping):
-                kept = {k: v for k, v in value.items() if k != "model_type"}
+                inner_values = {k: v for k, v in value.items() if k != "model_type"}
                 within = default.get(key)
                 within = within if isinstance(within, dict) else _default(type(inner))
-                _check_keys(inner, kept, f"{where}.{key}", within)
+                _check_keys(inner, inner_values, f"{where}.{key}", within)
             continue
         like = _like(key, accepted)
         raise ConfigError(

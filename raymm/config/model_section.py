@@ -62,8 +62,8 @@ def path_with_revision(path: str | None, revision: str | None) -> str | None:
     revision is given for another path."""
     if path is None or revision is None:
         return path
-    name, said = split_id(path) if is_hub_id(path) else (path, None)
-    if name == path and not is_hub_id(path) or said not in (None, revision):
+    name, path_revision = split_id(path) if is_hub_id(path) else (path, None)
+    if name == path and not is_hub_id(path) or path_revision not in (None, revision):
         raise ValueError(
             f"revision is {revision!r}, but path is {path!r}; accepted: the id of a model on the "
             "hub, ORG/NAME, that is not the path of a local folder"
@@ -104,10 +104,10 @@ class SourceSection(Section):
         kinds = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
         if len(kinds) != 1:
             raise ValueError(f"give exactly one of path, config, factory; got {kinds or 'none'}")
-        of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
+        inapplicable = ("model_class",) if self.factory is not None else ("kwargs", "weights")
         if self.path is None:
-            of_others += ("missing_weights", "revision")
-        for name in of_others:
+            inapplicable += ("missing_weights", "revision")
+        for name in inapplicable:
             if getattr(self, name):
                 raise ValueError(f"{name} is given, but a {kinds[0]} has none; leave it out")
         self.path = path_with_revision(self.path, self.revision)
@@ -226,11 +226,11 @@ class ModelSection(Section):
             raise ValueError(
                 "train is given; accepted for a whole model (path). Give each part its own train"
             )
-        parts = {"encoders", "merge", "mask", "router_loss", "loss"}
-        own = self.model_fields_set & parts
-        if self.path is not None and own:
+        part_fields = {"encoders", "merge", "mask", "router_loss", "loss"}
+        extra = self.model_fields_set & part_fields
+        if self.path is not None and extra:
             raise ValueError(
-                f"{sorted(own)[0]} is given, but a whole model (path) has its own; leave it out"
+                f"{sorted(extra)[0]} is given, but a whole model (path) has its own; leave it out"
             )
         self.path = path_with_revision(self.path, self.revision)
         return self

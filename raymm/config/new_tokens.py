@@ -57,8 +57,8 @@ def use_new_tokens(config: TrainConfig) -> range:
             f"{_FIELD} is given, but run.storage_path is {config.run.storage_path!r}; accepted: a "
             "folder that all nodes share, where ranks read the model with new tokens"
         )
-    place = Output.folder("run.storage_path", config.run.storage_path, FOLDER)
-    target = place.target.absolute()
+    output = Output.folder("run.storage_path", config.run.storage_path, FOLDER)
+    target = output.target.absolute()
     assert section.path is not None and data.processor is not None
     if section.path != str(target):
         record = {
@@ -98,11 +98,11 @@ def _record(folder: Path) -> dict[str, Any]:
 
 def _check_same(folder: Path, record: dict[str, Any]) -> None:
     """Raise a ConfigError if a folder has other sources."""
-    before = _record(folder)
+    stored = _record(folder)
     for name, value in record.items():
-        if before.get(name) != value:
+        if stored.get(name) != value:
             raise ConfigError(
-                f"{_FIELD}: {str(folder)!r} was made with {name} {before.get(name)!r}, and now it "
+                f"{_FIELD}: {str(folder)!r} was made with {name} {stored.get(name)!r}, and now it "
                 f"is {value!r}. Give the run another run.storage_path"
             )
 
@@ -135,8 +135,8 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
         assert source.config is not None
         _write_weights(folder, source.config, skeleton, temporary, old_ids, rows)
         _grown_config(source.config, old, max(old, rows.stop)).save_pretrained(temporary)
-        own = {**record, "ids": [rows.start, rows.stop]}
-        (temporary / RECORD).write_text(json.dumps(own, indent=2) + "\n")
+        full_record = {**record, "ids": [rows.start, rows.stop]}
+        (temporary / RECORD).write_text(json.dumps(full_record, indent=2) + "\n")
         _check_read(temporary, trust, old, rows)
         set_file_modes(temporary)
         try:
@@ -166,8 +166,8 @@ def _rows_of(skeleton: nn.Module) -> int:
 def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
     """Add tokens to a tokenizer in place, and return the ids that get new rows; the model has rows
     for ``old`` ids. Raises ConfigError for tokens that already exist or are not requested."""
-    before = tokenizer.get_vocab()
-    without = sorted((i, token) for token, i in before.items() if i >= old)
+    old_vocabulary = tokenizer.get_vocab()
+    without = sorted((i, token) for token, i in old_vocabulary.items() if i >= old)
     if request == FROM_PROCESSOR:
         if not without:
             raise ConfigError(
@@ -176,17 +176,17 @@ def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
             )
         return range(old, without[-1][0] + 1)
     for token in request:
-        if before.get(token, old) < old:
+        if old_vocabulary.get(token, old) < old:
             raise ConfigError(
                 f"{_FIELD} has {token!r}, which is a token of the processor and the model already "
-                f"(id {before[token]}); leave it out"
+                f"(id {old_vocabulary[token]}); leave it out"
             )
-    if others := [token for _, token in without if token not in request]:
+    if unlisted := [token for _, token in without if token not in request]:
         raise ConfigError(
             f"{_FIELD}: the processor has tokens that the model has no rows for: "
-            f"{', '.join(map(repr, others[:5]))}; list them, too, or give {FROM_PROCESSOR!r}"
+            f"{', '.join(map(repr, unlisted[:5]))}; list them, too, or give {FROM_PROCESSOR!r}"
         )
-    tokenizer.add_tokens([token for token in request if token not in before])
+    tokenizer.add_tokens([token for token in request if token not in old_vocabulary])
     after = tokenizer.get_vocab()
     for token in request:
         ids = tokenizer.encode(token, add_special_tokens=False)
@@ -208,40 +208,40 @@ def _write_weights(
     old = len(input_embeddings(skeleton).weight)
     files = weight_files(folder, config)
     headers = {file: header_tensors(file) for file in files}
-    parts = (input_embeddings(skeleton), method_of(skeleton, "get_output_embeddings")())
+    embeddings = (input_embeddings(skeleton), method_of(skeleton, "get_output_embeddings")())
     grown: set[str] = set()
     for path, module in skeleton.named_modules():
-        for leaf in module._parameters if module in parts else ():
+        for leaf in module._parameters if module in embeddings else ():
             ending = ".".join((*path.split(".")[-1:], leaf))
             names = {
                 name for tensors in headers.values() for name, tensor in tensors.items()
                 if f".{name}".endswith(f".{ending}") and len(tensor.shape) and len(tensor) == old
             }
-            if len(names) > 1 or not names and module is parts[0]:
+            if len(names) > 1 or not names and module is embeddings[0]:
                 raise ConfigError(
                     f"{_FIELD}: the embedding of {type(skeleton).__name__} is {path!r}, but "
                     f"{str(folder)!r} has {', '.join(sorted(names)) or 'no tensor of that name'}; "
                     "accepted: a folder with one such tensor"
                 )
             grown |= names
-    more = 0
+    added_bytes = 0
     for file, tensors in headers.items():
-        own = grown.intersection(tensors)
-        if not own:
+        names_here = grown.intersection(tensors)
+        if not names_here:
             _link(file, out / file.name)
             continue
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata()
         values = load_file(file)
-        for name in own:
-            before = values[name].nbytes
+        for name in names_here:
+            old_bytes = values[name].nbytes
             values[name] = _grown(values[name], old_ids, rows)
-            more += values[name].nbytes - before
+            added_bytes += values[name].nbytes - old_bytes
         save_file(values, out / file.name, metadata)
     if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         content = json.loads(index.read_bytes())
         if "total_size" in (sizes := content.get("metadata") or {}):
-            sizes["total_size"] += more
+            sizes["total_size"] += added_bytes
         (out / index.name).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -255,8 +255,8 @@ def _link(file: Path, to: Path) -> None:
 def _grown(tensor: torch.Tensor, old_ids: set[int], rows: range) -> torch.Tensor:
     """Return a tensor with the mean of its old rows in the new ones: (old, ...) -> (new, ...)."""
     ids = torch.tensor(sorted(old_ids))
-    parts = [tensor[part].double().sum(0) for part in ids.split(_CHUNK)]
-    mean = (torch.stack(parts).sum(0) / len(ids)).float()
+    sums = [tensor[chunk].double().sum(0) for chunk in ids.split(_CHUNK)]
+    mean = (torch.stack(sums).sum(0) / len(ids)).float()
     out = tensor.new_empty((max(len(tensor), rows.stop), *tensor.shape[1:]))
     out[: len(tensor)] = tensor
     out[rows.start : rows.stop] = mean.to(tensor.dtype)

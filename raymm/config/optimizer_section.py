@@ -69,9 +69,9 @@ class OptimizerSection(UpdateSection):
         values["modules"] = {
             name: section.model_dump(exclude_unset=True) for name, section in self.modules.items()
         }
-        for own in values["modules"].values() if self.total_steps is None else ():
-            if own.get("warmup_steps", 0) > values["total_steps"]:
-                own.setdefault("total_steps", own["warmup_steps"])
+        for options in values["modules"].values() if self.total_steps is None else ():
+            if options.get("warmup_steps", 0) > values["total_steps"]:
+                options.setdefault("total_steps", options["warmup_steps"])
         if self.ema is not None:
             try:
                 values["ema"] = EmaConfig(**self.ema.model_dump())

@@ -127,8 +127,8 @@ class ResourcesSection(Section):
     @field_validator("custom")
     @classmethod
     def _not_ours(cls, custom: dict[str, float]) -> dict[str, float]:
-        if taken := sorted({"CPU", "GPU"} & set(custom)):
-            raise ValueError(f"{taken[0]} has a separate field: give cpus or gpus")
+        if reserved := sorted({"CPU", "GPU"} & set(custom)):
+            raise ValueError(f"{reserved[0]} has a separate field: give cpus or gpus")
         return custom
 
     def for_device(self, device: str) -> RankResources:

@@ -75,9 +75,9 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
         return _text_example(builder)
     chosen: list[int] = []
     for kind in data.modalities:
-        there = dataset.counts[kind].nonzero()[0]
+        rows = dataset.counts[kind].nonzero()[0]
         failure = f"no sample of data.train has items of data.modalities.{kind}"
-        for index in map(int, there[:_TRIED]):
+        for index in map(int, rows[:_TRIED]):
             try:
                 builder.build([index])
             except SampleError as error:
@@ -110,5 +110,5 @@ def whole_layouts(specs: MultimodalParallelSpec, model: WholeModel) -> Plan:
     """Return the plan of layouts. Raises PlanError if they do not fit the model."""
     if specs.elastic:
         raise PlanError("dp is a range; accepted for modules of a whole model: a number")
-    own = {**specs.encoder_specs, LANGUAGE_MODEL: specs.language_model_spec}
-    return whole_plan(model, own, specs.num_microbatches, specs.schedule, specs.recompute)
+    module_specs = {**specs.encoder_specs, LANGUAGE_MODEL: specs.language_model_spec}
+    return whole_plan(model, module_specs, specs.num_microbatches, specs.schedule, specs.recompute)

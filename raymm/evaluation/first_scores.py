@@ -66,8 +66,8 @@ def keep_references(
         with loader:
             for step in filter(lambda step: step.microbatches, loader):
                 scores = parallel.scores((step.microbatches, step.meta))
-                for parts, meta, own in zip(step.microbatches, step.meta, scores, strict=True):
-                    rows = zip(meta.sample_ids, own.tolist(), _texts(parts, meta), strict=True)
+                for inputs, meta, values in zip(step.microbatches, step.meta, scores, strict=True):
+                    rows = zip(meta.sample_ids, values.tolist(), _texts(inputs, meta), strict=True)
                     for row, score, text in rows:
                         if texts.setdefault(row, text) != text or _is_other(
                             score, scores_of.setdefault(row, score)

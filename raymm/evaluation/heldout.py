@@ -52,8 +52,8 @@ class HeldoutLoss:
         self._total += output.loss * output.label_tokens
         self._tokens += output.label_tokens
         for number, (loss, count) in output.source_losses.items():
-            total, before = self._sources.get(self.names[number], (0.0, 0))
-            self._sources[self.names[number]] = total + loss * count, before + count
+            total, labels = self._sources.get(self.names[number], (0.0, 0))
+            self._sources[self.names[number]] = total + loss * count, labels + count
         for name, mean in output.rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + mean * output.label_tokens
 

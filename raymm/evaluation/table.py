@@ -41,10 +41,10 @@ def write_table(
     """Write the texts after ``step`` steps to ``evaluations/step-N.html`` and ``.jsonl`` in
     ``folder``, the folder of the run; return the path of the page. Pictures come from ``samples``,
     by id."""
-    place = folder / FOLDER
-    place.mkdir(parents=True, exist_ok=True)
+    out = folder / FOLDER
+    out.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
-    write_whole(place / f"{name}.jsonl", "".join(json.dumps(vars(t)) + "\n" for t in texts))
+    write_whole(out / f"{name}.jsonl", "".join(json.dumps(vars(t)) + "\n" for t in texts))
     rows = [
         "<tr>" + "".join(f"<td>{cell}</td>" for cell in (
             html.escape(text.id), _pictures(samples.get(text.id)),
@@ -54,7 +54,7 @@ def write_table(
     ]
     facts = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
     heads = "".join(f"<th>{h}</th>" for h in ("sample", "media", "prompt", "written", "answer"))
-    page = place / f"{name}.html"
+    page = out / f"{name}.html"
     write_whole(page, (
         f"<!doctype html><meta charset=utf-8><title>{name}</title><style>{_STYLE}</style>"
         f"<h1>after step {step}: {html.escape(facts)}</h1><table><tr>{heads}</tr>"

@@ -144,26 +144,26 @@ class TextEvaluation:
                 if not step.microbatches:
                     skipped += step.skipped
                     continue
-                parts, meta = step.microbatches[0], step.meta[0]
-                text: Any = ray.get(parts["text"])
+                inputs, meta = step.microbatches[0], step.meta[0]
+                text: Any = ray.get(inputs["text"])
                 ids, labels = text["input_ids"][0], text["labels"][0]
                 start, stop = last_answer(labels)
-                asked = _Asked(
-                    meta.sample_ids[0], prompt_before(start, {**parts, "text": text}, meta, step),
+                question = _Asked(
+                    meta.sample_ids[0], prompt_before(start, {**inputs, "text": text}, meta, step),
                     ids[:start].tolist(), ids[start:stop].tolist(),
                 )
                 if PERPLEXITY in self.asked.metrics:
-                    asked.loss = self._loss(step, text, start, stop)
-                samples.append(asked)
-                yield asked.prompt
+                    question.loss = self._loss(step, text, start, stop)
+                samples.append(question)
+                yield question.prompt
 
     def _loss(self, step: Any, text: Mapping[str, torch.Tensor], start: int, stop: int) -> float:
         """Return the sum of the cross entropies of the tokens of an answer."""
         labels = torch.full_like(text["labels"], IGNORE_INDEX)
         labels[:, start:stop] = text["labels"][:, start:stop]
-        parts = {**step.microbatches[0], "text": {**text, "labels": labels}}
+        inputs = {**step.microbatches[0], "text": {**text, "labels": labels}}
         meta = replace(step.meta[0], label_tokens=stop - start)
-        pending = self._parallel.submit(([parts], [meta]), forward_only=True, keep=step)
+        pending = self._parallel.submit(([inputs], [meta]), forward_only=True, keep=step)
         return pending.result().loss * (stop - start)
 
     def _perplexity(self, samples: Sequence[_Asked]) -> float:
@@ -201,9 +201,9 @@ class TextEvaluation:
 def last_answer(labels: torch.Tensor) -> tuple[int, int]:
     """Return the range of the last run of labels in (T,) int64. If all tokens are learned, the
     answer starts after the first token."""
-    places = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
-    start = stop = places[-1] + 1
-    while start - 1 in places:
+    learned = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
+    start = stop = learned[-1] + 1
+    while start - 1 in learned:
         start -= 1
     return max(start, 1), stop
 
@@ -214,14 +214,14 @@ def prompt_before(
     """Return the tokens of a microbatch of one row before ``start``, the first token of the answer,
     with all its items. ``keep`` owns the parts."""
     # Some inputs of the towers (grids, shapes) are not per token and stay complete.
-    whole = parts["text"]["input_ids"].shape
+    token_shape = parts["text"]["input_ids"].shape
     text = {
-        name: value[:, :start] if value.shape[:2] == whole else value
+        name: value[:, :start] if value.shape[:2] == token_shape else value
         for name, value in parts["text"].items() if name != SOURCES  # it has no loss
     }
     text["labels"] = torch.full_like(text["labels"], IGNORE_INDEX)
     shapes = {name: tuple(value.shape) for name, value in text.items()}
-    of_prompt = replace(
+    prompt_meta = replace(
         meta, seq_len=start, tokens=start, lengths=(start,), label_tokens=0,
         shapes={**meta.shapes, "text": shapes},
         places={
@@ -229,4 +229,4 @@ def prompt_before(
             for name, runs in meta.places.items()
         },
     )
-    return Prompt({**parts, "text": text}, of_prompt, keep)
+    return Prompt({**parts, "text": text}, prompt_meta, keep)

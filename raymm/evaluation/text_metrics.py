@@ -37,10 +37,10 @@ def edits(first: Sequence[object], second: Sequence[object]) -> int:
     elements."""
     row = list(range(len(second) + 1))
     for number, element in enumerate(first, 1):
-        before, row[0] = row[0], number
-        for place, other in enumerate(second, 1):
-            before, row[place] = row[place], min(
-                row[place] + 1, row[place - 1] + 1, before + (element != other)
+        diagonal, row[0] = row[0], number
+        for column, second_element in enumerate(second, 1):
+            diagonal, row[column] = row[column], min(
+                row[column] + 1, row[column - 1] + 1, diagonal + (element != second_element)
             )
     return row[-1]
 

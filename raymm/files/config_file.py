@@ -56,14 +56,14 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # Keys as written; merged keys (<<) may be overridden.
         written = getattr(node, "written", node.value)
-        seen: set[Hashable] = set()
+        names: set[Hashable] = set()
         for key, _ in written if isinstance(node, yaml.MappingNode) else ():
             merges = key.tag == f"{_TAG}merge"
             name = key.value if merges else self.construct_object(key, deep=True)
             if isinstance(name, Hashable):
-                if name in seen:
+                if name in names:
                     raise _wrong(key, f"the key {name!r} occurs twice in the same section")
-                seen.add(name)
+                names.add(name)
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -117,7 +117,7 @@ def parse_yaml(text: str, what: str) -> Any:
 def _explained(error: yaml.MarkedYAMLError) -> str:
     """Return line and cause of a YAML error, a hint, and the line itself."""
     why = ", ".join(filter(None, (error.context, error.problem)))
-    hint = next((hint for part, hint in _HINTS.items() if part in why), "")
+    hint = next((hint for phrase, hint in _HINTS.items() if phrase in why), "")
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return f"{why}{hint}"
@@ -126,15 +126,15 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
 
 
 def _check_size(value: Any, what: str) -> None:
-    level, left = [value], MOST_VALUES
+    level, remaining = [value], MOST_VALUES
     for _ in range(MOST_DEPTH + 1):
         inner = (
             item for outer in level if isinstance(outer, dict | list | tuple | set)
             for item in (outer.values() if isinstance(outer, dict) else outer)
         )
-        level = list(islice(inner, left + 1))
-        left -= len(level)
-        if left < 0:
+        level = list(islice(inner, remaining + 1))
+        remaining -= len(level)
+        if remaining < 0:
             raise ConfigError(f"{what} has more than {MOST_VALUES} values with aliases expanded")
     if level:
         raise ConfigError(

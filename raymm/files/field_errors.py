@@ -16,11 +16,11 @@ def explain(error: ValidationError, section: type[BaseModel]) -> str:
     """Return a line per wrong field: its path, what is accepted, and its value."""
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "config"
+        where = ".".join(str(key) for key in item["loc"]) or "config"
         if item["type"] == "extra_forbidden":
             accepted = _fields_at(section, item["loc"][:-1])
-            meant = _meant(item["loc"], accepted, section)
-            lines.append(f"{where}: unknown key; {meant}accepted: {', '.join(accepted)}")
+            suggestion = _meant(item["loc"], accepted, section)
+            lines.append(f"{where}: unknown key; {suggestion}accepted: {', '.join(accepted)}")
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not given")
         elif item["type"] == "model_type":
@@ -54,7 +54,7 @@ def _meant(path: Sequence[Any], accepted: Sequence[str], section: type[BaseModel
     *parents, name = map(str, path)
     if like := closest(name, accepted):
         return f"did you mean {'.'.join([*parents, like])}? "
-    elsewhere = [".".join(place) for place in _paths(section) if place[-1] == name]
+    elsewhere = [".".join(field_path) for field_path in _paths(section) if field_path[-1] == name]
     return f"did you mean {' or '.join(elsewhere)}? " if elsewhere else ""
 
 
@@ -70,8 +70,8 @@ def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 def _fields_at(section: type[BaseModel], path: Sequence[Any]) -> list[str]:
     """Return the field names of the section at a location."""
-    for part in path:
-        field = section.model_fields.get(part)
+    for key in path:
+        field = section.model_fields.get(key)
         models = _models_in(field.annotation) if field is not None else []
         if models:
             section = models[0]

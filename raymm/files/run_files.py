@@ -54,10 +54,10 @@ def append(path: Path, text: str, durable: bool = False) -> None:
         RunFileError: the file cannot be written.
     """
     with writing(path), open(path, "ab", buffering=0) as file:
-        size, rest = os.fstat(file.fileno()).st_size, memoryview(text.encode())
+        size, remaining = os.fstat(file.fileno()).st_size, memoryview(text.encode())
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
             if durable:
                 os.fsync(file.fileno())
         except OSError:  # a full disk may have taken the beginning of the text

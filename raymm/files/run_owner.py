@@ -242,19 +242,19 @@ class FolderOwner(ABC):
         self, owner: Owner, sign: Callable[[], object], silent: Callable[[], float]
     ) -> bool:
         """Return True if there is no heartbeat for longer than a live owner may be silent."""
-        before = sign()
-        if before is None:
+        first_sign = sign()
+        if first_sign is None:
             return False
-        left = GONE_AFTER_S - silent()
-        if left > 0:
+        wait_s = GONE_AFTER_S - silent()
+        if wait_s > 0:
             self._say(
                 f"the run folder belongs to {owner}; waiting for its next heartbeat for at most "
-                f"{left:.0f} s"
+                f"{wait_s:.0f} s"
             )
-        deadline = time.monotonic() + left
+        deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            if sign() != before:
+            if sign() != first_sign:
                 return False
         return True
 
@@ -305,9 +305,9 @@ class RunOwner(FolderOwner):
                 continue
             os.replace(claim, self._file)
             self._say(f"the run folder belonged to {owner}, which is gone")
-            for left in self._folder.glob(".owner-*"):
-                if (other := _read(left)) is not None and other.is_gone():
-                    left.unlink(missing_ok=True)
+            for old_claim in self._folder.glob(".owner-*"):
+                if (claimant := _read(old_claim)) is not None and claimant.is_gone():
+                    old_claim.unlink(missing_ok=True)
             return
 
     def _claim(self, owner: Owner) -> Path:
@@ -363,14 +363,14 @@ class BucketOwner(FolderOwner):
     def _acquire(self) -> None:
         while True:
             looked = time.monotonic()
-            before = self._text()
+            text = self._text()
             owner = None
-            if before is not None:
-                owner = _owner_of(before)
+            if text is not None:
+                owner = _owner_of(text)
                 if owner != self._me and not self._sees_gone(owner, self._text, self._owner):
                     continue  # the owner has left or changed
                 looked = time.monotonic()
-                if self._text() != before:
+                if self._text() != text:
                     continue
             self._give_sign()
             if time.monotonic() - looked > SETTLE_S / 2:

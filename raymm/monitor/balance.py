@@ -101,9 +101,9 @@ def _busy(timeline: Timeline, microbatches: Iterable[int]) -> list[float]:
 
 
 def _replicas_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
-    of_stage = timeline.stage_busy()
+    stage_busy = timeline.stage_busy()
     return [
-        sum(of_stage.get(stage.id, 0.0) for stage in replica) for replica in plan.replicas(module)
+        sum(stage_busy.get(stage.id, 0.0) for stage in replica) for replica in plan.replicas(module)
     ]
 
 

@@ -38,17 +38,17 @@ class DrainObserver:
                 notices = draining_nodes()
             except (RayError, RuntimeError, ValueError):
                 continue  # other code detects a lost cluster
-            left = {node: seconds for node, seconds in notices.items() if node in self._nodes}
-            if left and not self._ended.is_set():
-                self._tell(notice(left))
+            draining = {node: seconds for node, seconds in notices.items() if node in self._nodes}
+            if draining and not self._ended.is_set():
+                self._tell(notice(draining))
                 return
 
 
 def notice(left: dict[str, float | None]) -> str:
     """Return a notice as text, from nodes and the seconds until they end."""
-    parts = [
+    phrases = [
         f"the notice that node {node[:12]} ends"
         + ("" if seconds is None else f" in {max(seconds, 0.0):.0f} s")
         for node, seconds in sorted(left.items())
     ]
-    return ", ".join(parts)
+    return ", ".join(phrases)

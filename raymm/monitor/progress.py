@@ -79,11 +79,11 @@ def step_line(row: Mapping[str, Any], steps: int, speed: float) -> str:
     """Return a line about a step: loss, speed (tokens per second), load of stages, balance of
     microbatches."""
     busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
-    alike = row.get("balance", {})
-    if alike.get("microbatches", 1) > 1:
-        busy += f"  balance: {alike['efficiency']:.0%} (measured {alike['measured']:.0%}"
-        if "error" in alike.get("costs", {}):
-            busy += f", costs off by {alike['costs']['error']:.0%}"
+    balance = row.get("balance", {})
+    if balance.get("microbatches", 1) > 1:
+        busy += f"  balance: {balance['efficiency']:.0%} (measured {balance['measured']:.0%}"
+        if "error" in balance.get("costs", {}):
+            busy += f", costs off by {balance['costs']['error']:.0%}"
         busy += ")"
     return (
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
@@ -104,13 +104,13 @@ def skipped_line(step: int, sample: Skipped) -> str:
 
 def heldout_line(row: Mapping[str, Any]) -> str:
     """Return a line about a held-out evaluation, with the gap of each shuffled modality."""
-    parts = [f"step {row['step']:>5}  held-out loss {row['heldout_loss']:.4f}"]
+    phrases = [f"step {row['step']:>5}  held-out loss {row['heldout_loss']:.4f}"]
     for key, value in row.items():
         if key.startswith("heldout_loss_shuffled_"):
             name = key.removeprefix("heldout_loss_shuffled_")
             gap = row[f"heldout_gap_{name}"]
-            parts.append(f"with shuffled {name} {value:.4f} (gap {gap:+.4f})")
-    return "  ".join(parts)
+            phrases.append(f"with shuffled {name} {value:.4f} (gap {gap:+.4f})")
+    return "  ".join(phrases)
 
 
 def texts_line(row: Mapping[str, Any]) -> str:

@@ -115,8 +115,8 @@ class _NotebookBar:
         if not self._name:
             return ""
         seconds = time.monotonic() - self._started
-        parts = [self._name, self._text, f"{seconds:.0f} s"]
+        phrases = [self._name, self._text, f"{seconds:.0f} s"]
         done = self._done - self._first
         if done and self._total is not None and self._done < self._total:
-            parts.append(f"{seconds / done * (self._total - self._done):.0f} s left")
-        return progress_html(self._done, self._total, " · ".join(filter(None, parts)))
+            phrases.append(f"{seconds / done * (self._total - self._done):.0f} s left")
+        return progress_html(self._done, self._total, " · ".join(filter(None, phrases)))

@@ -167,12 +167,12 @@ class Rebalancing:
     def _slowness(self, steps: Sequence[Groups], costs: MeasuredCosts) -> float:
         """Return the seconds of steps over their seconds of work on replicas of equal speed."""
         columns = self._forecast.columns
-        whole, work = 0.0, 0.0
+        total, work = 0.0, 0.0
         for groups in steps:
             units = group_units(self._sampler.sizes, groups, self._packed, columns)
-            whole += self._seconds(groups, costs.column_seconds(columns, *units))
+            total += self._seconds(groups, costs.column_seconds(columns, *units))
             work += float(costs.even.column_seconds(columns, *units).sum())
-        return whole / work if work > 0 else 0.0
+        return total / work if work > 0 else 0.0
 
     def _seconds(self, groups: Groups, seconds: np.ndarray) -> float:
         """Return the simulated seconds of a step from the seconds of its microbatches by column."""

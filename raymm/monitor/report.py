@@ -67,9 +67,9 @@ class RunReport:
     def _predicting_costs(self) -> dict[tuple[StageId, Op], float]:
         """Return median costs of the steps before the shown one, so that it is predicted, not
         fitted."""
-        before = list(self._recent)[:-1] or list(self._recent)
+        earlier = list(self._recent)[:-1] or list(self._recent)
         samples: dict[tuple[StageId, Op], list[float]] = {}
-        for _, program, timeline in before:
+        for _, program, timeline in earlier:
             for key, seconds in device_costs(self._plan, program, timeline).items():
                 samples.setdefault(key, []).append(seconds)
         return {key: statistics.median(values) for key, values in samples.items()}

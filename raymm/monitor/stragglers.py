@@ -70,16 +70,16 @@ class StragglerFinder:
         measured: dict[int, float] = defaultdict(float)
         expected: dict[int, float] = defaultdict(float)
         for span in timeline.compute():
-            due = self._expected.get(_kind(span.stage, Op(span.op)))
-            if due:
+            seconds = self._expected.get(_kind(span.stage, Op(span.op)))
+            if seconds:
                 measured[span.rank] += span.device_seconds
-                expected[span.rank] += due
+                expected[span.rank] += seconds
         times = {rank: measured[rank] / expected[rank] for rank in measured}
         if len(times) < 2:
             return None
         rank = max(times, key=lambda each: times[each])
-        others = statistics.median(value for other, value in times.items() if other != rank)
-        return Straggler(rank, times[rank] / others) if others else None
+        peers_median = statistics.median(value for peer, value in times.items() if peer != rank)
+        return Straggler(rank, times[rank] / peers_median) if peers_median else None
 
     def replaced(self) -> None:
         """Reset the count of slow steps after the process was replaced."""

@@ -127,8 +127,8 @@ def _requests(
         items = microbatch[name]
         yield ProfileRequest(items, {})
         count = len(items["sample_index"])
-        for other in sorted({max(1, count // 2), 2 * count} - {count}) if lengths else ():
-            index = torch.arange(other) % count
+        for size in sorted({max(1, count // 2), 2 * count} - {count}) if lengths else ():
+            index = torch.arange(size) % count
             yield ProfileRequest({key: value[index] for key, value in items.items()}, {})
         return
     text = text_inputs(microbatch)
@@ -173,10 +173,10 @@ def _measure(
             return about, times
         ask("halve", halves)
         with_halves = []
-        for of_whole, request in zip(times, requests, strict=True):
-            pairs = zip(of_whole.layers, ask("layer_bytes", request), strict=True)
+        for module_times, request in zip(times, requests, strict=True):
+            pairs = zip(module_times.layers, ask("layer_bytes", request), strict=True)
             layers = tuple(replace(layer, halved=half) for layer, half in pairs)
-            with_halves.append(replace(of_whole, layers=layers))
+            with_halves.append(replace(module_times, layers=layers))
     return about, with_halves
 
 

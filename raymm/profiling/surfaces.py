@@ -300,9 +300,9 @@ class _Work:
         for group, seconds in zip(groups, measured, strict=True):
             use = {n: by_name[n].bandwidth_at(round(q * self.steps)) for n, q in group.items()}
             for name in group:
-                others = [use[other] for other in group if other != name]
+                neighbor_uses = [use[neighbor] for neighbor in group if neighbor != name]
                 module_times = seconds[name]
-                uses = ((use[name], *others),)
+                uses = ((use[name], *neighbor_uses),)
                 colocations.append(Colocation(module_times.alone, uses, module_times.colocated))
         return tuple(colocations)
 

@@ -109,7 +109,7 @@ class FailurePolicy:
         Args:
             interruptions: all interruptions of the run so far, oldest first.
         """
-        *before, last = interruptions
+        *earlier, last = interruptions
         if last.cause is Cause.ERROR:
             return Decision(Action.END_FOR_GOOD, "the run's code would raise the same error again")
         if last.cause is Cause.CLUSTER:
@@ -119,7 +119,7 @@ class FailurePolicy:
         if last.cause in _PASSING:
             return self._retry(interruptions)
         preempted = last.cause is Cause.PREEMPTION
-        if not preempted and last.what in [each.what for each in before]:
+        if not preempted and last.what in [event.what for event in earlier]:
             return Decision(
                 Action.END_FOR_GOOD,
                 f"the same failure happened {last.where} before and would recur",
@@ -129,7 +129,7 @@ class FailurePolicy:
     def _retry(self, interruptions: Sequence[Interruption]) -> Decision:
         """Retry after waits that grow with each interruption in the same step, then end the run."""
         last = interruptions[-1]
-        times = sum(each.cause in _PASSING and each.step == last.step for each in interruptions)
+        times = sum(event.cause in _PASSING and event.step == last.step for event in interruptions)
         if times > len(RETRY_WAITS_S):
             waits = ", ".join(f"{seconds:g}" for seconds in RETRY_WAITS_S)
             return Decision(
@@ -152,7 +152,7 @@ class FailurePolicy:
             else ("run.max_failures", self.max_failures)
         )
         counted = (last.cause,) if preempted else (Cause.FAILURE, *_PASSING)
-        count = sum(each.cause in counted and not each.in_place for each in interruptions)
+        count = sum(event.cause in counted and not event.in_place for event in interruptions)
         name = last.cause.value if preempted else Cause.FAILURE.value
         return _within(Action.GO_ON, name, count, most, field)
 
@@ -170,7 +170,7 @@ class FailurePolicy:
 
 
 def _recoveries(interruptions: Sequence[Interruption], at: float) -> int:
-    return sum(each.in_place and each.at > at - HOUR_S for each in interruptions)
+    return sum(event.in_place and event.at > at - HOUR_S for event in interruptions)
 
 
 def _within(action: Action, what: str, count: int, most: int | None, field: str) -> Decision:

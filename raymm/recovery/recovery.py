@@ -106,8 +106,8 @@ class Recovery:
                 error = another
                 continue
             self._controller.enter(RunState.RUNNING)
-            at = "" if snapshot is None else f" from step {snapshot.step}"
-            self._say(f"recovered{at} in {time.perf_counter() - start:.2f} s")
+            origin = "" if snapshot is None else f" from step {snapshot.step}"
+            self._say(f"recovered{origin} in {time.perf_counter() - start:.2f} s")
             return snapshot
 
     def forget(self, steps: Sequence[Any]) -> None:
@@ -128,7 +128,7 @@ class Recovery:
 
 def _let_go(error: BaseException) -> None:
     """Clear the frames of an error, which hold batches and thus data workers with resources."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.with_traceback(None).__cause__
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.with_traceback(None).__cause__

@@ -58,14 +58,14 @@ class ReplayedBatches(Generic[Batch]):
     def rewind(self, step: int, position: Any, anew: bool = False) -> None:
         """Continue after an earlier step. The last argument is True if the kept batches were lost,
         too, and must be loaded again."""
-        again = [kept for kept in (*self._kept, *self._again) if kept[0] > step and not anew]
-        there = not anew and (
+        again = [batch for batch in (*self._kept, *self._again) if batch[0] > step and not anew]
+        is_replayed = not anew and (
             self._step == step or (bool(again) and again[0][0] == step + 1)
         )
         self._kept.clear()
-        self._again = deque(again if there else ())
+        self._again = deque(again if is_replayed else ())
         self._step, self._position = step, position
-        if not there:
+        if not is_replayed:
             self.load_anew()
 
     def load_anew(self) -> None:

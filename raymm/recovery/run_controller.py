@@ -82,8 +82,8 @@ class RunController:
 
     def add_notes(self, error: BaseException, why: str) -> None:
         """Add notes to an error: the earlier interruptions, and why the run does not resume."""
-        for number, before in enumerate(self.interruptions[:-1], start=1):
-            error.add_note(f"Earlier interruption {number}, {before.where}: {before.text}")
+        for number, earlier in enumerate(self.interruptions[:-1], start=1):
+            error.add_note(f"Earlier interruption {number}, {earlier.where}: {earlier.text}")
         error.add_note(f"The run does not resume by itself: {why}.")
 
 

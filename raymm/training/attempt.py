@@ -176,11 +176,11 @@ class Attempt:
         return metrics
 
     def _tell(self, run: RunInfo) -> None:
-        before = self.attempted
+        last = self.attempted
         if not self.callbacks.started:
             self.callbacks.start(run)
-        elif before is not None:
-            self.callbacks.restart(Restart(before.count, before.cause.value, before.text, run))
+        elif last is not None:
+            self.callbacks.restart(Restart(last.count, last.cause.value, last.text, run))
 
     def _ask_to_leave(self, notice: str) -> None:
         self._say(f"{notice}: finishing and saving the current step")
@@ -194,8 +194,8 @@ class Attempt:
         stopped: str | None = None,
     ) -> Result:
         not_applied = steps_not_applied(metrics.rows)
-        for what, file in files.items():
-            self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
+        for label, file in files.items():
+            self.console.print(f"{label:<14} {file}", highlight=False, soft_wrap=True)
         if stopped is None and (skipped := sum(row.get("skipped", 0) for row in metrics.rows)):
             self.console.print(f"skipped samples in total: {skipped}", highlight=False)
         if stopped is None and not_applied:

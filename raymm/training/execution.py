@@ -68,11 +68,11 @@ class Execution:
     def describe(self, device: str) -> list[str]:
         """Return lines that describe the plan. The trainer continues the first line."""
         plan, count = self.plan, self.plan.num_microbatches
-        more = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
+        extra = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
         slots = len({stage.slot for stage in plan.stages})
-        what = f"{len(plan.stages)} stages" + (f" in {slots} slots" if _mapped(plan) else "")
+        stages = f"{len(plan.stages)} stages" + (f" in {slots} slots" if _mapped(plan) else "")
         lines = [
-            f"{what} on {plan.num_ranks} ranks ({more}{device}), {count} microbatches per step"
+            f"{stages} on {plan.num_ranks} ranks ({extra}{device}), {count} microbatches per step"
         ]
         if count > 1 and _mapped(plan):
             lines.append(

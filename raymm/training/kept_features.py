@@ -86,7 +86,7 @@ class KeptFeatures:
         if isinstance(model, WholeModel):
             names, reasons = featured_towers(model, plan)
             digests = {name: _tower_digest(name, model, computed, code) for name in names}
-            said = names
+            described = names
         else:
             blocks, reasons = _first_blocks(model, plan, data)
             digests = {
@@ -96,7 +96,7 @@ class KeptFeatures:
                 )
                 for name, first in blocks.items()
             }
-            said = [
+            described = [
                 n if first == plan.graph.node(n).num_blocks else f"{n}'s first {first} blocks"
                 for n, first in blocks.items()
             ]
@@ -110,7 +110,7 @@ class KeptFeatures:
             return cls(plan, folders, None, tuple(reasons))
         removed = make_room(root, paths.values(), room)
         lines = [f"removed {path}: features of another encoder" for path in removed]
-        lines.append(f"features of {', '.join(said)} are kept in {root}")
+        lines.append(f"features of {', '.join(described)} are kept in {root}")
         lookup = FeatureLookup(folders)
         if isinstance(model, WholeModel):
             lookup = TowerLookup(folders, {name: model.root_form(name) for name in paths})

@@ -84,8 +84,8 @@ class Batches:
             return
         start = (state or {}).get("position", 0)
         for position in range(start, start + steps):
-            parts, meta = parallel.prepare(self._data[position % len(self._data)])
-            yield Batch(parts, meta, {"position": position + 1}, (), None)
+            inputs, meta = parallel.prepare(self._data[position % len(self._data)])
+            yield Batch(inputs, meta, {"position": position + 1}, (), None)
 
     @property
     def modalities(self) -> tuple[str, ...] | None:

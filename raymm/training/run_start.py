@@ -49,9 +49,9 @@ def check_updates(
     if run.evaluate is not None:
         pairs = isinstance(model, MultimodalModule) and model.preference is not None
         wrong = {PERPLEXITY} if pairs else set(OF_PAIRS)
-        if asked := wrong.intersection(run.evaluate.metrics):
+        if unsupported := wrong.intersection(run.evaluate.metrics):
             raise ConfigError(
-                f"run.evaluate.metrics has {min(asked)!r}, but the model's loss is "
+                f"run.evaluate.metrics has {min(unsupported)!r}, but the model's loss is "
                 f"{'a preference loss' if pairs else 'cross entropy'}; accepted: "
                 f"{', '.join(name for name in METRICS if name not in wrong)}"
             )

@@ -43,10 +43,10 @@ class StartObserver:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            self._hears_signals = before == -1
+            old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._hears_signals = old_descriptor == -1
             if not self._hears_signals:  # a notebook's event loop uses it
-                signal.set_wakeup_fd(before)
+                signal.set_wakeup_fd(old_descriptor)
         self._thread.start()
 
     def __exit__(

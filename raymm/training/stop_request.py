@@ -105,8 +105,8 @@ class StopRequest:
     def pause(self, seconds: float) -> None:
         """Sleep for some seconds, or until a stop is requested."""
         deadline = time.monotonic() + seconds
-        while self.reason is None and (rest := deadline - time.monotonic()) > 0:
-            time.sleep(min(rest, _LOOK_S))
+        while self.reason is None and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(remaining, _LOOK_S))
 
     def withdraw(self) -> None:
         """Clear a request to leave, because the next attempt has left the nodes."""
@@ -125,9 +125,9 @@ class StopRequest:
             yield
             return
         for number in _SIGNALS:
-            before = signal.getsignal(number)
-            if before not in (signal.SIG_IGN, None):
-                self._before[number] = before
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):
+                self._before[number] = handler
                 signal.signal(number, self._on_signal)
         try:
             yield
@@ -135,26 +135,26 @@ class StopRequest:
             self._restore()
 
     def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._before.clear()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Only record the first signal within the block instead of raising."""
-        before, self._deferred = self._deferred, True
+        was_deferred, self._deferred = self._deferred, True
         try:
             yield
         finally:
-            self._deferred = before
+            self._deferred = was_deferred
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        before, self._deferred = self._deferred, False
+        was_deferred, self._deferred = self._deferred, False
         try:
             yield
         finally:
-            self._deferred = before
+            self._deferred = was_deferred
 
     def until_asked(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yield items until they end or a stop is requested. A signal interrupts the wait for an

@@ -128,12 +128,12 @@ class Trainer:
         if isinstance(parallel, Plan):
             self.plan = parallel
         elif isinstance(parallel, StageMapping):
-            parts = of_parts(model, "parallel is a mapping")
-            self.plan = plan_of_mapping(parts, parallel, whole_microbatches(data))
+            modules = of_parts(model, "parallel is a mapping")
+            self.plan = plan_of_mapping(modules, parallel, whole_microbatches(data))
         elif isinstance(parallel, MultimodalParallelSpec):
-            parts = of_parts(model, "parallel is a MultimodalParallelSpec")
-            self.plan = None if parallel.elastic else parallel.plan(parts)
-            self._elastic = ElasticPlans(parallel, parts) if parallel.elastic else None
+            modules = of_parts(model, "parallel is a MultimodalParallelSpec")
+            self.plan = None if parallel.elastic else parallel.plan(modules)
+            self._elastic = ElasticPlans(parallel, modules) if parallel.elastic else None
         self.data = with_commits(with_vocabulary(data, model))
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
@@ -356,19 +356,19 @@ class Trainer:
             )
             with under_way(self.console, "planning"):
                 self.plan = planner.plan(checkpoint, device, resources, placement)
-        kept = KeptFeatures.of(
+        cached_features = KeptFeatures.of(
             self.cache, self.model, self.plan, self.data, f"{device} {self.run.precision}"
         )
-        execution = Execution(kept.plan, kept.lines)
+        execution = Execution(cached_features.plan, cached_features.lines)
         check_capacity(execution.num_processes, resources, placement)
         execution.save(self.path)
         self._say_what_runs(execution, device)
-        with kept.while_it_runs(), execution.start(
+        with cached_features.while_it_runs(), execution.start(
             self.model, optimizer=self.optimizer, precision=self.run.precision,
             exact_autocast=self.run.exact_autocast, kernels=self.run.kernels, device=device,
             resources=resources, threads=self.threads, seed=self.run.seed, placement=placement,
             timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
-            features=kept.folders,
+            features=cached_features.folders,
             copies=CopyOptions(
                 self.run.asynchronous_checkpoints, self.run.snapshot_every is not None
             ),
@@ -379,7 +379,7 @@ class Trainer:
             self._under_way = attempt = Attempt(
                 self.path, self.run, self.model, self.data, self.training, store, checkpoint,
                 device, callbacks, attempted, self._changed, self.console, self.stop,
-                lambda: self._look_for_room(resources), self._controller, kept.lookup,
+                lambda: self._look_for_room(resources), self._controller, cached_features.lookup,
                 self._phases.end(step), self._phases.dropped(step),
             )
             return attempt.take_steps(parallel, execution)
@@ -425,18 +425,18 @@ class Trainer:
         return BestEvaluation(self.run.evaluate, self.path).exhausted(rows)
 
     def _nothing_to_do(self, checkpoint: Checkpoint) -> Result:
-        taken = checkpoint.manifest.step
-        exhausted = self._exhausted(taken)
+        steps_taken = checkpoint.manifest.step
+        exhausted = self._exhausted(steps_taken)
         if exhausted is not None:
             self._say(
-                f"nothing to do: {checkpoint.folder} has taken {taken} steps, and {exhausted}"
+                f"nothing to do: {checkpoint.folder} has taken {steps_taken} steps, and {exhausted}"
             )
         else:
             self._say(
-                f"nothing to do: {checkpoint.folder} has taken {taken} steps, run.steps is "
+                f"nothing to do: {checkpoint.folder} has taken {steps_taken} steps, run.steps is "
                 f"{self.run.steps}"
             )
-        rows = MetricsLog(self.path / METRICS, taken).rows
+        rows = MetricsLog(self.path / METRICS, steps_taken).rows
         return Result(
             last_step(rows), rows, checkpoint.folder, self.path, changed=self._changed,
             corrupt=checkpoint.corrupt, steps_not_applied=steps_not_applied(rows),
