@@ -1,7 +1,7 @@
-"""Kills processes that save: with SIGKILL, before every operation on files, and at any moment.
+"""Script that kills saving processes: before every file operation, and at random moments.
 
-Not a test by itself: it forks, so it is a process of its own, without Ray and threads. Prints one
-JSON line.
+Not a test by itself: it forks, so it is a separate process without Ray and threads. Uses SIGKILL
+and prints one JSON line.
 
     python tests/storage/killed_saves.py FOLDER RANDOM_KILLS
 """
@@ -32,7 +32,7 @@ from raymm.storage import checkpoint
 from raymm.storage.checkpoint import CheckpointStore
 
 RANKS = 2
-# Python's audit events of what touches files.
+# Python's audit events of file operations.
 OPERATIONS = {
     "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir",
     "shutil.rmtree",
@@ -40,12 +40,11 @@ OPERATIONS = {
 
 
 class Running:
-    """Stands for a model that runs on two ranks, and for their group, with one tensor each, whose
-    values are the step.
+    """Running model on two ranks, and their group, with one tensor each that holds the step.
 
     Args:
-        step: steps taken.
-        size: of each tensor.
+        step: finished steps.
+        size: elements of each tensor.
     """
 
     def __init__(self, step: int, size: int = 1000) -> None:
@@ -57,7 +56,7 @@ class Running:
         self.copies = [HostCopy(HostStaging(torch.device("cpu"))) for _ in range(RANKS)]
 
     def check_answers(self) -> None:
-        """All ranks do."""
+        """Succeed, as all ranks are alive."""
 
     def reloadable(self) -> frozenset[str]:
         return frozenset()
@@ -71,13 +70,13 @@ class Running:
 
 
 def write_copies(group: Running, method: str, folder: str) -> list:
-    """In place of calls of Ray's actors."""
+    """Write the copies here instead of in Ray's actors."""
     assert method == "write_copy"
     return [copy.write(folder) for copy in group.copies]
 
 
 def save(root: Path, step: int) -> None:
-    """Save a step behind others; the tensors are others by then."""
+    """Save a step in the background; the tensors change meanwhile."""
     store = CheckpointStore(root, keep=1)
     store.newest()
     store.remove_leftovers()
@@ -89,7 +88,7 @@ def save(root: Path, step: int) -> None:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Exit status of a fork that does it; minus the signal if one has ended it."""
+    """Run the work in a fork; return its exit status, or minus the signal that ended it."""
     if (child := os.fork()) == 0:
         status = 1
         try:
@@ -101,7 +100,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def killed_before(root: Path, number: int) -> None:
-    """Save step 2, and die before the operation of that number in the folder."""
+    """Save step 2, and die before the file operation of that number."""
     seen, counting = 0, threading.Lock()
 
     def hook(event: str, args: tuple) -> None:
@@ -117,7 +116,7 @@ def killed_before(root: Path, number: int) -> None:
 
 
 def killed_after(root: Path, seconds: float) -> None:
-    """Save step 2, and die after so long."""
+    """Save step 2, and die after so many seconds."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
@@ -125,7 +124,7 @@ def killed_after(root: Path, seconds: float) -> None:
 
 
 def newest_step(root: Path) -> int:
-    """Of the newest whole checkpoint, whose every value must be its step's."""
+    """Return the newest intact checkpoint's step, which must be its every value."""
     found = CheckpointStore(root).newest()
     assert found is not None and not found.corrupt, found
     manifest = found.manifest
@@ -139,8 +138,10 @@ def newest_step(root: Path) -> int:
 
 
 def outcome(root: Path, work: Callable[[], None]) -> tuple[int, int]:
-    """How a save of step 2 ended where step 1 was saved, and which of them is the newest then.
-    Whichever it is, a run can go on from there."""
+    """Return the exit status of a save of step 2 after step 1, and the newest intact step.
+
+    A run can resume from either step.
+    """
     shutil.rmtree(root, ignore_errors=True)
     save(root, 1)
     status = forked(work)

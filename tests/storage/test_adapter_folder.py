@@ -25,7 +25,7 @@ def llama() -> torch.nn.Module:
 
 
 def adapted(**use_rslora: bool) -> torch.nn.Module:
-    """Return a model with trained adapters; the scaling of each kind of layer is as given."""
+    """Return a model with trained adapters; the scaling of each kind of layer is as specified."""
     model = llama()
     names = [name for name, _ in model.named_modules()]
     for kind, value in use_rslora.items():

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while steps go on."""
+"""Checkpoints that are written in the background of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KILLS = 12
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """What ranks write, when they may."""
+    """Return ranks that write when the test permits it."""
     may_write = threading.Event()
 
     def write(group: Running, method: str, folder: str) -> list:
@@ -36,7 +36,7 @@ def ranks(monkeypatch):
 
 
 def test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole(tmp_path):
-    """Before every operation on files, and at random moments."""
+    """Kill before every file operation, and at random moments."""
     script = Path(__file__).with_name("killed_saves.py")
     ended = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run"), str(KILLS)],
@@ -70,7 +70,7 @@ def test_steps_go_on_and_what_was_copied_is_saved(ranks, tmp_path):
 def test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits(
     ranks, tmp_path, asynchronous
 ):
-    """A save of either kind waits for the one that is being written."""
+    """Block a save of either kind until the current one is written."""
     said, told = [], []
 
     class Callbacks:
@@ -97,7 +97,7 @@ def test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits(
     checkpoints.take(1)
     running.steps_taken = 2
     running.tensors = Running(2).tensors
-    assert not checkpoints.look() and checkpoints.saved == 1  # as of the run's beginning
+    assert not checkpoints.look() and checkpoints.saved == 1  # as at the start of the run
     (checkpoints.take if asynchronous else checkpoints.take_now)(2)
     checkpoints.finish()
     assert said[0] == "waiting for the checkpoint of step 1, which is still being written"
@@ -129,7 +129,7 @@ def test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost(
 
 
 def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path, monkeypatch):
-    """One that can be written in between, and the count begins anew."""
+    """Check that a successful save in between resets the count."""
     ranks.set()
     said, told = [], []
 
@@ -164,7 +164,7 @@ def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path,
 def test_one_that_is_saved_counts_though_an_old_one_cannot_be_removed(
     ranks, tmp_path, monkeypatch
 ):
-    """It is said, the run goes on, and a later save removes all that have stayed."""
+    """Check that the run continues, and that a later save removes all leftovers."""
     ranks.set()
     said, told, disk_is_full = [], [], [True]
 
@@ -215,7 +215,7 @@ def test_what_nobody_waits_for_is_not_committed(ranks, tmp_path, monkeypatch):
 
 
 def test_who_has_lost_a_rank_is_told_by_the_group(tmp_path, monkeypatch):
-    """Which looks who died, and why; the thread that writes does not."""
+    """Check that the group diagnoses the loss, not the writing thread."""
     class Lost(Running):
         def pids(self):
             raise RankFailedError("rank 1 died: killed")

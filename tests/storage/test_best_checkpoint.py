@@ -23,8 +23,10 @@ def committed(store: CheckpointStore) -> list[int]:
 @example([(1, True), (0, True), (4, False), (2, True)])
 @example([(1, True), (0, True), (4, True), (2, True)])
 def test_no_moment_is_without_the_best_checkpoint(tmp_path_factory, steps) -> None:
-    """Every step is evaluated and saved; some saves fail, as on a full disk. While a save is in
-    progress and after it, the best of the committed evaluations has a checkpoint."""
+    """Evaluate and save every step; some saves fail, as on a full disk.
+
+    During and after a save, the best of the committed evaluations has a checkpoint.
+    """
     root = tmp_path_factory.mktemp("run")
     best = BestEvaluation(EvaluateSection(every=1, metrics=["anls"], best="anls"), root)
     rows = [{"step": 0, "heldout_anls": 9.0, "texts": 1}]

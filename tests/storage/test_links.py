@@ -1,4 +1,4 @@
-"""Removing checkpoints touches no file that a save has not written, whatever links lead to."""
+"""Removing checkpoints changes no file that a save has not written, whatever links point to."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ SHARD = "model-rank0.safetensors"
 
 
 def write_checkpoint(folder, committed=True):
-    """A checkpoint of one tensor; without a manifest, what a save has left that was killed."""
+    """Write a checkpoint of one tensor; without a manifest, like a killed save."""
     folder.mkdir(parents=True)
     write_shard(folder / SHARD, {"llm/x": torch.ones(3)})
     file = checksum(folder / SHARD)
@@ -31,7 +31,7 @@ def write_checkpoint(folder, committed=True):
 
 
 class Writer:
-    """Stands for a model that runs: one rank, one tensor."""
+    """Running model with one rank and one tensor."""
 
     plan = SimpleNamespace(to_dict=dict)
 
@@ -61,7 +61,7 @@ def resume(run):
 
 
 def contents(folder):
-    """Every path below a folder, with the bytes of files and the targets of links."""
+    """Return every path below a folder, with the bytes of files and the targets of links."""
     return {
         path.relative_to(folder): (
             path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
@@ -72,7 +72,7 @@ def contents(folder):
 
 @pytest.fixture
 def outside(tmp_path):
-    """Files of somebody else: two checkpoints of another run among them."""
+    """Return another user's files, including two checkpoints of another run."""
     folder = tmp_path / "outside"
     for step in (2, 4):
         write_checkpoint(folder / f"step-{step:08d}")
@@ -85,7 +85,7 @@ def outside(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with whole checkpoints of steps 4 and 6."""
+    """Return a run with intact checkpoints of steps 4 and 6."""
     for step in (4, 6):
         write_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
     return tmp_path / "run"
@@ -105,7 +105,7 @@ def test_a_linked_step_loses_its_link_only(run, outside, operation, target):
 
 @pytest.mark.parametrize("operation", [save, prune])
 def test_links_and_other_files_within_a_step_keep_their_targets(run, outside, operation):
-    """The shard, the manifest and the mark are links, and so are a folder and a file besides."""
+    """Link the shard, the manifest and the mark, and also a folder and another file."""
     step = run / "checkpoints" / "step-00000004"
     for name in (SHARD, MANIFEST):
         (outside / name).write_bytes((step / name).read_bytes())
@@ -129,7 +129,7 @@ def test_links_and_other_files_within_a_step_keep_their_targets(run, outside, op
 @pytest.mark.parametrize("operation", [save, prune, resume])
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])
 def test_a_run_on_another_disk_keeps_what_is_beside_it(tmp_path, run, operation, place):
-    """Whoever links the run's folder, or all checkpoints, means the run to be there."""
+    """Link the run's folder, or all checkpoints, to another disk on purpose."""
     linked = tmp_path / place
     disk = linked.rename(tmp_path / "disk")
     linked.symlink_to(disk)
@@ -151,7 +151,7 @@ def test_a_run_on_another_disk_keeps_what_is_beside_it(tmp_path, run, operation,
 
 
 def test_a_folder_that_is_mirrored_follows_no_link(s3, outside, tmp_path, monkeypatch):
-    """The folder that a run in a bucket works in: emptied at the start, and uploaded."""
+    """Check the local folder of a run in a bucket: emptied at the start, and uploaded."""
     monkeypatch.setattr("raymm.files.run_owner.SETTLE_S", 0.5)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
     folder = RunFolder(s3.url("linked"))

@@ -1,4 +1,4 @@
-"""Folders of models: the source's dtypes, true ties, no quantised weights, the same bytes again."""
+"""Folders of models: the source's dtypes, real ties, no quantised weights, the same bytes again."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_merged_head_is_not_tied_to_the_embedding(tmp_path, targets):
 
 def test_a_folder_that_reads_back_differently_is_refused(tmp_path):
     model = read(folder(tmp_path / "in"))
-    model.model.layers[0].self_attn.scaling = 3.0  # state that no file of the folder has
+    model.model.layers[0].self_attn.scaling = 3.0  # state that is in no file of the folder
     with pytest.raises(CheckpointError, match="its outputs differ by"):
         ModelFolder(None, "source").save(model, tmp_path / "out", INPUTS)
 

@@ -1,4 +1,4 @@
-"""One checkpoint folder that is odd hides no other, and stops nothing."""
+"""An invalid checkpoint folder hides no other, and stops nothing."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ def test_an_odd_checkpoint_is_one_line_and_the_others_are_used(tmp_path, make, c
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_folder_that_may_not_be_listed_is_reported(tmp_path, monkeypatch, number):
-    """Root may list every folder, so the system's answer is made up."""
+    """Simulate the system's error, as root may list every folder."""
     root = tmp_path / "checkpoints"
     for step in (2, 4, 6):
         write_checkpoint(root / f"step-{step:08d}")

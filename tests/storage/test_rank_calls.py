@@ -1,4 +1,4 @@
-"""What ranks say of their shards."""
+"""Reports of ranks about their shards."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from raymm.storage.rank_calls import call_ranks_behind
 
 
 class Group:
-    """Of ranks whose calls are tasks."""
+    """Group of ranks whose calls are tasks."""
 
     def __init__(self, ray, errors):
         self.ray, self.errors = ray, errors
@@ -31,8 +31,7 @@ class Group:
     (KeyError("x"), RankFailedError, "KeyError"),
 ])  # fmt: skip
 def test_a_rank_that_cannot_write_is_no_rank_that_is_lost(ray_cluster, error, kind, message):
-    """Without room or memory a checkpoint is missing, and the run goes on; else somebody is lost.
-    """
+    """Distinguish a missing checkpoint, after which the run continues, from a lost rank."""
     assert call_ranks_behind(Group(ray_cluster, [None, None]), "write") == ["written"] * 2
     with pytest.raises(kind, match=message):
         call_ranks_behind(Group(ray_cluster, [None, error]), "write")

@@ -1,4 +1,4 @@
-"""Edits of any user code that a function reaches change its key, or are refused."""
+"""Edits of any user code that a function reaches change its key, or are rejected."""
 
 import functools
 import importlib
@@ -40,7 +40,7 @@ VALUES = ("size", "mean", "added", "default", "deep", "late", "beside")
 
 @pytest.fixture
 def key(tmp_path, monkeypatch):
-    """Returns the key of a function of a user's, as another run imports it."""
+    """Return a function that returns the key of a user's function in another run."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 

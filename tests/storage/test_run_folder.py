@@ -1,4 +1,4 @@
-"""Where a run works: in its folder, or in one of this machine that is mirrored into a bucket."""
+"""Working folders of runs: local, or local and mirrored into a bucket."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it(s3, tmp
         (folder.path / "metrics.jsonl").write_text("12")
     assert folder.storage.files() == ["faults/rank0.txt", "metrics.jsonl"]
 
-    # What another machine has left here is not what the bucket has.
+    # Leftovers on another machine are not the content of the bucket.
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "elsewhere"))
     again = RunFolder(s3.url("mirrored"))
     again.check()
@@ -84,7 +84,7 @@ def test_a_bucket_that_is_not_there_is_refused_and_one_that_goes_away_is_named(s
 
 
 def test_nodes_that_have_another_folder_at_that_path_are_named(tmp_path, monkeypatch):
-    """The second rank's node has something else mounted there."""
+    """Mount another folder at that path on the second rank's node."""
     monkeypatch.setattr(seen, "SEEN_WITHIN_S", 0.0)
     (tmp_path / "run").mkdir()
     (tmp_path / "other").mkdir()
@@ -107,7 +107,7 @@ def test_nodes_that_have_another_folder_at_that_path_are_named(tmp_path, monkeyp
 def test_names_that_lead_out_of_the_folder_are_left_where_they_are(s3, tmp_path, monkeypatch):
     folder = RunFolder(s3.url("names"))
     folder.check()
-    # pyarrow's client joins ".." itself; others write such names.
+    # pyarrow's client joins ".." itself; other clients write such names.
     names = ["../../../out.txt", "a/../../../../out.txt", "/out.txt", "in.txt"]
     monkeypatch.setattr(type(folder.storage), "files", lambda self: names)
     kind, read = type(folder.storage), type(folder.storage).read
@@ -118,7 +118,7 @@ def test_names_that_lead_out_of_the_folder_are_left_where_they_are(s3, tmp_path,
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_starts_at_the_same_time_have_one_owner_and_name_it(tmp_path, depth):
-    """Whoever comes second is told who owns the folder, and nothing of files that exist."""
+    """Check that the second process is rejected with the owner's name, not with existing files."""
     racers = 4
     for number in range(15):
         path = tmp_path / str(number) / "/".join("abc"[:depth])
@@ -148,8 +148,8 @@ def test_starts_at_the_same_time_have_one_owner_and_name_it(tmp_path, depth):
         assert all(f"process {os.getpid()} on" in text for text in said if text != "owner")
 
 
-# Processes that all make, own and fill the same new folder at the same moment. Prints a line of
-# JSON for each folder: the process that owned it, and what the others were told.
+# Script for processes that create, own and fill the same new folder at the same moment. Prints a
+# line of JSON for each folder: the process that owned it, and the rejections of the others.
 STARTS = """
 import json, os, sys
 from raymm.actors.storage.folder import replace_file
@@ -211,7 +211,7 @@ def test_processes_that_start_at_once_have_one_owner_and_name_it(tmp_path):
 
 
 def test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets(tmp_path):
-    """safetensors makes its files for their owner alone."""
+    """Check the mode, as safetensors creates files for their owner alone."""
     write_shard(tmp_path / "model-rank0.safetensors", {"x": torch.ones(2)})
     replace_file(tmp_path / "manifest.json", b"{}")
     (tmp_path / "plain").touch()

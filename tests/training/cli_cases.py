@@ -1,6 +1,6 @@
-"""Runs several command lines in one process where Ray cannot start, and says what came of each.
+"""Runs several command lines in one process without Ray, and records their outcomes.
 
-    python cli_cases.py CASES.json RESULTS.json
+python cli_cases.py CASES.json RESULTS.json
 """
 
 import json
@@ -18,13 +18,13 @@ attempts: list[dict] = []
 
 
 def refuse_to_start(*arguments, **options):
-    """In place of ``ray.init``: none of the cases may come this far."""
+    """Replace ``ray.init``: no case may reach it."""
     attempts.append(options)
     raise RuntimeError("Ray would have been started")
 
 
 def outcome(arguments: list[str]) -> dict:
-    """Exit code, everything printed, and whether Ray was started."""
+    """Return exit code, all output, and True if Ray was started."""
     attempts.clear()
     output = StringIO()
     with redirect_stdout(output), redirect_stderr(output):

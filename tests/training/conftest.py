@@ -1,4 +1,4 @@
-"""One finished run that many tests look at, and ways to call the command line."""
+"""Fixtures: one finished run that many tests read, and calls of the command line."""
 
 import shutil
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from raymm.storage.checkpoint import CheckpointStore
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run of :data:`STEPS` steps without interruption."""
+    """Run of :data:`STEPS` steps without interruption."""
 
     config: str
     path: Path
     output: str
 
     def copy_until(self, target: Path, step: int) -> Path:
-        """A run folder whose last checkpoint is that of ``step``, with all its metrics."""
+        """Copy the run folder with ``step`` as its last checkpoint, and with all its metrics."""
         shutil.copytree(self.path, target)
         for folder in CheckpointStore(target).committed():
             if folder.name != f"step-{step:08d}":
@@ -35,21 +35,23 @@ class FinishedRun:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
-    """What runs read: tokenizer, models, images, rows."""
+    """Return the folder with all inputs of runs: tokenizer, models, images, rows."""
     return prepare(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
 def make_config(inputs, tmp_path) -> Callable[..., str]:
-    """Writes a configuration of the standard run to ``tmp_path / "run"``; changes as
-    ``{"section.key": value}`` (None removes the key)."""
+    """Return a function that writes a configuration of the standard run to ``tmp_path / "run"``.
+
+    Changes are ``{"section.key": value}`` (None removes the key).
+    """
 
     def make(changes: dict[str, Any] | None = None, name: str = "config.yaml") -> str:
         values = settings(inputs, tmp_path / "run", STEPS)
         for path, value in (changes or {}).items():
             change(values, path, value)
         total = values["optimizer"].get("total_steps")
-        if total is not None:  # no run may be longer than its schedule
+        if total is not None:  # a run may not be longer than its schedule
             values["optimizer"]["total_steps"] = max(total, values["run"]["steps"])
         return write_config(values, tmp_path / name)
 
@@ -58,7 +60,7 @@ def make_config(inputs, tmp_path) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def finished(inputs, tmp_path_factory, ray_cluster) -> FinishedRun:
-    """The run that others are compared with; it also evaluates, which must change nothing."""
+    """Return the run that others are compared with; it also evaluates, which must not change it."""
     folder = tmp_path_factory.mktemp("finished")
     values = settings(inputs, folder / "run", STEPS)
     change(values, "data.heldout", str(inputs / "heldout.jsonl"))
@@ -74,7 +76,7 @@ def finished(inputs, tmp_path_factory, ray_cluster) -> FinishedRun:
 
 @pytest.fixture
 def raymm(capsys):
-    """Calls the command line in this process; returns exit code and everything printed."""
+    """Return a function that calls the command line here and returns exit code and output."""
 
     texts = []
 
@@ -91,7 +93,7 @@ def raymm(capsys):
 
 @pytest.fixture
 def no_new_actors(ray_cluster):
-    """Fails the test if it creates an actor."""
+    """Fail the test if it creates an actor."""
     import ray._private.state
 
     before = set(ray._private.state.actors())

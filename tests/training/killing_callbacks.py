@@ -1,4 +1,4 @@
-"""Callbacks that kill processes of their own run, and an encoder callback that raises."""
+"""Callbacks that kill processes of the run, and encoder callbacks that raise."""
 
 import os
 import resource
@@ -15,12 +15,12 @@ from small_disk import SmallDisk
 
 from raymm import Callback
 
-# Seconds that a run waits for room, until it is interrupted.
+# Seconds that a run waits for resources until it is interrupted.
 WAIT_S = 3.0
 
 
 def kill_actor(number: int, kind: str = "RankActor") -> None:
-    """Kill a process of a class of actors, in the order of process numbers."""
+    """Kill a process of a class of actors, by its index in the order of process numbers."""
     pids = sorted(
         actor["Pid"] for actor in ray._private.state.actors().values()
         if actor["State"] == "ALIVE" and actor["ActorClassName"] == kind
@@ -29,12 +29,12 @@ def kill_actor(number: int, kind: str = "RankActor") -> None:
 
 
 class KillRanks(Callback):
-    """Kills a rank after each of some steps, the first time that they are taken in an attempt.
+    """Callback that kills a rank after some steps, the first time that an attempt takes them.
 
     Args:
-        after: steps, one for each time.
-        rank: which, in the order of process numbers.
-        take_cpus: take all CPUs, too, until this process is interrupted, seconds later.
+        after: steps, one per kill.
+        rank: index in the order of process numbers.
+        take_cpus: True to also take all CPUs until this process is interrupted, seconds later.
     """
 
     actor = "RankActor"
@@ -52,7 +52,7 @@ class KillRanks(Callback):
     def _take_cpus(self):
         taken = placement_group([{"CPU": 1.0}] * int(ray.available_resources()["CPU"]))
         assert taken.wait(60)
-        waiting = placement_group([{"CPU": 1.0}])  # for that of the rank
+        waiting = placement_group([{"CPU": 1.0}])  # takes the CPU of the killed rank
 
         def interrupt():
             os.kill(os.getpid(), signal.SIGINT)
@@ -63,13 +63,14 @@ class KillRanks(Callback):
 
 
 class KillDataWorker(KillRanks):
-    """The same of the data worker."""
+    """Callback that kills a data worker after some steps."""
 
     actor = "DataWorker"
 
 
 class FillDisk(Callback):
-    """Fills the disk of a run's folder after a step, and frees it after a later one."""
+    """Callback that fills the disk of a run's folder after a step, and frees it after a later one.
+    """
 
     def __init__(self, folder: str, after: int, until: int) -> None:
         self.disk, self.after, self.until = SmallDisk(Path(folder)), after, until
@@ -82,7 +83,7 @@ class FillDisk(Callback):
 
 
 def raises_in_ranks(inputs):
-    """Of an encoder: what is tried before the run goes through, and its first step does not."""
+    """Fail in the first step of an encoder, but not in the trials before the run."""
     in_worker = ray.get_runtime_context().get_actor_id() is not None
     if in_worker and not any(tensor.is_meta for tensor in inputs.values()):
         raise KeyError("there is no such column")
@@ -90,38 +91,38 @@ def raises_in_ranks(inputs):
 
 
 def has_no_memory_in_ranks(inputs):
-    """The same of one for which there is no memory, whenever it is tried."""
+    """Raise an out-of-memory error in every rank."""
     in_worker = ray.get_runtime_context().get_actor_id() is not None
     if in_worker and not any(tensor.is_meta for tensor in inputs.values()):
         raise MemoryError("no memory for this image")
     return inputs
 
 
-# Keys of the cluster: which faults have been made.
+# Keys of the cluster that mark the faults already made.
 THREADS, FILES = b"raymm tests: no thread", b"raymm tests: no file"
 _calls = 0
 
 
 def make_faults_again():
-    """Forget which faults were made: the next run has them."""
+    """Reset the marks, so that the next run has the faults."""
     for key in (THREADS, FILES):
         _internal_kv_del(key)
 
 
 def _is_due(key, first_call):
-    """Whether this process is to make a fault that no other has made, from its n-th call on."""
+    """Return True if this process makes a fault that no other has made, from its n-th call on."""
     global _calls
     _calls += 1
     return _calls >= first_call and not _internal_kv_put(key, b"made", overwrite=False)
 
 
 def lacks_a_thread_once(inputs):
-    """Of an encoder: once in a run, its process cannot start a thread."""
+    """Fail to start a thread in an encoder, once per run."""
     in_worker = ray.get_runtime_context().get_actor_id() is not None
     if not in_worker or any(tensor.is_meta for tensor in inputs.values()):
         return inputs
     if _is_due(THREADS, first_call=6):
-        before = threading.stack_size(2**47)  # more than there are addresses
+        before = threading.stack_size(2**47)  # more than the address space
         try:
             threading.Thread(target=int).start()
         finally:
@@ -130,7 +131,7 @@ def lacks_a_thread_once(inputs):
 
 
 def image_without_files_once(path):
-    """``run_processors.image``; once in a run, its process may open no more files."""
+    """Run ``run_processors.image``, but run out of file descriptors once per run."""
     if ray.get_runtime_context().get_actor_id() is None or not _is_due(FILES, first_call=9):
         return image(path)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

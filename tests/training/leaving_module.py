@@ -1,4 +1,4 @@
-"""A user's module that ends the program when it is imported."""
+"""User module that exits the program when it is imported."""
 
 import sys
 

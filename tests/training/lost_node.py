@@ -1,5 +1,4 @@
-"""A run of two ranks on two nodes, one of which is killed, beside a third. Prints what is to be
-compared."""
+"""Run of two ranks on two of three nodes; one of them is killed. Prints values to compare."""
 
 import os
 import signal
@@ -27,7 +26,7 @@ OPTIONS = {"object_store_memory": 100 * 2**20}
 
 
 class KillNode(Callback):
-    """Kills the node of the last rank, the first time that a step is taken."""
+    """Callback that kills the node of the last rank, the first time that a step is taken."""
 
     def __init__(self, nodes: dict) -> None:
         self.nodes, self.taken, self.killed = nodes, [], None

@@ -1,4 +1,4 @@
-"""Looking at processes through /proc."""
+"""Inspection of processes through /proc."""
 
 import os
 import signal
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 
-# The state of a TCP socket in /proc/net/tcp.
+# State of a TCP socket in /proc/net/tcp.
 LISTEN = 10
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process."""
+    """Return the parent of every process."""
     result = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -26,7 +26,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Children of a process, and theirs."""
+    """Return the children of a process and their descendants."""
     found, table = {pid}, parents()
     while more := {child for child, parent in table.items() if parent in found} - found:
         found |= more
@@ -34,7 +34,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def titles(pids: set[int]) -> dict[int, str]:
-    """Command line of every process that is still there."""
+    """Return the command line of every process that still exists."""
     result = {}
     for pid in pids:
         try:
@@ -46,14 +46,14 @@ def titles(pids: set[int]) -> dict[int, str]:
 
 
 def ranks_of(driver: int) -> list[int]:
-    """Process ids of the ranks that belong to a driver with an embedded Ray."""
+    """Return the process ids of the ranks of a driver with an embedded Ray."""
     return sorted(
         pid for pid, title in titles(descendants(driver)).items() if "ray::RankActor" in title
     )
 
 
 def listening(pids: set[int]) -> set[str]:
-    """Addresses of TCP sockets that processes listen at."""
+    """Return the addresses of TCP sockets on which processes listen."""
     found, inodes = set(), set()
     for pid in pids:
         for file in (Path(f"/proc/{pid}/fd").iterdir() if Path(f"/proc/{pid}").is_dir() else ()):
@@ -73,7 +73,7 @@ def listening(pids: set[int]) -> set[str]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Fail loudly instead of hanging."""
+    """Wait for a condition, and fail with a message after the timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for: {what}"
@@ -81,7 +81,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def all_gone(pids: set[int]) -> bool:
-    """Whether none of the processes is left."""
+    """Return True if none of the processes exists."""
     return not pids & set(parents())
 
 

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus gets them."""
+"""Metrics as Prometheus receives them."""
 
 import time
 import urllib.request
@@ -8,7 +8,7 @@ import ray
 
 
 def scrape(wanted, seconds=60.0):
-    """Waits until the node's endpoint has metrics, by (name, tags), with their values."""
+    """Wait until the node's endpoint has metrics, by (name, tags), and return their values."""
     node = next(node for node in ray.nodes() if node["Alive"])
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
     end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A rank whose process is slow, named by a file: imported by ranks with the run's mask."""
+"""Mask that slows down one rank, named by a file; imported by ranks with the run's mask."""
 
 import os
 import time
@@ -16,7 +16,7 @@ SECONDS = 0.5
 def causal(
     length: int, spans: Sequence[Span], document_lengths: Sequence[int]
 ) -> AttentionMask:
-    """raymm's own; takes long in the process that the file names."""
+    """Return raymm's own causal mask, slowly in the process that the file names."""
     file = Path(os.environ.get(FILE, "/nowhere"))
     if file.exists() and file.read_text() == str(os.getpid()):
         time.sleep(SECONDS)

@@ -1,4 +1,4 @@
-"""A run with adapters: what its checkpoints have, that it goes on, folders for stock ``peft``."""
+"""Runs with adapters: checkpoints, resumption, and folders for stock ``peft``."""
 
 import shutil
 
@@ -22,7 +22,7 @@ LORA = {"lora": {"r": 2, "alpha": 4, "dropout": 0.1}}
 
 @pytest.fixture
 def changes(inputs):
-    """Adapters on a language model from a folder, a full projector, a frozen tower."""
+    """Return settings: adapters on a language model from a folder, full projector, frozen tower."""
     return {
         f"{LLM}.config": None, f"{LLM}.path": str(inputs / "llama"), f"{LLM}.train": LORA,
         "model.encoders.vision.train": "frozen", "run.steps": 4, "run.keep_checkpoints": 4,
@@ -76,7 +76,8 @@ def check_folders(model, raymm, config, inputs, tmp_path):
 
 
 def test_a_quantised_base(ray_cluster, raymm, changes, inputs, make_config, tmp_path):
-    """Stock ``peft`` on the folder as ``torchao`` quantises it, and as an ordinary folder."""
+    """Load the folder with stock ``peft``, as ``torchao`` quantises it and as an ordinary folder.
+    """
     lora = {"lora": {"r": 2, "base": "int8"}}
     config = make_config({**changes, f"{LLM}.train": lora, "run.steps": 2})
     assert raymm("train", config)[0] == 0
@@ -107,8 +108,8 @@ def close(actual, expected):
 def test_a_base_of_no_folder_is_written_too(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
-    """A tower of config values, with DoRA on some of its layers; a language model that is all
-    trained."""
+    """Use a tower from config values with DoRA on some layers, and a fully trained language model.
+    """
     lora = {"lora": {"r": 2, "targets": ["q_proj", "fc1"], "dora": True}}
     tower = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
              "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}

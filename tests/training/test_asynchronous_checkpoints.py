@@ -1,4 +1,4 @@
-"""Checkpoints that real ranks write while their steps go on."""
+"""Checkpoints that real ranks write in the background of their steps."""
 
 import os
 import resource
@@ -22,8 +22,7 @@ def checkpoint(run, step):
 def test_a_disk_that_is_full_while_steps_go_on_is_named_and_the_run_can_go_on(
     ray_cluster, tmp_path
 ):
-    """The rank may write no more than 10 kB to a file: once it may, the next one is saved, and is
-    what one that is written at once is."""
+    """Limit the rank to files of 10 kB; after the limit is lifted, the next save is intact."""
     values = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
     model = MultimodalModule({}, LlamaConfig(vocab_size=64, num_hidden_layers=1, **values))
     batch = {"input_ids": torch.ones(2, 4, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""Runs without a layout: raymm plans them, and a run that goes on keeps its plan."""
+"""Runs without a layout: raymm plans them, and a resumed run keeps its plan."""
 
 import json
 
@@ -17,7 +17,7 @@ from raymm.storage.manifest import read_manifest
 
 @pytest.fixture
 def planned_config(make_config):
-    """The standard run without its layouts, for two ranks."""
+    """Return a configuration of the standard run without layouts, for two ranks."""
     def make(**changes):
         return make_config({"parallel": None, "planning": {"ranks": 2}, **changes})
 
@@ -31,7 +31,7 @@ def test_train_plans_prints_and_saves(raymm, planned_config, tmp_path, ray_clust
     plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
     assert plan.num_ranks <= 2 and plan.num_microbatches == 2
     assert plan.profile is not None and plan.profile.source == "analytic"
-    # lengths are those of the data: four patches an image, two samples a microbatch
+    # Token counts are those of the data: four patches per image, two samples per microbatch.
     assert plan.profile.tokens["vision"] % 4 == 0
     assert [row[0] for row in curve(tmp_path / "run")] == [1, 2]
 
@@ -42,7 +42,7 @@ def test_a_resumed_run_keeps_its_plan_bit_for_bit(raymm, planned_config, tmp_pat
     (tmp_path / "run").rename(whole)
     assert raymm("train", planned_config(), "--set", "run.steps=4")[0] == 0
     first = read_manifest(CheckpointStore(tmp_path / "run").latest()).plan
-    # Planned anew it would be another plan: there are more ranks now.
+    # A new plan would differ: there are more ranks now.
     more = planned_config(planning={"ranks": 3})
     code, text = raymm("train", more, "--set", "run.steps=6")
     assert code == 0 and "resuming with the plan of the checkpoint" in text
@@ -83,7 +83,7 @@ def test_a_trainer_without_specs_plans(tmp_path, ray_cluster):
     run = public.RunConfig(storage_path=str(tmp_path / "run"), steps=2, device="cpu")
     trainer = public.Trainer(
         tiny_model(), data=[batch()], run_config=run,
-        resources=public.RankResources(cpus=3.0),  # of 8 CPUs: room for two ranks
+        resources=public.RankResources(cpus=3.0),  # of 8 CPUs, which leaves room for two ranks
     )
     assert trainer.plan is None
     result = trainer.fit()
@@ -91,7 +91,7 @@ def test_a_trainer_without_specs_plans(tmp_path, ray_cluster):
     assert len(result.history) == 2
     saved = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert Plan.from_dict(saved) == trainer.plan
-    # four rows of six tokens of text and four of an image, in as many microbatches
+    # Four rows of six text tokens and four image tokens, in as many microbatches.
     samples = 4 // trainer.plan.num_microbatches
     assert trainer.plan.profile.tokens == {"vision": 4 * samples, "llm": 10 * samples}
 
@@ -123,7 +123,7 @@ def test_fewer_ranks_than_modules():
 
 
 class SkipEncoder(torch.nn.Module):
-    """Its last block needs the first one's output: no cut goes through it."""
+    """Encoder whose last block needs the first one's output, so that no cut is possible."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,7 @@
-"""Averages of weights, and tied embeddings, in a run that freezes and trains modules as it goes:
-they are those of a loop in one process that does the same."""
+"""Moving averages and tied embeddings in a run that freezes and trains modules in phases.
+
+They equal those of a loop in one process that does the same.
+"""
 
 import shutil
 
@@ -33,7 +35,8 @@ def built(config) -> MultimodalModule:
 
 
 def loop_in_one_process(config):
-    """Return the losses, and the averages of all weights after every step, frozen ones too."""
+    """Return the losses, and the averages of all weights after every step, including frozen ones.
+    """
     oracle, rule = oracle_of(built(config)), config.optimizer.build(STEPS)
     named = dict(oracle.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -72,7 +75,7 @@ def test_averages_follow_frozen_modules(ray_cluster, raymm, make_config, tmp_pat
         for name, average in due.items():
             torch.testing.assert_close(actual[name].detach(), average, rtol=0, atol=2e-5, msg=name)
 
-    # A run resumes from the middle of a phase and from its end bit for bit.
+    # A run resumes bit for bit from the middle of a phase and from its end.
     for last in (4, 3):
         for folder in CheckpointStore(run).committed():
             if str(folder)[-8:] > f"{last:08d}":

@@ -1,4 +1,4 @@
-"""What is wrong with a whole model's folder, processor or samples is said before a rank starts."""
+"""Defects of a VLM's folder, processor or samples are reported before a rank starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot run is refused before Ray starts: field, value, and what is accepted."""
+"""Invalid input is rejected before Ray starts: field, value, and accepted values."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from tiny_run import HERE, child_environment, prepare, settings, write_config
 
-# Per case: what is set on top of a good configuration, and what the error must say.
+# Per case: changes of a good configuration, and required parts of the error.
 BAD_SETTINGS = {
     "unknown section": (["runs={}"], ["runs: unknown key", "accepted: ", "model", "optimizer"]),
     "unknown key": (["run.step=3"], ["run.step: unknown key", "checkpoint_every", "steps"]),
@@ -236,7 +236,7 @@ BAD_SETTINGS = {
 
 
 def broken_plans(good):
-    """Edited plan files that must be refused, and what the error must say."""
+    """Yield edited plan files that must be rejected, and required parts of the error."""
     text = json.dumps(good)
     other = json.loads(text)
     other["num_microbatches"] = 4
@@ -294,7 +294,7 @@ PLANS = list(broken_plans({
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Outcome of every case, all of them from one process without Ray."""
+    """Return the outcome of every case, all from one process without Ray."""
     folder = tmp_path_factory.mktemp("bad")
     inputs = prepare(folder)
     config = write_config(settings(inputs, folder / "run", 4), folder / "good.yaml")

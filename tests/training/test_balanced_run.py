@@ -1,4 +1,4 @@
-"""Runs with planned microbatches: interrupted, under another layout, refused."""
+"""Runs with planned microbatches: interrupted, under another layout, rejected."""
 
 import pytest
 from test_failure import PATIENCE_S, Interrupted
@@ -14,7 +14,10 @@ COPIES = {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {
 
 @pytest.fixture
 def balanced(make_config, tmp_path):
-    """Makes configurations of a packed run over :data:`ROWS` rows that logs its samples."""
+    """Return a function that writes configurations of a packed run over :data:`ROWS` rows.
+
+    The run logs its samples.
+    """
     save_rows(tmp_path, "train", ROWS, seed=5)
 
     def make(changes=None, method="balanced"):
@@ -37,7 +40,7 @@ def samples_of(rows):
 
 
 def assert_epoch(rows, samples=ROWS):
-    """The first steps have every sample once, and the last of these ends with the epoch."""
+    """Check that the first steps contain every sample once, and end with the epoch."""
     seen = []
     for row in rows:
         seen += samples_of([row])
@@ -50,8 +53,10 @@ def assert_epoch(rows, samples=ROWS):
 def test_killed_and_resumed_with_other_copies_and_microbatches(
     balanced, raymm, tmp_path, ray_cluster
 ):
-    """Every sample of the epoch once, although the driver was killed in the middle of it, and
-    two copies of the language model went on, with four microbatches a step instead of two."""
+    """Kill the driver in the middle of an epoch; every sample still occurs once.
+
+    The run resumes with two replicas of the language model and four microbatches instead of two.
+    """
     slow = {"data.modalities.vision.processor": "run_processors:slow_image"}
     run = Interrupted(balanced(slow), tmp_path)
     with run.running(more_steps=5) as driver:
@@ -90,7 +95,7 @@ def test_two_halves_equal_the_whole(balanced, raymm, tmp_path, ray_cluster):
 
 
 def test_a_step_may_have_fewer_microbatches_than_copies(balanced, raymm, tmp_path, ray_cluster):
-    """Five samples: the epoch's second step has one microbatch, and one copy of two no work."""
+    """Use five samples: the second step has one microbatch, so one of two replicas has no work."""
     save_rows(tmp_path, "train", 5, seed=5)
     code, _ = raymm("train", balanced(
         {"parallel": COPIES, "run.steps": 4}, method="length_grouped"

@@ -1,4 +1,4 @@
-"""Runs whose weights are in bf16 go on bit for bit, and are exported."""
+"""Runs with bf16 weights resume bit for bit, and are exported."""
 
 import shutil
 
@@ -45,7 +45,7 @@ def test_a_run_goes_on_and_is_exported(ray_cluster, raymm, make_config, tmp_path
 
 
 def test_averages_go_on_and_are_exported(ray_cluster, raymm, inputs, make_config, tmp_path):
-    """As does a run without: averages change nothing but what is looked at."""
+    """Check that averages do not change the training itself."""
     changes = {
         "run.steps": 4, "run.keep_checkpoints": 4, "run.eval_every": 2,
         "data.heldout": str(inputs / "heldout.jsonl"),

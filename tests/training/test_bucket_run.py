@@ -1,4 +1,4 @@
-"""Runs in a bucket of a real S3 server: their numbers are those of a run in a folder."""
+"""Runs in a bucket of a real S3 server equal a run in a folder."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ PATIENCE_S = 240.0
 
 
 class HeldUpload:
-    """An upload that does not come to its end: the server waits in the middle of it."""
+    """Upload that does not finish: the server blocks in the middle of it."""
 
     def __init__(self, server: S3Server, part: str) -> None:
         self.reached, self._goes_on = threading.Event(), threading.Event()
@@ -41,7 +41,7 @@ class HeldUpload:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Where runs of buckets work."""
+    """Set the local folder for runs in buckets."""
     monkeypatch.setattr(run_owner, "SETTLE_S", 0.2)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
 
@@ -55,7 +55,7 @@ def steps(url):
 def test_killed_in_the_middle_of_an_upload_it_goes_on_from_the_last_whole_checkpoint(
     s3, cache, finished, make_config, raymm, joins, tmp_path
 ):
-    """Bit for bit the run in a folder, its pruning and its export included."""
+    """Check bitwise equality with the run in a folder, including pruning and export."""
     import ray._private.state
 
     before = ray._private.state.actors()
@@ -91,7 +91,7 @@ def test_killed_in_the_middle_of_an_upload_it_goes_on_from_the_last_whole_checkp
     assert f"resuming from {storage_folder(url) / 'checkpoints/step-00000004'}" in text
     assert f"run folder {url} (here in {folder.path})" in text
     assert curve(folder.path) == curve(finished.path)
-    # What is there is what is here.
+    # The bucket and the local folder have the same files.
     kept = [name for name in storage_folder(url).files() if not name.startswith("checkpoints/")]
     assert {"metrics.jsonl", "loss.png", "plan.json", "trace.json"} <= set(kept)
     for name in kept:

@@ -1,4 +1,4 @@
-"""Those who watch a run see all of it, and cannot change it."""
+"""Callbacks and loggers see the whole run, and cannot change it."""
 
 import pytest
 from mlflow import MlflowClient
@@ -27,11 +27,14 @@ def loggers(tmp_path):
 
 
 def wandb_records(file):
-    """Records of an offline run: LevelDB's log format, blocks of 32 KiB of fragments with headers
-    of 7 bytes (checksum, length, 1 whole, 2 first, 3 middle, 4 last), behind wandb's own 7."""
+    """Yield the records of an offline run.
+
+    The format is LevelDB's log: blocks of 32 KiB of fragments with headers of 7 bytes (checksum,
+    length, 1 full, 2 first, 3 middle, 4 last), after wandb's own 7 bytes.
+    """
     data, at, parts = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        if 2**15 - at % 2**15 < 7:  # no header fits in what is left of a block
+        if 2**15 - at % 2**15 < 7:  # the rest of the block is too small for a header
             at += 2**15 - at % 2**15
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
@@ -45,7 +48,7 @@ def wandb_records(file):
 
 
 def wandb_losses(folder):
-    """Loss by step in all files of an offline run, and the ids of the run."""
+    """Return the loss by step in all files of an offline run, and the ids of the run."""
     losses, ids = {}, set()
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for record in wandb_records(file):
@@ -105,7 +108,7 @@ def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
         values = {event.step: event.value for event in events.Scalars(name)}
         assert values == pytest.approx({row["step"]: scalars(row)[name] for row in steps}, rel=1e-6)
     losses, ids = wandb_losses(run)
-    assert len(ids) == 1  # the run that goes on is the same one
+    assert len(ids) == 1  # the resumed run has the same id
     assert losses == {row["step"]: row["loss"] for row in steps}
     client = MlflowClient(f"file://{tmp_path / 'mlflow'}")
     found = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
@@ -118,7 +121,7 @@ def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
     evaluation = [row for row in rows if "heldout_loss" in row][-1]
     wanted = {
         ("raymm_step", tags): STEPS, ("raymm_loss", tags): last["loss"], ("raymm_running", tags): 0,
-        ("raymm_steps_total", tags): STEPS,  # of both starts, which are of one driver here
+        ("raymm_steps_total", tags): STEPS,  # from both starts, which share one driver here
         ("raymm_tokens_total", tags): sum(row["tokens"] for row in steps),
         ("raymm_tokens_per_second", tags): last["tokens_per_s"],
         ("raymm_heldout_loss", tags): evaluation["heldout_loss"],
@@ -146,7 +149,7 @@ def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
 
 
 def test_a_run_that_fails_says_so_to_those_who_watch(make_config, raymm, calls, ray_cluster):
-    """A callback that ends the program is left out, too; the run's own failure is told."""
+    """Check that the run's own failure is reported, even if a callback exits the program."""
     config = make_config({
         "run.callbacks": [{FAILING: {"at": 1, "error": "SystemExit"}}, RECORDER],
         "run.max_skipped_steps": 2, "optimizer.lr": 1e30,

@@ -1,4 +1,4 @@
-"""``raymm check``: whole, corrupt and torn checkpoints; two compared; old ones removed."""
+"""``raymm check``: intact, corrupt and torn checkpoints; comparisons; pruning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(finished, tmp_path):
 
 
 def stored(folder, tensors, parts=1):
-    """A checkpoint of tensors, in so many pieces along their first dimension."""
+    """Write a checkpoint of tensors, each split into ``parts`` along its first dimension."""
     folder.mkdir(parents=True)
     index, files = {}, {}
     for part in range(parts):
@@ -117,7 +117,7 @@ def test_differences_are_relative_and_say_kinds(tmp_path):
         stored(tmp_path / "step-00000001", first), stored(tmp_path / "step-00000002", second)
     )
     assert found.only_first == ("llm/gone",) and found.only_second == ("llm/new",)
-    assert found.equal == 1  # also what is not finite, bit for bit
+    assert found.equal == 1  # bitwise, including non-finite values
     rows = {d.name: d for d in found.different}
     assert rows["llm/a"].relative == pytest.approx(0.1)
     assert rows["llm/b"].relative == float("inf")

@@ -1,5 +1,8 @@
-"""Files that commands read and places that they write: what is wrong with one ends in a sentence
-that names it, with exit code 2, before anything is measured or started."""
+"""Input files and output paths of commands.
+
+A defect ends the command with exit code 2 and a message that names the file, before anything is
+measured or started.
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ import ray
 
 PLAN = ("--ranks", "2", "--set", "parallel={}")
 MULTIPLEX = ("--style", "multiplexed", "--device", "H100", *PLAN)
-# What reads a file, by what it is told.
+# Commands that read a file, by option.
 READERS = {
     "profile": lambda config, file: ["plan", config, *PLAN, "--profile", file],
     "surfaces": lambda config, file: ["plan", config, *MULTIPLEX, "--profile", file],
@@ -26,7 +29,7 @@ READERS = {
         f"hidden_size: 8, weights: '{file}'}}",
     ],
 }
-# In place of a file; None: nothing is there, ...: a folder.
+# Content of the file; None for a missing file, ... for a folder.
 CONTENTS = [
     None, ..., b"", '{"a": "é"}'.encode("latin-1"), b'{"a": [1, 2', b"[" * 100_000, b"null", b"1",
     b'"x"', b"[]", b"{}", b"[1]", b'{"stages": 3}', b'{"modules": 1}', b'{"surfaces": 1}',
@@ -44,7 +47,7 @@ WRITERS = {
 
 @pytest.fixture
 def command(raymm, make_config, monkeypatch):
-    """The command line where Ray cannot start, and a configuration."""
+    """Return the command line without Ray, and a configuration."""
 
     def refuse(*arguments, **options):
         raise AssertionError("Ray would have been started")
@@ -56,7 +59,7 @@ def command(raymm, make_config, monkeypatch):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_files_that_cannot_be_read(reader, command, tmp_path):
-    # It is read once costs are known, which takes its time.
+    # It is read after the costs are computed, which takes time.
     contents = CONTENTS[::3] if reader == "interference" else CONTENTS
     for number, content in enumerate(contents):
         file = tmp_path / str(number) / "trace.json"
@@ -90,11 +93,11 @@ def test_places_that_cannot_be_written(writer, command, tmp_path, monkeypatch):
         field = {"run": "run.storage_path", "export": "output"}.get(writer, "--out")
         assert code == 2 and field in text, (place, text)
         assert repr(place) in text or place in text
-        assert sorted(tmp_path.rglob("*")) == before, place  # what was made is removed again
+        assert sorted(tmp_path.rglob("*")) == before, place  # new files are removed again
 
 
 def test_a_home_folder_is_that(command, make_config, tmp_path, monkeypatch):
-    """Where the shell leaves it: in ``--out=~/x``."""
+    """Check a tilde that the shell does not expand: ``--out=~/x``."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     code, text = command(WRITERS["plan"], "~/plans")

@@ -1,5 +1,7 @@
-"""Configuration files that are almost right: each runs, or ends in a sentence with the file and a
-field in it. Up to where ranks would start, as ``raymm train`` has it."""
+"""Slightly wrong configuration files: each runs, or fails with the file and a field.
+
+Tests run ``raymm train`` up to the start of ranks.
+"""
 
 import copy
 import datetime
@@ -20,7 +22,7 @@ from raymm.data import check_data
 from raymm.training.result import Result
 from raymm.training.trainer import Trainer
 
-# What a field may be given by mistake.
+# Plausible wrong values of a field.
 ODD = [
     None, True, False, 0, 1, 2, 3, -1, 4.0, 0.5, -0.5, 1e-4, 1e300, 2**31, 2**63, 10**30,
     float("inf"), float("-inf"), float("nan"), "", " ", "x", "null", "3", "a b", "\0", "a" * 5000,
@@ -63,7 +65,7 @@ def merged(base: dict, more: dict) -> dict:
 
 
 def places(values: Any, path: tuple = ()) -> list[tuple]:
-    """Paths of everything in a configuration."""
+    """Return the paths of all values in a configuration."""
     found = [path] if path else []
     inner = values.items() if isinstance(values, dict) else ()
     inner = enumerate(values) if isinstance(values, list) else inner
@@ -71,7 +73,7 @@ def places(values: Any, path: tuple = ()) -> list[tuple]:
 
 
 def mutate(values: Any, draw: Any) -> None:
-    """Change one place."""
+    """Change one value."""
     path = draw(st.sampled_from(places(values)))
     for key in path[:-1]:
         values = values[key]
@@ -89,7 +91,7 @@ def mutate(values: Any, draw: Any) -> None:
 
 @st.composite
 def files(draw, base: dict) -> bytes:
-    """The bytes of a configuration file."""
+    """Return the bytes of a configuration file."""
     values = copy.deepcopy(base)
     for section in draw(st.lists(st.sampled_from(sorted(MORE)), max_size=2, unique=True)):
         names = draw(st.lists(st.sampled_from(sorted(MORE[section])), min_size=1, max_size=2))
@@ -112,7 +114,10 @@ def files(draw, base: dict) -> bytes:
 
 @pytest.fixture(scope="module")
 def run_up_to_ranks(inputs, tmp_path_factory):
-    """Calls ``raymm train`` on a file's bytes; returns its path, exit code and what was printed."""
+    """Return a function that runs ``raymm train`` on a file's bytes.
+
+    The function returns the path, the exit code and the output.
+    """
     folder = tmp_path_factory.mktemp("fuzz")
     file = folder / "config.yaml"
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what was written: each is named, and none is used."""
+"""Corrupt checkpoints: each is reported, and none is used."""
 
 import json
 import random
@@ -40,15 +40,17 @@ def flip_bit(path, place):
 
 
 def resign(folder, values):
-    """Write a manifest with the checksum that belongs to it."""
+    """Write a manifest with a matching checksum."""
     values = {name: value for name, value in values.items() if name != "checksum"}
     values["checksum"] = _checksum(values)
     (folder / MANIFEST).write_text(json.dumps(values))
 
 
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(finished, make_config, tmp_path, capsys):
-    """Of steps 6, 8, 10 and 12 the newest has a flipped bit, and the one before an edited
-    manifest; the numbers are those of the whole run."""
+    """Corrupt the newest checkpoint's shard and the previous one's manifest.
+
+    The resumed run has the numbers of the uninterrupted one.
+    """
     run = shutil.copytree(finished.path, tmp_path / "run")
     flipped = checkpoint(run, 12) / "optimizer-rank0.safetensors"
     flip_bit(flipped, 8 * (flipped.stat().st_size - 5))
@@ -68,18 +70,18 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(finished, make_config, t
     assert curve(run) == curve(finished.path)
     rows = [r for r in read_metrics(run / "metrics.jsonl") if "corrupt_checkpoints" in r]
     assert [(row["step"], len(row["corrupt_checkpoints"])) for row in rows] == [(8, 2)]
-    # Nothing was deleted: both were in the way of new ones, which are whole.
+    # Nothing was deleted: new, intact checkpoints replaced both.
     for step, file in ((12, flipped), (10, edited)):
         aside = run / "checkpoints" / f"set-aside-step-{step:08d}"
         assert (aside / file.name).is_file()
     assert result.checkpoint == checkpoint(run, 12) == CheckpointStore(run).newest().folder
 
 
-# What is written to a checkpoint's folder, without processes.
+# Files of a checkpoint folder, without processes.
 
 
 class Writer:
-    """Stands for a model that runs: one rank, one tensor."""
+    """Running model with one rank and one tensor."""
 
     def __init__(self, plan, step=0):
         self.plan, self.steps_taken, self.group = plan, step, self
@@ -106,7 +108,7 @@ def names(store):
 
 
 def test_the_last_good_checkpoint_is_never_deleted(plan, tmp_path):
-    """One is kept; the newest is corrupt, and the run has gone on from the one before it."""
+    """Keep one checkpoint; the newest is corrupt, and the run resumed from the previous one."""
     store = CheckpointStore(tmp_path, keep=1)
     for step in (2, 4):
         store.save(Writer(plan, step), {})
@@ -126,7 +128,7 @@ def test_the_last_good_checkpoint_is_never_deleted(plan, tmp_path):
 
 
 def test_what_is_not_this_runs_is_left_alone(plan, tmp_path):
-    """The folder becomes another run's while the shards are written: it may be saving there."""
+    """Give the folder to another run while the shards are written: it may be saving there."""
     def refuse():
         if any(checkpoint(tmp_path, 4).glob("*.safetensors")):
             raise RunError("another's")
@@ -161,7 +163,7 @@ def test_leftovers_of_torn_saves_are_removed_and_nothing_else(plan, tmp_path):
 
 
 def test_checkpoints_on_a_disk_that_is_missing_are_not_none(tmp_path):
-    """A run would begin anew, and forget the metrics of those that are there."""
+    """Raise an error: a new run would overwrite the metrics."""
     root = tmp_path / "checkpoints"
     root.symlink_to(tmp_path / "disk")
     with pytest.raises(CheckpointError, match=f"checkpoint folder {root}: No such file"):
@@ -186,7 +188,7 @@ def test_a_log_that_cannot_go_on_is_refused_before_ranks_start(
 
 
 def test_a_full_disk_is_named_and_earlier_checkpoints_stay(ray_cluster, tmp_path):
-    """The rank may write no more than 10 kB to a file."""
+    """Limit the rank to files of 10 kB."""
     values = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
     model = MultimodalModule({}, LlamaConfig(vocab_size=64, num_hidden_layers=1, **values))
     spec = MultimodalParallelSpec({}, ParallelSpec(), 1)
@@ -213,11 +215,11 @@ def test_a_log_on_a_full_disk_is_named():
         append(Path("/dev/full"), "x")
 
 
-# Mutations
+# Mutations.
 
 
 def loaded(run):
-    """All that is loaded of a run's newest checkpoint."""
+    """Return everything that is loaded from a run's newest checkpoint."""
     found = CheckpointStore(run).newest()
     manifest = found.manifest
     stored = StoredTensors(found.folder, manifest.index, manifest.shards)
@@ -232,10 +234,10 @@ def same(mine, other):
 
 
 def mutate(run, other, draw):
-    """Change something in a run's only checkpoint; returns what, for messages.
+    """Change something in a run's only checkpoint; return a description.
 
     Args:
-        other: a checkpoint of another step.
+        other: checkpoint of another step.
     """
     folder = CheckpointStore(run).latest()
     files = sorted(folder.iterdir())
@@ -292,7 +294,7 @@ def mutate(run, other, draw):
 
 
 def edit_value(values, draw):
-    """Change, delete or add something at a random place of a manifest."""
+    """Change, delete or add a value at a random path of a manifest."""
     holder = values
     while True:
         keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
@@ -315,8 +317,10 @@ def edit_value(values, draw):
 
 
 def test_no_mutation_changes_what_is_loaded_without_being_named(finished, tmp_path):
-    """Flipped, truncated, swapped, deleted, duplicated, edited: refused by name, or the same
-    tensors, step and position."""
+    """Check that each mutation is rejected by name, or loads the same tensors, step and position.
+
+    Mutations flip, truncate, swap, delete, duplicate or edit files.
+    """
     run = finished.copy_until(tmp_path / "run", 12)
     expected = loaded(run)
     other = checkpoint(finished.path, 10)
@@ -338,7 +342,7 @@ def test_no_mutation_changes_what_is_loaded_without_being_named(finished, tmp_pa
 
 
 def test_edits_that_are_signed_again_are_refused_or_read_but_never_break(finished, tmp_path):
-    """Whoever edits a manifest on purpose, or forges one, gets an error with its path."""
+    """Check that edits with a valid checksum are read, or rejected with the path."""
     run = finished.copy_until(tmp_path / "run", 12)
     folder, draw = checkpoint(run, 12), random.Random(14)
     whole = json.loads((folder / MANIFEST).read_text())

@@ -1,5 +1,7 @@
-"""``raymm train`` with a language model whose layers attend to images: four stages, each with such
-a layer, of two processes that share text and visual tokens."""
+"""``raymm train`` with a language model whose layers attend to images.
+
+There are four stages with such a layer, each with two processes that shard text and visual tokens.
+"""
 
 import math
 

@@ -1,5 +1,7 @@
-"""A run leaves a node that ends in order. Ray has no public call for notices: the first test fails
-when Ray changes the one that is used."""
+"""A run leaves a draining node.
+
+Ray has no public call for notices: the first test fails when Ray changes the private one.
+"""
 
 import threading
 
@@ -18,7 +20,7 @@ from raymm.storage.manifest import read_manifest
 
 
 def test_ray_still_says_which_nodes_end(ray_cluster):
-    """Of a whole cluster none does. That one is seen, ``python -m tests.cluster`` shows."""
+    """Check that a healthy cluster has no notices; ``python -m tests.cluster`` covers real ones."""
     assert isinstance(state, GlobalState)
     assert state.get_draining_nodes() == {}
     assert draining_nodes() == {}
@@ -42,7 +44,7 @@ def test_other_nodes_do_not_count(monkeypatch):
 
 
 def test_a_run_that_leaves_twice_loses_no_step(finished, make_config, raymm, tmp_path, monkeypatch):
-    """Each notice is for the processes of an attempt; of the next one nobody has said anything."""
+    """Check that a notice only affects the processes of its attempt."""
     notices: dict[str, float | None] = {}
     heard, due = threading.Event(), [3, 8]
 
@@ -76,8 +78,8 @@ def test_a_run_that_leaves_twice_loses_no_step(finished, make_config, raymm, tmp
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_leaves_in_order(make_config, tmp_path, monkeypatch, capsys):
-    """Steps taken are saved; there is no other node to go on, so the exit code says that it is to
-    be started again."""
+    """Check that finished steps are saved; without another node, the exit code requests a restart.
+    """
     from ray import get_runtime_context
 
     notices: dict[str, float | None] = {}
@@ -92,7 +94,7 @@ def test_a_run_leaves_in_order(make_config, tmp_path, monkeypatch, capsys):
     assert main(["train", config]) == EXIT_START_AGAIN
     output = " ".join(capsys.readouterr().out.split())
     latest = CheckpointStore(tmp_path / "run").latest()
-    if latest is not None:  # a notice may come before the first step
+    if latest is not None:  # a notice may arrive before the first step
         step = read_manifest(latest).step
         assert f"after step {step} of 10000: saved in {latest}" in output
     assert "stopped by the notice that node" in output

@@ -1,4 +1,4 @@
-"""A run whose plan was made for other costs, and planning with what was measured."""
+"""Runs whose plan was made for other costs, and plans from measured costs."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ from raymm.scheduler.schedule.stage_costs import op_seconds
 
 @pytest.fixture
 def config(make_config):
-    """A configuration without layouts: raymm plans."""
+    """Return a configuration without layouts, so that raymm plans."""
     return make_config({"parallel": None})
 
 
 @pytest.fixture
 def observed(config, tmp_path):
-    """(plan, watch, lines) of the tiny model, its encoder on one rank, the rest on two."""
+    """Return (plan, watch, lines) of the tiny model, its encoder on one rank, the rest on two."""
     graph = module_graph(build_model(load_config(config)))
     layers = {node.name: node.num_layers for node in graph.nodes}
     profile = CostProfile(
@@ -43,7 +43,7 @@ def observed(config, tmp_path):
 
 
 def steps(plan, slower):
-    """A step in which the last stage takes so many times what it should, and its metadata."""
+    """Return a step whose last stage is ``slower`` times as slow as planned, and its metadata."""
     costs = {
         key: s * (slower if key[0] == StageId("llm", 1) else 1)
         for key, s in op_seconds(plan).items()
@@ -76,7 +76,7 @@ def test_a_drifting_plan_is_named_once_and_planned_anew(observed, config, raymm,
 
 def test_a_plan_that_holds_is_not_spoken_of(observed, tmp_path):
     plan, observer, lines = observed
-    for number in range(1, 60):  # for a few steps on end now and then, as machines do
+    for number in range(1, 60):  # a few consecutive slow steps now and then, as on real machines
         row = observer.after_step(number, *steps(plan, 5.0 if number % 30 < 3 else 1.0))
     assert lines == [] and not (tmp_path / FILE).exists()
     assert row["plan_drift"]["measured"] < 0.7

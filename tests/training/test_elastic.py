@@ -1,5 +1,7 @@
-"""Replicas that come and go with the nodes of a cluster: which there can be, and what room there
-is. Runs that have them are in ``tests/cluster/going_on.py``."""
+"""Replicas that follow the nodes of a cluster: possible numbers and free resources.
+
+Runs with them are in ``tests/cluster/going_on.py``.
+"""
 
 import pytest
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_sizes_are_those_that_divide_the_microbatches(make_config):
 def test_room_that_others_have_taken_meanwhile_is_given_up(
     make_config, raymm, ray_cluster, monkeypatch, tmp_path
 ):
-    """The cluster seems to have room for three processes, and has it for two."""
+    """Report room for three processes when there is room for two."""
     monkeypatch.setattr(elastic, "ROOM_S", 2.0)
     monkeypatch.setattr(elastic.ElasticPlans, "_room", lambda *_: 100)
     monkeypatch.setattr(Trainer, "_look_for_room", lambda *_: None)

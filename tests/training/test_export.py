@@ -26,7 +26,7 @@ def exported(finished, raymm, tmp_path):
 
 
 def test_exported_modules_load_and_reproduce_the_held_out_loss(finished, raymm, tmp_path):
-    """The held-out loss that the ranks computed after the last step, by plain Hugging Face code."""
+    """Compute the final held-out loss in plain Hugging Face code."""
     out = exported(finished, raymm, tmp_path)
     llm = AutoModelForCausalLM.from_pretrained(out / "language_model").eval()
     vision = SiglipVisionModel.from_pretrained(out / "vision_encoder").eval()
@@ -50,7 +50,7 @@ def load_projector(folder):
 
 @torch.no_grad()
 def row_loss(llm, vision, projector, microbatch, row):
-    """Summed cross entropy and label tokens of one row: image tokens, then its text."""
+    """Return summed cross entropy and label tokens of one row: image tokens, then its text."""
     length = int(microbatch["attention_mask"][row].sum())
     embeddings = llm.get_input_embeddings()(microbatch["input_ids"][row, :length])
     labels = microbatch["labels"][row, :length].clone()
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished, raymm, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_exported(finished, raymm, tmp_path):
-    """Of a checkpoint that is whole all the same, as nothing of raymm's would write it."""
+    """Check a checkpoint that is intact otherwise; raymm itself never writes one."""
     run = finished.copy_until(tmp_path / "run", 12)
     folder = CheckpointStore(run).latest()
     manifest = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Ranks and drivers that are killed, and data that cannot be read, in the middle of a run."""
+"""Killed ranks and drivers, and unreadable data, in the middle of a run."""
 
 import os
 import random
@@ -27,12 +27,12 @@ from raymm.storage.manifest import read_manifest
 
 PATIENCE_S = 240.0
 KILLS = 2
-# Where the layout does not matter: every process imports torch, which takes seconds.
+# For tests that do not depend on the layout: every process imports torch, which takes seconds.
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 
 
 class Interrupted:
-    """A run in processes of its own, slow enough to interfere with."""
+    """Run in separate processes, slow enough to interfere with."""
 
     def __init__(self, config, folder):
         self.config, self.folder, self.run = config, folder, folder / "run"
@@ -40,7 +40,7 @@ class Interrupted:
 
     @contextmanager
     def running(self, more_steps):
-        """Start the run, wait for that many more steps, hand over its process."""
+        """Start the run, wait for that many more steps, then yield its process."""
         self.starts += 1
         self.log = self.folder / f"output-{self.starts}.txt"
         taken = self.last_step()
@@ -61,15 +61,15 @@ class Interrupted:
         return 0 if latest is None else read_manifest(latest).step
 
     def went_on(self, taken, more):
-        # Not by the metrics: those of the run before may be beyond its checkpoint.
+        # The metrics of the earlier run may be beyond its checkpoint.
         steps = re.findall(r"^step +(\d+)/", self.log.read_text(), re.MULTILINE)
         return bool(steps) and int(steps[-1]) >= taken + more
 
 
 @pytest.mark.system
-@pytest.mark.timeout(900)  # six starts of a run, each of which imports torch in four processes
+@pytest.mark.timeout(900)  # six starts of a run, with four processes each that import torch
 def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp_path, raymm):
-    """A killed rank, SIGTERM, Ctrl-C, and a killed driver, one after the other on one run."""
+    """Interrupt one run with a killed rank, SIGTERM, Ctrl-C, and a killed driver."""
     config = make_config({
         "data.modalities.vision.processor": "run_processors:slow_image", "run.max_failures": 0,
     })
@@ -91,7 +91,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
     first = run.last_step()
     assert first >= 2
 
-    # One step each: a run that has data loaded ahead takes some more before the signal comes.
+    # One step each: with prefetched data, a run takes some more before the signal arrives.
     with run.running(more_steps=1) as driver:
         started = descendants(driver.pid)
         driver.send_signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
         assert "Traceback" not in text and curve(run.run)[-1][0] == second > first
         wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
 
-    # As Ctrl-C in a terminal: to the whole process group.
+    # Send SIGINT to the whole process group, as a terminal does.
     with run.running(more_steps=1) as driver:
         started = descendants(driver.pid)
         os.killpg(driver.pid, signal.SIGINT)
@@ -115,7 +115,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
     with run.running(more_steps=1) as driver:
         started = descendants(driver.pid)
         assert any("raylet" in title for title in titles(started).values())
-        # Nobody else can reach them, and nobody else's processes go before them.
+        # No other user can reach them.
         addresses = listening(started | {driver.pid})
         assert addresses and all(ip_address(one).is_loopback for one in addresses), addresses
         assert {os.getpriority(os.PRIO_PROCESS, rank) for rank in ranks_of(driver.pid)} == {
@@ -136,7 +136,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
 def test_killed_while_it_writes_it_goes_on_from_a_whole_checkpoint(
     finished, make_config, tmp_path, raymm
 ):
-    """Every step saves behind the next one, and driver and ranks are killed at any moment."""
+    """Save in the background of every step, and kill driver and ranks at any moment."""
     run = Interrupted(make_config({
         "data.modalities.vision.processor": "run_processors:slow_image", "run.max_failures": 0,
         "run.checkpoint_every": 1,
@@ -164,7 +164,7 @@ def test_killed_while_it_writes_it_goes_on_from_a_whole_checkpoint(
 
 @pytest.fixture
 def rows_with_a_corrupt_image(inputs, tmp_path):
-    """The training rows, one of whose images is no image."""
+    """Return the training rows with one corrupt image."""
     folder = tmp_path / "data"
     folder.mkdir()
     for file in inputs.glob("train*"):
@@ -176,7 +176,7 @@ def rows_with_a_corrupt_image(inputs, tmp_path):
 def test_a_corrupt_image_ends_the_run_with_its_path(
     rows_with_a_corrupt_image, make_config, raymm, tmp_path, ray_cluster
 ):
-    """In file order the bad sample comes with the second step, after the ranks have started."""
+    """Read in file order: the bad sample is in the second step, after the ranks have started."""
     train = str(rows_with_a_corrupt_image / "train.jsonl")
     config = make_config(
         {"data.train": train, "data.shuffle": False, "parallel": ONE_RANK}
@@ -203,7 +203,7 @@ def test_a_corrupt_image_is_skipped_and_counted(
     assert [row["skipped"] for row in rows if "loss" in row] == [0, 1, 0]
     assert [row["heldout_skipped"] for row in heldout_rows(tmp_path / "run")] == [1, 1]
     bad = rows_with_a_corrupt_image / "train-5.png"
-    # once, although three readings left it out: the first evaluation is before the first step
+    # Once, although it was skipped three times: the first evaluation is before the first step.
     assert text.count(f"step     0  skipped sample 'train-5' ({bad}): cannot be read") == 1
     assert text.count("skipped sample 'train-5'") == 1
     assert "skipped samples in total: 1" in text

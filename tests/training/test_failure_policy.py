@@ -1,4 +1,4 @@
-"""What a run does after an interruption, as a table."""
+"""Decisions after interruptions, as a table."""
 
 import pytest
 

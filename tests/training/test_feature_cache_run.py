@@ -1,5 +1,7 @@
-"""A run that keeps the features of a frozen encoder: same bits, and no instruction of it once all
-items of a step are known."""
+"""Runs with cached features of a frozen encoder: bitwise equal, and without its instructions.
+
+The instructions are left out once all items of a step are cached.
+"""
 
 from pathlib import Path
 
@@ -41,7 +43,7 @@ def test_the_encoder_runs_once_per_item(ray_cluster, raymm, changes, make_config
     first = run("first", "disk")
     assert first[:2] == without[:2]
     assert f"features of vision are kept in {tmp_path / 'features'}" in first[2]
-    # 13 samples, 3 steps of 4 an epoch; the second epoch may have the sample that the first left.
+    # 13 samples, 3 steps of 4 per epoch; the second epoch may have the sample that the first left.
     computed = encoder_steps(tmp_path / "first")
     assert {1, 2, 3} <= set(computed) and max(computed) < 8
 
@@ -58,7 +60,7 @@ def test_the_encoder_runs_once_per_item(ray_cluster, raymm, changes, make_config
 def test_frozen_first_blocks_run_once_per_item(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
-    """Of an encoder that is trained from its second block on, the first is kept."""
+    """Cache the frozen first block of an encoder that is trained from its second block on."""
     def run(name: str, cache: dict | None) -> tuple:
         folder = tmp_path / name
         adapters = {"lora": {"r": 2, "targets": r".*layers\.1\..*(q_proj|fc1)"}}

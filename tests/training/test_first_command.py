@@ -1,4 +1,4 @@
-"""What ``raymm train`` says and writes first: errors before slow imports, and ``run.yaml``."""
+"""First output of ``raymm train``: errors before slow imports, and ``run.yaml``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from raymm.monitor.metrics import read_metrics
 from tests.tiny_folders import tiny
 
 SLOW = ("torch", "transformers", "ray", "numba")
-# Arguments of a command in a folder with good.yaml, list.yaml, tabs.yaml and rows.jsonl, and what
-# its error says.
+# Arguments of a command in a folder with good.yaml, list.yaml, tabs.yaml and rows.jsonl, and
+# required parts of its error.
 EARLY = {
     "no configuration": (["nothing.yaml"], ["'nothing.yaml'; there is no such file"]),
     "a list": (["list.yaml"], ["holds a list", "--data list.yaml"]),
@@ -70,7 +70,7 @@ print(json.dumps([codes, [name for name in sys.argv[2].split() if name in sys.mo
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory):
-    """Exit codes, errors and slow modules of all commands, which run in one process."""
+    """Return exit codes, errors and slow modules of all commands, which run in one process."""
     folder = tmp_path_factory.mktemp("early")
     (folder / "list.yaml").write_text("- run\n")
     (folder / "tabs.yaml").write_text("run:\n\tsteps: 3\n")
@@ -115,7 +115,7 @@ def test_an_unknown_option_names_the_one_that_is_meant(capsys):
 
 
 def start(monkeypatch, tmp_path, *arguments):
-    """The values that a command writes, without a run."""
+    """Return the values that a command writes, without a run."""
     monkeypatch.chdir(tmp_path)
     from raymm.cli.main import _parsed
 
@@ -125,7 +125,7 @@ def start(monkeypatch, tmp_path, *arguments):
 
 
 def text_model(inputs, folder):
-    """A causal language model with its tokenizer in one folder."""
+    """Save a causal language model with its tokenizer in one folder."""
     for part in ("llama", "tokenizer"):
         shutil.copytree(inputs / part, folder, dirs_exist_ok=True)
     return str(folder)
@@ -158,7 +158,7 @@ def test_full_training_has_a_lower_rate_and_a_frozen_tower(monkeypatch, tmp_path
     assert config.model.train == {
         "vision": "frozen", "projector": "full", "language_model": "full",
     }
-    assert config.data.heldout is None  # of few rows none is held out
+    assert config.data.heldout is None  # no held-out rows for small data sets
 
 
 def test_held_out_rows_are_a_fraction_that_is_never_trained_on(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""A run continues while the disk of its folder is full."""
+"""Runs that continue while the disk of their folder is full."""
 
 import pytest
 from tiny_run import STEPS, curve
@@ -13,7 +13,7 @@ from raymm.storage.checkpoint import CheckpointStore
 def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
     finished, make_config, raymm, small_disk
 ):
-    """A checkpoint is due meanwhile; those that come later are written."""
+    """Skip the checkpoint that is due meanwhile, and write later ones."""
     run = small_disk.path / "run"
     code, text = raymm("train", make_config({
         "run.storage_path": str(run), "run.log_samples": True, "run.checkpoint_every": 4,
@@ -37,7 +37,7 @@ def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
 def test_a_start_on_a_full_disk_ends_with_1_and_leaves_nothing(
     exists, make_config, raymm, small_disk
 ):
-    """Nothing that was given is wrong: the same command runs once there is room."""
+    """Exit with 1: the input is valid, and the same command runs once there is room."""
     run = small_disk.path / "run"
     if exists:
         run.mkdir()

@@ -1,4 +1,4 @@
-"""``raymm generate``: what it refuses before a model is built, and the names of items."""
+"""``raymm generate``: rejected input before a model is built, and the names of items."""
 
 import pytest
 import yaml
@@ -9,7 +9,7 @@ from tests.tiny_folders import modalities, tiny
 
 @pytest.fixture
 def whole_config(tmp_path):
-    """A configuration of a model with images that has not been trained."""
+    """Return a configuration of an untrained model with images."""
     folder, data = tiny("idefics3")
     file = tmp_path / "whole.yaml"
     file.write_text(yaml.safe_dump({
@@ -39,7 +39,8 @@ def test_an_item_has_the_name_of_its_modality_or_tower(
     capsys, make_config, whole_config, inputs, name
 ):
     item = f"{name}={next(inputs.glob('*.png'))}"
-    for config in (make_config({}), whole_config):  # of parts, with an encoder 'vision', and whole
+    # a model of parts with an encoder 'vision', and a VLM
+    for config in (make_config({}), whole_config):
         assert "has no checkpoint" in refusal(capsys, config, "--item", item)
 
 

@@ -1,4 +1,4 @@
-"""Models and data sets by their ids on the hub: one commit for all, from each machine's cache."""
+"""Models and data sets by hub id: one commit for all ranks, from each machine's cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hub():
 
 @pytest.fixture
 def commits(hub, tmp_path):
-    """Commits of a model, which also has weights in other formats, and of rows of text."""
+    """Return commits of a model, which also has weights in other formats, and of text rows."""
     weights = {"pytorch_model.bin": b"a pickle", "onnx/model.onnx": b"another format"}
     model = hub.commit(f"models/{MODEL}", Path(tiny("idefics3")[0]), **weights)
     folder = tmp_path / "rows"
@@ -69,7 +69,7 @@ def test_a_model_and_rows_train_by_their_ids(hub, commits, tmp_path):
     fetched = [request for request in hub.requests if request.startswith("GET")]
     assert any("model.safetensors" in request for request in fetched)
     assert not [request for request in fetched if "pytorch_model" in request or "onnx" in request]
-    # The model changes on the hub, and the run does not; nor does it need the hub any more.
+    # The model changes on the hub, and the run neither changes nor needs the hub.
     hub.commit(f"models/{MODEL}", Path(tiny("gemma3")[0]))
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = raymm(variables, tmp_path, *command, "--set", "run.steps=2")
@@ -89,7 +89,7 @@ print(sum(parameter.numel() for parameter in source.build().parameters()))
 
 
 def test_another_node_reads_the_same_commit(hub, commits, tmp_path, monkeypatch):
-    """A rank whose cache is empty, after the main branch has moved."""
+    """Use a rank with an empty cache, after the main branch has moved."""
     variables = environment(hub, tmp_path / "here")
     first = subprocess.run(
         [sys.executable, "-c", "import pickle, sys\n"
@@ -157,7 +157,7 @@ def test_a_redirected_download_gets_no_token(hub, tmp_path):
 def test_without_a_network_the_cache_and_the_command_are_named(hub, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     home = tmp_path / "home"
-    hub.close()  # nothing listens there any more
+    hub.close()  # the hub is down
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
         variables = environment(hub, home, **more)
         command = ["train", "--model", f"{MODEL}@v1", "--data", "rows.jsonl"]

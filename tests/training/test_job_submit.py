@@ -1,4 +1,4 @@
-"""``ray job submit --working-dir . -- python -m raymm train ...`` on a Ray head of its own."""
+"""``ray job submit --working-dir . -- python -m raymm train ...`` on a separate Ray head."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from raymm.storage.manifest import read_manifest
 from raymm.training.stop_request import JOB_STOP_VARIABLE
 
 PATIENCE_S = 240.0
-# Steps of the job that is stopped: more than it takes by then.
+# Steps of the job that is stopped: more than it reaches.
 LONG = 100_000
-# Of the whole test: a cluster's head, two jobs with processes of their own and their commands, each
-# of which imports torch and Ray anew; under a minute alone, many times that on a busy machine.
+# Timeout of the whole test: a cluster's head and two jobs, each with processes that import torch
+# and Ray. Under a minute alone, many times that on a busy machine.
 TEST_TIMEOUT_S = 900
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, below Ray's worker ports (10002 to 19999)."""
+    """Return free ports below Ray's worker ports (10002 to 19999)."""
     ports: list[int] = []
     for port in range(7100 + os.getpid() % 1000, 10000):
         with socket.socket() as probe:
@@ -46,9 +46,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def ray_head(folder: Path, environment: dict[str, str]):
-    """A head node in a process group of its own; gives the address for jobs."""
+    """Start a head node in a process group; yield the address for jobs."""
     gcs, dashboard, agent, client = free_ports(4)
-    # Short: Ray's socket paths below it must stay under 107 characters.
+    # Ray's socket paths below it must stay under 107 characters.
     temp = Path("/tmp") / f"raymm-head-{os.getpid()}"
     command = [
         RAY, "start", "--head", "--block", "--num-cpus", "4", "--port", str(gcs),
@@ -67,7 +67,7 @@ def ray_head(folder: Path, environment: dict[str, str]):
         assert head.poll() is None, (folder / "head.txt").read_text()
         yield f"http://127.0.0.1:{dashboard}"
     finally:
-        head.terminate()  # ends what it started
+        head.terminate()  # also stops its children
         try:
             head.wait(30)
         except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ def is_listening(port: int) -> bool:
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """The repository's code, which is what a working directory would hold."""
+    """Copy the repository's code, as a working directory."""
     folder = tmp_path / "checkout"
     for name in ("raymm", "actors", "scheduler", "kernels"):
         shutil.copytree(
@@ -112,12 +112,11 @@ def same_copy(inputs, output):
 
 
 class Jobs:
-    """``ray job`` on a cluster.
+    """Client of ``ray job`` on a cluster.
 
     Args:
-        address: of the cluster.
-        folder: the working directory of the jobs.
-        environment: of the command.
+        folder: working directory of the jobs.
+        environment: environment of the command.
     """
 
     def __init__(self, address: str, folder: Path, environment: dict[str, str]) -> None:
@@ -137,9 +136,9 @@ class Jobs:
         """Submit ``raymm train``.
 
         Args:
-            name: of the job.
-            options: of ``ray job submit``.
-            changes: of the configuration, with ``__`` for its dots.
+            name: name of the job.
+            options: options of ``ray job submit``.
+            changes: changes of the configuration, with ``__`` instead of dots.
         """
         sets = (
             part for key, value in changes.items()
@@ -152,7 +151,7 @@ class Jobs:
 
 
 def begin_long_job(jobs: Jobs, folder: Path, run: Path) -> None:
-    """A job that is given time to save when it is stopped."""
+    """Start a job that may save when it is stopped."""
     variables = {"env_vars": {JOB_STOP_VARIABLE: "120"}}
     (folder / "runtime.yaml").write_text(json.dumps(variables))
     jobs.train(
@@ -166,7 +165,7 @@ def begin_long_job(jobs: Jobs, folder: Path, run: Path) -> None:
 
 
 def stop_long_job(jobs: Jobs, run: Path) -> None:
-    """Nothing of it is lost."""
+    """Stop the job and check that no finished step is lost."""
     jobs("stop", "long")
     text = jobs("logs", "long")
     latest = CheckpointStore(run).latest()
@@ -182,7 +181,7 @@ def stop_long_job(jobs: Jobs, run: Path) -> None:
 def test_jobs_at_once_train_as_a_local_run_does_and_can_be_stopped(
     finished, inputs, checkout, tmp_path
 ):
-    """With token authentication; the job's code is the working directory's, on all nodes."""
+    """Use token authentication; all nodes run the code of the working directory."""
     values = settings(inputs, tmp_path / "run", 12)
     change(values, "run.checkpoint_every", 6)
     change(values, "run.log_every", 5)
@@ -202,8 +201,8 @@ def test_jobs_at_once_train_as_a_local_run_does_and_can_be_stopped(
         stop_long_job(jobs, tmp_path / "long")
     assert 1 < long_steps < len(curve(tmp_path / "long")) < LONG
     assert curve(tmp_path / "run") == curve(finished.path)
-    # A file: no bar that is drawn over itself, and no colours. (Ray's own lines have both tabs and
-    # colours.)
+    # Output to a file has no redrawn progress bar and no colours. (Ray's own lines have both tabs
+    # and colours.)
     own = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+\t.*$", "", text, flags=re.M)
     assert [char for char in own if not char.isprintable() and char != "\n"] == []
     assert re.findall(r"^step +(\d+)/12  loss", text, re.M) == ["5", "10", "12"]

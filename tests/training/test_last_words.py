@@ -1,4 +1,4 @@
-"""A run whose process is ended from outside has a sentence all the same."""
+"""Runs that are ended from outside still print a message."""
 
 import subprocess
 import sys

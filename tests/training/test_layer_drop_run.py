@@ -1,4 +1,4 @@
-"""``raymm train`` with an encoder from a folder that leaves out blocks in training."""
+"""``raymm train`` with an encoder that uses layer drop."""
 
 import math
 
@@ -24,8 +24,10 @@ def speech(tmp_path) -> str:
 def test_a_cut_encoder_with_layer_drop_trains_as_an_uncut_one(
     make_config, raymm, speech, tmp_path, ray_cluster
 ):
-    """Dropout, layers left out and masked frames are the same, also in copies, of which one may
-    have a gradient where the other has none; what differs is the order of sums over ranks."""
+    """Check that dropout, dropped layers and masked frames are identical, also in replicas.
+
+    A replica may have a gradient where another has none; only the order of sums over ranks differs.
+    """
     layouts = {"whole": {"ranks": [0]}, "cut": {"pp": 2, "ranks": [0, 1]},
                "copies": {"pp": 2, "dp": 2, "sharding": "zero1"}}  # fmt: skip
     curves = {}

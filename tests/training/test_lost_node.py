@@ -1,5 +1,7 @@
-"""A node is lost: its ranks go on elsewhere, from the copy that a neighbour has of their part of
-the snapshot, and the others stay."""
+"""Lost node: its ranks restart elsewhere from a neighbour's copy of their snapshot shard.
+
+The other ranks stay.
+"""
 
 import ast
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 
 from raymm.actors.placement.lost_nodes import REASON
 
-# Three nodes' servers, and as many ranks that import everything anew.
+# Timeout for three nodes' servers, and as many ranks that import all packages.
 PATIENCE_S = 300
 
 
@@ -27,7 +29,7 @@ def test_a_node_is_lost_and_the_run_goes_on_in_place(tmp_path):
     assert done.returncode == 0, said + done.stderr
     assert "as without: True" in said, said + done.stderr
     assert f"Ray was told: {REASON}" in said, said
-    # Of the node, or of the rank, which may be noticed first.
+    # The loss of the node or of the rank may be detected first.
     assert said.count("recovering in place") >= 1, said
     steps = ast.literal_eval(said.partition("steps: ")[2].splitlines()[0])
     assert steps[:4] == [1, 2, 3, 4] and steps[-1] == 8 and len(steps) <= 8 + 2, said

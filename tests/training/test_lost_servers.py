@@ -1,5 +1,7 @@
-"""Runs whose Ray loses one of its servers, killed for real: each ends with a sentence and the
-documented exit code, and leaves no process."""
+"""Runs that lose one of Ray's servers, which is really killed.
+
+Each ends with a message and the documented exit code, and leaves no process.
+"""
 
 import os
 import re
@@ -15,17 +17,17 @@ from raymm.storage.checkpoint import CheckpointStore
 
 PATIENCE_S = 240.0
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
-# After a lost GCS, Ray itself ends the driver with code 1 after a minute. No sentence of these is
-# printed by then.
+# After a lost GCS, Ray itself ends the driver with code 1 after a minute. raymm's message must be
+# printed earlier.
 BY_RAY = "Failed to connect to GCS within"
-# Ray ends the driver first, or raymm notices first.
+# Either Ray or raymm detects the loss first.
 ENDED = "ended without reporting|Ray server .raylet. does not listen|the Ray cluster has lost it"
 
 
-# Moments: lines of the log, and the first process of a rank, which is not connected yet.
+# Moments of the kill: log lines, or the first process of a rank before it is connected.
 STEP, WAITING, ACTORS = "\nstep ", "\nwaiting for nodes, ", "actors are created"
-# Processes that find no place. With every line on that, the driver's main thread asks Ray for the
-# nodes, which does not return without the GCS.
+# Requirements that no node satisfies. While it waits, the driver's main thread queries Ray for the
+# nodes, which blocks without the GCS.
 NO_ROOM = {"resources.cpus": 500, "run.wait_for_nodes_s": 600}
 NO_ANSWER = r"the Ray cluster's server \(GCS\) at .* has not answered for"
 

@@ -1,4 +1,4 @@
-"""The metrics file over restarts, and the report of a run."""
+"""Metrics file over restarts, and the report of a run."""
 
 import json
 import resource
@@ -65,7 +65,7 @@ def test_rows_stay_in_memory_while_the_disk_is_full(small_disk):
     assert read_metrics(path) == rows(1) and len(log.rows) == 3
     with pytest.raises(RunFileError, match="metrics.jsonl: No space left"):
         log.finish()
-    log.rewind(2)  # step 3 happens again
+    log.rewind(2)  # step 3 is repeated
     small_disk.empty()
     log.add(rows(3)[0])
     log.finish()
@@ -93,7 +93,7 @@ def test_rows_stay_in_memory_while_the_disk_is_read_only(small_disk):
 
 
 def test_a_row_that_is_written_in_part_is_taken_back(tmp_path):
-    """A limit on sizes of files stands for a disk with room for the beginning of a row."""
+    """Limit the file size, as if the disk had room for a part of a row."""
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.add(rows(1)[0])
@@ -113,7 +113,7 @@ def test_a_row_that_is_written_in_part_is_taken_back(tmp_path):
     b"\0" * 50, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}",
 ])  # fmt: skip
 def test_a_line_that_is_no_row_is_named_and_nothing_is_written(tmp_path, line):
-    """Left out of a log that goes on, it would be lost; only the last one may be cut off."""
+    """Stop, because a resumed log would lose the line; only the last line may be cut off."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(text := b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     with pytest.raises(ConfigError, match="line 2 is .*, which is not a row that raymm wrote"):
@@ -135,7 +135,9 @@ def plan():
 
 
 def measured(plan, factor):
-    """A program and what it would take if every operation took its stage's number of ms."""
+    """Return a program and a timeline in which every operation takes ``factor`` times its stage's
+    ms.
+    """
     program = lower(plan, [["vision"], ["vision"]])
     costs = {
         (stage.id, op): factor * (number + 1) / 1000
@@ -145,7 +147,7 @@ def measured(plan, factor):
 
 
 def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
-    """Three steps of factor 1, 1, 3: the last is shown, and predicted from those before it."""
+    """Run three steps of factors 1, 1, 3: the last is shown, and predicted from the first two."""
     report = RunReport(tmp_path, plan)
     for step, factor in enumerate((1, 1, 3), start=1):
         report.add(step, *measured(plan, factor))
@@ -163,7 +165,7 @@ def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
 
 
 def test_the_report_keeps_few_steps(plan, tmp_path):
-    """Steps long past do not count: the last ones took twice as long."""
+    """Check that only recent steps count: the last ones took twice as long."""
     report = RunReport(tmp_path, plan)
     for step in range(1, 3 * COST_STEPS):
         report.add(step, *measured(plan, 1 if step < 2 * COST_STEPS - 1 else 2))

@@ -1,4 +1,4 @@
-"""``raymm train`` with a mixture of experts whose config asks for its routers' loss."""
+"""``raymm train`` with a mixture of experts whose config requests a router loss."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_layouts_train_alike_and_loads_of_experts_are_written_down(
         rows = [row for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
         loads[name] = [row["expert_loads"] for row in rows]
         for row in rows:
-            # Two layers of four experts, of which every token has two.
+            # Two layers of four experts; every token uses two.
             assert [len(load) for load in row["expert_loads"].values()] == [4, 4]
             (tokens,) = {sum(load) for load in row["expert_loads"].values()}
             assert tokens % 2 == 0

@@ -1,4 +1,4 @@
-"""Runs under a multiplexed mapping: the numbers of the pipelined run, from the same commands."""
+"""Runs under a multiplexed mapping: the numbers of the pipelined run, by the same commands."""
 
 import re
 
@@ -28,7 +28,7 @@ PATIENCE_S = 240.0
 
 
 def tiny_model():
-    """Modules as those of the runs' configurations."""
+    """Return modules like those of the runs' configurations."""
     return public.MultimodalModule(
         {"vision": public.ModalityModule(SiglipVisionConfig(**without_type(SIGLIP)), "mlp")},
         LlamaConfig(**without_type(LLAMA)),
@@ -43,14 +43,14 @@ MAPPING = Mapping(2, 10, (
 
 @pytest.fixture
 def mapping(tmp_path):
-    """The encoder on a share of one GPU, the language model on both: a plan's file."""
+    """Write a plan with the encoder on a share of one GPU and the language model on both."""
     file = tmp_path / "mapped.json"
     file.write_text(public.plan_of_mapping(tiny_model(), MAPPING, 2).to_json())
     return str(file)
 
 
 def assert_close(run, other, exactly=0):
-    """Losses and learning rates of all steps; of the first ones to the last bit."""
+    """Check losses and learning rates of all steps; the first ones bitwise."""
     steps = list(zip(curve(run), curve(other), strict=True))
     assert len(steps) == STEPS and steps[:exactly] == [(one, one) for one, _ in steps[:exactly]]
     for mine, due in steps:
@@ -60,7 +60,7 @@ def assert_close(run, other, exactly=0):
 def test_a_run_its_resumption_and_its_export(
     finished, raymm, make_config, inputs, tmp_path, mapping
 ):
-    """Interrupted after five steps, gone on with without naming the mapping again."""
+    """Interrupt after five steps, and resume without the mapping option."""
     run = tmp_path / "run"
     heldout = str(inputs / "heldout.jsonl")
     config = make_config({"parallel": {}, "data.heldout": heldout, "run.eval_every": STEPS})
@@ -98,7 +98,7 @@ def test_a_run_its_resumption_and_its_export(
 def test_styles_go_on_from_each_others_checkpoints(
     finished, raymm, make_config, tmp_path, mapping
 ):
-    """Pipelined for eight steps, multiplexed for two, pipelined to the end."""
+    """Train pipelined for eight steps, multiplexed for two, pipelined to the end."""
     run = finished.copy_until(tmp_path / "run", 8)
     multiplexed = make_config({"parallel": {"plan": mapping}}, "multiplexed.yaml")
     code, text = raymm("train", multiplexed, "--set", "run.steps=10")
@@ -112,8 +112,10 @@ def test_styles_go_on_from_each_others_checkpoints(
 
 
 def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, mapping, ray_cluster):
-    """The process of a GPU is killed. The run names its rank and reaches the numbers of a run
-    without interruption, to the last bit: from a checkpoint, and in place from a snapshot."""
+    """Kill the process of a GPU; the resumed run equals an undisturbed one bitwise.
+
+    The message names the rank. It resumes from a checkpoint, and in place from a snapshot.
+    """
     values = settings(inputs, tmp_path / "run", STEPS)
     change(values, "parallel", {"plan": mapping})
     config = write_config(values, tmp_path / "whole.yaml")
@@ -122,7 +124,7 @@ def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, map
     kill = {"after": [3], "rank": 1}
     change(values, "run.callbacks", [{"killing_callbacks:KillRanks": kill}])
     code, text = raymm("train", write_config(values, tmp_path / "killed.yaml"))
-    # Process numbers do not follow ranks: they wrap around, and processes start at the same time.
+    # Process numbers are not in the order of ranks: they wrap around, and starts are concurrent.
     assert code == 0 and re.search(r"rank [01]\b.* died", text), text
     assert "restarting with new processes" in text
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
@@ -147,7 +149,7 @@ def test_options_of_pipelines_are_refused(raymm, make_config, tmp_path, mapping,
 def test_raymm_plans_in_the_style_that_is_asked_for(
     raymm, make_config, tmp_path, ray_cluster, style, said
 ):
-    """On CPUs, which have no quotas, modules take turns on whole devices."""
+    """Use CPUs, which have no quotas, so modules take turns on whole devices."""
     config = make_config({
         "parallel": {"style": style}, "planning.ranks": 2, "planning.degrees": "none",
         "run.steps": 1,
@@ -159,7 +161,7 @@ def test_raymm_plans_in_the_style_that_is_asked_for(
 
 
 def test_a_trainer_takes_a_mapping_and_batches_in_memory(ray_cluster, tmp_path):
-    """A batch, and microbatches of which one has no image; the first losses are the model's."""
+    """Train on batches with one microbatch without an image; the first losses are the model's."""
     model = tiny_model()
     torch.manual_seed(0)
     ids = torch.randint(5, 20, (3, 6))
@@ -180,7 +182,7 @@ def test_a_trainer_takes_a_mapping_and_batches_in_memory(ray_cluster, tmp_path):
 
 
 def without_type(values):
-    """Of a configuration of the file, what its class takes."""
+    """Return the arguments of a section's class."""
     return {name: value for name, value in values.items() if name != "model_type"}
 
 

@@ -1,4 +1,4 @@
-"""New tokens of whole models: rows that are the mean, trained in full or alone, and exported."""
+"""New tokens of VLMs: rows initialized with the mean, trained in full or alone, and exported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIED, UNTIED = "gemma3", "qwen2_5_vl"
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Samples of text that have two of the new tokens."""
+    """Return text samples with two of the new tokens."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text("".join(
         json.dumps({"messages": [
@@ -72,7 +72,7 @@ def ids_of(folder):
 
 
 def resized(kind):
-    """The model of a kind, resized by transformers, with the mean of its rows in new ones."""
+    """Return a model resized by transformers, with the mean of its rows in the new ones."""
     model = AutoModelForImageTextToText.from_pretrained(tiny(kind)[0])
     old = len(model.get_input_embeddings().weight)
     means = {
@@ -93,7 +93,7 @@ def batches(config):
 
 
 def loss_of(model, microbatches):
-    """A step's loss by the forward of transformers."""
+    """Return a step's loss by the forward of transformers."""
     total, count = torch.zeros(()), 0
     for batch in microbatches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -167,7 +167,7 @@ def test_full_steps_equal_a_model_resized_by_transformers(tmp_path, rows, kind):
 
 
 def with_hooks(model, old):
-    """What trains next to adapters: rows of the embedding and the head from ``old`` on."""
+    """Train, next to adapters, the rows of the embedding and the head from ``old`` on."""
     weights = {id(p): p for p in (
         model.get_input_embeddings().weight, model.get_output_embeddings().weight
     )}  # fmt: skip
@@ -189,7 +189,7 @@ def test_only_new_rows_train_next_to_adapters(tmp_path, rows, kind, layout):
     config = load_config(file)
     steps = batches(config)
     model, old = resized(kind)
-    # The same adapters, as raymm draws them, on a model with plain weights.
+    # The same adapters as raymm's, on a model with plain weights.
     fresh = build_model(load_config(file))
     assert isinstance(fresh, WholeModel)
     reference = fresh.materialize()
@@ -214,7 +214,7 @@ def test_only_new_rows_train_next_to_adapters(tmp_path, rows, kind, layout):
         optimizer.step()
         with torch.no_grad():
             for weight, values in zip(weights, before, strict=True):
-                weight[:old] = values  # weight decay has moved them
+                weight[:old] = values  # weight decay has changed them
         due.append(loss.item())
     assert losses(tmp_path) == pytest.approx(due, rel=1e-5)
 

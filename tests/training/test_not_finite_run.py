@@ -1,4 +1,4 @@
-"""Runs with samples that are not finite, or that learn so fast that nothing is."""
+"""Runs with non-finite samples, or with a learning rate that makes everything non-finite."""
 
 import json
 
@@ -14,7 +14,7 @@ ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": 
 
 @pytest.fixture
 def train(ray_cluster, make_config, raymm, tmp_path):
-    """Trains for so many steps in file order; returns exit code, text and metrics."""
+    """Return a function that trains in file order and returns exit code, output and metrics."""
 
     def run(steps, **changes):
         code, text = raymm("train", make_config({
@@ -28,7 +28,7 @@ def train(ray_cluster, make_config, raymm, tmp_path):
 
 
 def test_one_sample_is_named_and_counted_and_the_run_goes_on(train, tmp_path):
-    """With ``on_error`` as it is by default. Interrupted after the step: bit for bit the same."""
+    """Use the default ``on_error``; a resumed run is bitwise equal."""
     nan = {"data.modalities.vision.processor": "run_processors:image_or_nan"}
     code, text, rows = train(5, **nan)
     assert code == 0
@@ -45,14 +45,14 @@ def test_one_sample_is_named_and_counted_and_the_run_goes_on(train, tmp_path):
     ) in text
     assert "steps not applied in total: 2 of 5" in text
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
-    # The checkpoint due after step 2 is of step 3; the last step has one whatever it was.
+        json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are not valid JSON
+    # The checkpoint due after step 2 is of step 3; the last step always has one.
     assert [folder.name for folder in CheckpointStore(tmp_path / "run").committed()] == [
         "step-00000004", "step-00000005",
     ]
     whole, tensors = curve(tmp_path / "run"), checkpoint_tensors(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "whole")
-    for steps in (2, 5):  # goes on right after the step that was not applied
+    for steps in (2, 5):  # resume right after the skipped step
         code, text, rows = train(steps, **nan)
         assert code == 0
     assert curve(tmp_path / "run") == whole
@@ -61,7 +61,7 @@ def test_one_sample_is_named_and_counted_and_the_run_goes_on(train, tmp_path):
 
 
 def test_too_many_in_a_row_end_the_run(train, tmp_path):
-    """Parameters that have become so large that nothing is finite any more."""
+    """Use parameters so large that no result is finite."""
     code, text, rows = train(6, **{
         "optimizer.lr": 1e30, "optimizer.schedule": "constant", "run.max_skipped_steps": 3,
         "run.checkpoint_every": 1, "optimizer.warmup_steps": 0, "optimizer.total_steps": None,
@@ -70,7 +70,7 @@ def test_too_many_in_a_row_end_the_run(train, tmp_path):
     applied = ["not_applied" not in row for row in rows]
     assert applied[-3:] == [False] * 3 and len(rows) < 6
     assert "3 steps in a row were not applied" in text and "run.max_skipped_steps is 3" in text
-    # None of the good ones had to go for steps that changed nothing.
+    # No good checkpoint was removed for steps that changed nothing.
     latest = CheckpointStore(tmp_path / "run").latest()
     assert latest.name == f"step-{sum(applied):08d}" and str(latest) in text
 

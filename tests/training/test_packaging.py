@@ -1,4 +1,4 @@
-"""The same modules from an installed package and from a checkout that is not installed."""
+"""Modules of an installed package and of a checkout that is not installed are the same."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tiny_run import REPOSITORY
 
 pytestmark = pytest.mark.system
 PACKAGES = ("raymm", "actors", "scheduler", "kernels")
-# One module per package and subpackage, plus the console script's.
+# One module per package and subpackage, and the console script's module.
 IMPORTED = (
     "raymm.cli.main", "raymm.data", "raymm.draw", "raymm.actors.rank.rank_group",
     "raymm.actors.modules.cut", "raymm.scheduler.plan.plan", "raymm.kernels.cross_entropy",
@@ -22,8 +22,10 @@ IMPORTED = (
 
 
 def python(code: str, cwd: Path, path: Path) -> str:
-    """Output of a Python without site packages of its own (no editable install, no ``.pth``
-    file): ``path`` comes first, the dependencies' folder after it."""
+    """Return the output of a Python without site packages (no editable install, no ``.pth`` file).
+
+    ``path`` comes first, the dependencies' folder after it.
+    """
     libraries = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(
@@ -46,7 +48,7 @@ print(json.dumps({{name: importlib.import_module(name).__file__ for name in {IMP
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """The repository without what git ignores: building leaves folders behind."""
+    """Copy the repository without ignored files, as building leaves folders behind."""
     folder = tmp_path_factory.mktemp("copy")
     for name in PACKAGES:
         shutil.copytree(
@@ -83,7 +85,7 @@ def test_a_checkout_that_is_not_installed_imports_the_same_modules(copy, tmp_pat
 
 
 def test_import_raymm_is_quick(tmp_path):
-    """Neither Ray nor torch is imported before something needs it."""
+    """Check that Ray and torch are imported lazily."""
     code = "import raymm; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     assert python(code, tmp_path, REPOSITORY).strip() == "[]"
 

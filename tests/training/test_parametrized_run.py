@@ -1,4 +1,4 @@
-"""Live modules whose weights are computed in every forward: their runs go on, and are exported."""
+"""Live modules with parametrized weights: their runs resume, and are exported."""
 
 import shutil
 
@@ -23,7 +23,7 @@ STAGES = {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ra
 
 
 def model():
-    """A live SigLIP; every layer of its blocks is normed in another way."""
+    """Return a live SigLIP in which each layer of a block has another normalization."""
     torch.manual_seed(0)
     vision = SiglipVisionModel(SiglipVisionConfig(**without_type(SIGLIP)))
     for block in vision.encoder.layers:
@@ -84,7 +84,7 @@ def test_a_run_goes_on_and_is_exported_as_its_class_has_it(tmp_path, ray_cluster
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     inputs = batches(1)[0]["vision"]
     encoder = trained.encoders["vision"].module.eval()
-    assert has_parametrizations(encoder)  # the user's module is as it was
+    assert has_parametrizations(encoder)  # the user's module is unchanged
     due = encoder(**inputs).last_hidden_state
     assert torch.allclose(again.eval()(**inputs).last_hidden_state, due, atol=1e-5)
 

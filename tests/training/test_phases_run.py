@@ -1,4 +1,4 @@
-"""A run that freezes and unfreezes modules as it goes: bit for bit what its parts do."""
+"""Runs that freeze and unfreeze modules in phases: bitwise equal to separate runs."""
 
 import shutil
 
@@ -28,14 +28,14 @@ def test_phases(ray_cluster, raymm, make_config, tmp_path):
     code, text = raymm("generate", config, "--prompt", "what is this", "--max-tokens", "2")
     assert code == 0 and "> what is this\n" in text, text
 
-    # The first phase is what a run is that ends there.
+    # The first phase equals a run that ends there.
     plain = make_config(
         {**FROZEN, "run.steps": 2, "run.storage_path": str(tmp_path / "plain")}, "plain.yaml"
     )
     assert raymm("train", plain)[0] == 0
     assert curve(tmp_path / "plain") == whole[:2]
 
-    # What is trained changes, what is frozen does not, and what goes on keeps its moments.
+    # Trained modules change, frozen ones do not, and modules that stay trained keep their moments.
     states = [checkpoint_of(run, step) for step in (2, 4, 6)]
     first = "vision/module.encoder.layers.0.mlp.fc1.weight"
     last = "llm/module.model.layers.1.mlp.up_proj.weight"
@@ -47,7 +47,7 @@ def test_phases(ray_cluster, raymm, make_config, tmp_path):
               if f"optimizer/{n}/step" in s} for s in states]
     assert steps == [{last: 2, projector: 2}, {first: 2, projector: 4}, {first: 4, last: 2}]
 
-    # It goes on from any step, in whichever phase, bit for bit.
+    # It resumes bit for bit from any step of any phase.
     for kept in (2, 4):
         for folder in CheckpointStore(run).committed():
             if folder.name != f"step-{kept:08d}":
@@ -58,7 +58,7 @@ def test_phases(ray_cluster, raymm, make_config, tmp_path):
         assert set(again) == set(stored)
         assert all(again[name].equal(tensor) for name, tensor in stored.items())
 
-    # What trained until the checkpoint must be what the configuration says of its steps.
+    # The modules trained up to the checkpoint must match the configuration of its steps.
     for folder in CheckpointStore(run).committed():
         if folder.name != "step-00000004":
             shutil.rmtree(folder)
@@ -78,7 +78,7 @@ def checkpoint_of(run, step) -> dict[str, torch.Tensor]:
 
 
 def test_planned_anew(ray_cluster, raymm, make_config, tmp_path):
-    """Without layouts, each phase has a plan of its own."""
+    """Omit layouts, so that each phase has its own plan."""
     config = make_config({
         **FROZEN, "parallel": {}, "run.steps": 4, "at": {2: {"vision": "full"}},
     })
@@ -90,7 +90,7 @@ def test_planned_anew(ray_cluster, raymm, make_config, tmp_path):
 
 @pytest.mark.parametrize("base", [None, "int8"])
 def test_adapters(ray_cluster, raymm, make_config, inputs, tmp_path, base):
-    """They are frozen and trained again; what is under them never changes."""
+    """Freeze adapters and train them again; their base never changes."""
     llm = "model.language_model"
     run, lora = tmp_path / "run", {"lora": {"r": 2, "base": base}}
     code, text = raymm("train", make_config({
@@ -108,8 +108,7 @@ def test_adapters(ray_cluster, raymm, make_config, inputs, tmp_path, base):
 
 
 def test_replicas_that_come_and_go(ray_cluster, raymm, make_config, tmp_path):
-    """Each phase has as many as there is room for; there is for all, so it is a run with as many
-    in numbers."""
+    """Use as many replicas as there are resources for, which is all, in each phase."""
     many = {**FROZEN, "data.microbatches": 2, "run.steps": 4, "at": {2: {"vision": "full"}}}
     curves = []
     for name, dp in (("range", {"min": 1, "max": 2}), ("number", 2)):

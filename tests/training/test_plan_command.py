@@ -1,4 +1,4 @@
-"""``raymm plan``: plans, judges given plans, explains, measures."""
+"""``raymm plan``: plans, evaluates given plans, explains, measures."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def wide(monkeypatch):
 
 
 def table_rows(text):
-    """Rows of the printed table: one per stage."""
+    """Return the rows of the printed table: one per stage."""
     return [
         line.split() for line in text.splitlines()
         if re.match(r"(vision|audio|llm) +\d+(@\d+)? ", line)
@@ -44,7 +44,7 @@ def saved_plan(folder):
 
 @pytest.mark.system
 def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide, monkeypatch):
-    """Fewer ranks than the example has, as the search grows with them."""
+    """Plan for fewer ranks than in the example, as the search time grows with them."""
     from tiny_run import REPOSITORY
 
     monkeypatch.chdir(REPOSITORY)
@@ -69,7 +69,7 @@ def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide
 
 
 def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
-    """A 32B model in bf16 does not fit on three GPUs of 20 GiB."""
+    """Reject a 32B model in bf16 on three GPUs of 20 GiB."""
     from tiny_run import REPOSITORY
 
     monkeypatch.chdir(REPOSITORY)
@@ -132,12 +132,12 @@ def test_a_saved_plan_is_judged_again_and_refused_if_too_full(
         "plan", again, "--out", str(tmp_path / "c"), "--memory-gib", "0.0001"
     )
     assert code == 2 and "memory_limit is" in text and "rank 0 (vision.0, llm.0) needs" in text
-    assert len(table_rows(text)) == 3  # shown all the same
+    assert len(table_rows(text)) == 3  # shown nevertheless
     assert not (tmp_path / "c").exists()
 
 
 def test_measured_costs(raymm, make_config, tmp_path, wide):
-    """A profile made up: planning reads it as it reads a measured one."""
+    """Plan with a synthetic profile, which is read like a measured one."""
     layer = {
         "forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01,
         "activation_bytes": 10, "parameter_bytes": 10, "output_bytes": 10,
@@ -160,7 +160,7 @@ def test_measured_costs(raymm, make_config, tmp_path, wide):
     assert code == 0 and "measured costs of some CPU" in text
     profile = saved_plan(tmp_path / "a").profile
     assert profile.modules["llm"][0].forward == 0.01 and profile.tokens["llm"] == 20
-    # 20 tokens per sample, of which the measured microbatch has two
+    # 20 tokens per sample, while the measured microbatch has two
     code, text = raymm(*arguments, "--tokens", "llm=20", "--out", str(tmp_path / "b"))
     assert code == 0
     assert saved_plan(tmp_path / "b").profile.modules["llm"][0].forward == 0.05
@@ -222,7 +222,7 @@ def test_measure_runs_the_best_and_keeps_the_fastest(
     times = {line.strip().startswith("*"): float(line.split()[-2]) for line in measured}
     assert times[True] == min(times.values())
     assert saved_plan(out).num_ranks == 2
-    assert set(ended_actors()) == {"DEAD"}  # some were started, and none is left
+    assert set(ended_actors()) == {"DEAD"}  # some were started, and all have ended
 
 
 def test_only_plans_that_run_differently_are_measured():
@@ -248,8 +248,7 @@ def test_tokens_are_module_and_number():
 
 
 def test_degrees_are_searched_shown_and_saved(raymm, make_config, tmp_path, wide):
-    """Without degrees a plan is pipelines; with them it is never slower, and its ranks are
-    several processes where that was asked for."""
+    """Check that searched degrees are never slower than a pipeline, and use more processes."""
     config = make_config({"parallel": None, "data.microbatches": 2})
     seconds = {}
     for degrees in ("none", "auto", "llm.tp=2,vision.dp=2"):

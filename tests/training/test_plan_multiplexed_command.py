@@ -38,7 +38,7 @@ MULTIPLEXED = "--style", "multiplexed"
 
 
 def printed_seconds(text: str) -> float:
-    """Of "predicted ... per iteration"."""
+    """Return the seconds of "predicted ... per iteration"."""
     number, unit = re.search(r"predicted ([\d.]+) (s|ms|µs) per iteration", text).groups()
     return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
 
@@ -53,9 +53,9 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
     plan = Plan.from_json((out / "plan.json").read_text())
     assert plan.num_ranks <= 4 and plan.schedule == "slots" and plan.num_microbatches == 1
     assert plan.replicas("vision")[0][0].slot < plan.replicas("llm")[0][0].slot
-    # What it is predicted by is in the file, and gives what is printed.
+    # The file contains the performance model, which gives the printed prediction.
     assert step_timeline(plan, Network()).makespan <= printed_seconds(text) * 1.01
-    # The standard run has two microbatches; what `raymm train` says of that, this says before.
+    # The standard run has two microbatches; the message is that of `raymm train`.
     assert "train it with data.microbatches: 1" in text
     for part in ("multiplexed (estimates)", "stage ms", "quota", "found by auto", "not measured",
                  "interference: estimated from shares of the memory bandwidth"):  # fmt: skip
@@ -81,7 +81,7 @@ def test_what_the_page_plans_is_what_it_trains(
     settings = [word for before, word in itertools.pairwise(train) if before == "--set"]
     settings = load_config(config, settings)
     assert build_plan(settings, build_model(settings)).schedule == "slots"
-    # What a mapping has no use for is not left unread.
+    # Options that a mapping ignores are rejected.
     for overrides, words in (
         (["parallel.style=multiplexed", "parallel.schedule=gpipe"],
          "parallel.schedule is 'gpipe', but parallel.style is 'multiplexed'"),
@@ -118,7 +118,7 @@ def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wi
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "plan.json", "plan.png", "plan_schedule.png"
     ]
-    # One line says what runs, and one per module where, and what else would have cost.
+    # One line names the selected style, and one line per module its devices and alternatives.
     found = re.search(r"^auto: .* per step \(all simulated.*plans tried\)$", text, re.M)
     assert found, text
     for module in ("vision", "llm"):
@@ -126,7 +126,7 @@ def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wi
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ((), "on 2 GPUs, multiplexed"),  # as many as the layouts have, though nobody says so
+    ((), "on 2 GPUs, multiplexed"),  # as many as in the layouts, without an option
     (("--ranks", "8"), "ranks is 8, but the given plan (parallel) is for 2"),
     (("--layouts", "colocated"), "--layouts is for plans that raymm makes"),
     (("--style", "multiplexed", "--ranks", "2"), "layouts (parallel) are for a pipelined plan"),
@@ -171,7 +171,7 @@ def test_refusals(raymm, make_config, wide, tmp_path, no_ray, options, text):
 
 @pytest.fixture
 def no_ray(monkeypatch):
-    """Nothing of this starts Ray."""
+    """Fail if Ray is started."""
     import ray
 
     def refuse(*arguments, **options):

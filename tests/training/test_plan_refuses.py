@@ -1,8 +1,8 @@
-"""``raymm plan`` refuses the layouts that ``raymm train`` refuses, in the same words."""
+"""``raymm plan`` rejects the layouts that ``raymm train`` rejects, with the same messages."""
 
 import pytest
 
-# Settings on top of a good configuration, and a part of the refusal.
+# Changes of a good configuration, and a part of the message.
 WRONG = {
     "heads that do not divide": (["parallel.language_model={tp: 3}"], "accepted: divisors of"),
     "heads of an encoder": (["parallel.encoders={vision: {tp: 8}}"], "tp of 'vision' is 8"),

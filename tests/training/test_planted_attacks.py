@@ -1,5 +1,7 @@
-"""What somebody plants in a model's folder or in a checkpoint is never run: a pickle that would
-make a folder, with names, sizes and checksums that fit."""
+"""Malicious files in a model's folder or in a checkpoint never run.
+
+The attack is a pickle that would create a folder, with matching names, sizes and checksums.
+"""
 
 import os
 import pickle
@@ -14,7 +16,7 @@ from raymm.storage.manifest import FileEntry, read_manifest, write_manifest
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = str(marker)
@@ -25,7 +27,7 @@ class Bomb:
 
 @pytest.fixture
 def marker(tmp_path):
-    """A folder that is there once something was unpickled: shown for a pickle that is read."""
+    """Return a folder that exists after an unpickling, as shown for a pickle that is loaded."""
     shown = tmp_path / "shown"
     pickle.loads(pickle.dumps(Bomb(shown)))
     assert shown.is_dir()
@@ -65,6 +67,6 @@ def test_a_manifest_names_files_beside_it_only(finished, tmp_path, name):
     manifest = read_manifest(checkpoint)
     entry = next(iter(manifest.files.values()))
     forged = manifest.model_copy(update={"files": {**manifest.files, name: entry}})
-    write_manifest(checkpoint, forged)  # with a checksum of its own that fits
+    write_manifest(checkpoint, forged)  # with a matching checksum
     with pytest.raises(CheckpointError, match="accepted: NAME.safetensors, without folder"):
         read_manifest(checkpoint)

@@ -1,4 +1,4 @@
-"""A run on pairs of answers: it goes on bit for bit, and learns which answer is better."""
+"""Run on pairs of answers: it resumes bit for bit, and learns which answer is better."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from raymm.storage.checkpoint import CheckpointStore
 
 @pytest.fixture
 def changes(inputs, tmp_path):
-    """Adapters on a language model beside a frozen tower: the answer of every prompt is known."""
+    """Return settings: adapters on a language model, frozen tower, known answers."""
     for name in ("train", "heldout"):
         rows = [json.loads(line) for line in (inputs / f"{name}.jsonl").read_text().splitlines()]
         for row in rows:
@@ -36,7 +36,7 @@ def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
     code, text = raymm("train", config)
     assert code == 0, text
     whole, losses = curve(run), [row["heldout_loss"] for row in heldout_rows(run)]
-    # Adapters begin as nothing: the model is its reference, and log 2 the loss of a pair.
+    # Adapters are initially zero: the model equals its reference, and the loss of a pair is log 2.
     assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[-1] < losses[0]
     first, *_, last = heldout_rows(run)
     assert first["heldout_rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -54,7 +54,7 @@ def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
 
 
 def test_a_run_that_trains_all_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
-    """Its reference is what it was at its beginning, also after it went on."""
+    """Check that the reference is the initial model, also after a resumption."""
     full = {
         "model.language_model.train": "full", "model.encoders.vision.projector_train": "full",
         "model.loss": {"dpo": {"beta": 0.5, "reference": "initial"}},
@@ -81,7 +81,7 @@ def test_a_run_that_trains_all_goes_on(ray_cluster, raymm, changes, make_config,
 
 
 def test_what_is_written_of_pairs(ray_cluster, raymm, changes, make_config, tmp_path):
-    """Evaluations say of the same pairs what the held-out loss does, and the best is kept."""
+    """Check that evaluations of pairs equal the held-out loss, and that the best one is kept."""
     asked = {
         "every": 3, "generate": {"max_tokens": 4}, "best": "rewards/margins",
         "metrics": ["anls", "preference_loss", "rewards/margins", "rewards/accuracies"],

@@ -1,4 +1,4 @@
-"""``raymm profile`` on a tiny run: what it writes and prints, and what it refuses."""
+"""``raymm profile`` on a tiny run: written files, output, and rejected input."""
 
 import json
 
@@ -18,7 +18,7 @@ from raymm.scheduler.costs.layer_costs import layer_work
 
 @pytest.fixture
 def profiled(raymm, make_config, tmp_path, ray_cluster):
-    """Runs the command once and returns its config, output and table."""
+    """Run the command once; return its config, output and table."""
     config = make_config({"model.encoders.vision.train": "frozen"})
     target = tmp_path / "new" / "profile.json"
     code, output = raymm(
@@ -42,7 +42,7 @@ def test_it_measures_saves_prints_and_draws(profiled):
     for layers in profile.modules.values():
         assert all(layer.forward > 0 and layer.backward_input > 0 for layer in layers)
         assert all(layer.activation_bytes > 0 for layer in layers)
-    # The frozen rules are applied by the planner, not by the measurement.
+    # The planner applies the rules for frozen modules, not the measurement.
     assert layer_work(graph, profile)["vision"][0].backward == 0
     assert profile.modules["vision"][0].backward_input > 0
 

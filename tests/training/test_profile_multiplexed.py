@@ -1,4 +1,4 @@
-"""``raymm profile --multiplex`` on a CPU: real modules in a real actor, and what it refuses."""
+"""``raymm profile --multiplex`` on a CPU: real modules in a real actor, and rejected input."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     assert [s.name for s in surfaces] == ["vision", "llm"]
     for surface in surfaces:
         assert surface.degrees == tuple(d for d in (1, 2, 4) if d <= batch)
-        # The file itself says that no part of a device was measured.
+        # The file itself records that no share of a device was measured.
         assert surface.quotas == (10,) and surface.bandwidth == (0.0,)
         assert all(row[0] > 0 for row in surface.seconds)
         assert list(surface.memory_bytes) == sorted(surface.memory_bytes, reverse=True)
@@ -109,7 +109,7 @@ def test_resized_microbatches_keep_items_with_their_rows(samples):
 
 
 def made_up(model, monkeypatch):
-    """A profile of an H100 whose times are made up: what is done with them, without a GPU."""
+    """Return a profile of an H100 with synthetic times, to process it without a GPU."""
     import raymm.profiling.surfaces as subject
 
     work = _Work(model, {}, 4, 2, 10, 1, "bf16", "cuda", RankResources(gpus=1.0), 1, 8)
@@ -175,7 +175,7 @@ def test_what_becomes_of_colocations(make_config, monkeypatch):
 
 
 def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
-    """An H100 has 16 groups: 0.7 of it alone would be 12, and is 11 beside 0.3."""
+    """Use an H100's 16 groups: a quota of 0.7 alone would have 12, and has 11 next to 0.3."""
     backend = RecordingBackend(Multiprocessors())
     runs = []
 
@@ -192,7 +192,7 @@ def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
 
         def iterations(self, count):
             runs.append((self.name, count))
-            # The second time it is beside the other.
+            # The second run is next to the other module.
             return Clock(), 0.0, count * [2.0, 3.0][runs.count((self.name, count)) - 1]
 
         def forget(self):
@@ -213,8 +213,10 @@ def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
 def test_a_profile_of_layers_serves_both_styles(
     raymm, make_config, tmp_path, ray_cluster, monkeypatch
 ):
-    """Surfaces are then estimates, scaled to the layers; on one device with one microbatch both
-    styles take what the layers take."""
+    """Estimate surfaces by scaling to the layers.
+
+    On one device with one microbatch, both styles take as long as the layers.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     config = make_config({"data.microbatches": 1, "parallel": {}})
     profile = tmp_path / "profile.json"

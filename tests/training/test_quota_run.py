@@ -11,8 +11,10 @@ QUOTAS = {"parallel.encoders.vision.quota": 0.25, "parallel.language_model.quota
 
 
 def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path):
-    """The encoder beside the first of the language model's stages, to the last bit; the plan that
-    the run leaves has the quotas, of the shared rank only."""
+    """Colocate the encoder with the first language model stage; losses are bitwise equal.
+
+    The saved plan has the quotas, of the shared rank only.
+    """
     code, text = raymm("train", make_config(QUOTAS))
     assert code == 0, text
     run = tmp_path / "run"
@@ -25,7 +27,7 @@ def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path)
 
 
 def test_a_layout_with_quotas_is_judged(make_config, raymm, no_new_actors, tmp_path):
-    """Predicted, shown, saved; what is saved is read again."""
+    """Check that the layout is predicted, shown and saved, and that the saved file is read."""
 
     def plan(config, folder):
         code, text = raymm("plan", config, "--device", "H100", "--out", str(folder))

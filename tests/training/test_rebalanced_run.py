@@ -1,5 +1,7 @@
-"""A run with one slow copy of its encoder: rebalanced, killed, and gone on with; with copies that
-have microbatches to themselves, and with ones that share each by samples."""
+"""Run with one slow replica of its encoder: rebalanced, killed, and resumed.
+
+Replicas either take whole microbatches, or share each microbatch by samples.
+"""
 
 import json
 import shutil
@@ -27,7 +29,7 @@ MAPPING = Mapping(2, 10, (
 
 @pytest.fixture
 def rebalanced(make_config, tmp_path):
-    """Makes configurations of a run with two copies of its encoder, one of them slow."""
+    """Return a function that writes configurations with two encoder replicas, one of them slow."""
     save_rows(tmp_path, "train", ROWS, seed=5)
 
     def make(changes=None):
@@ -52,16 +54,16 @@ def rebalanced(make_config, tmp_path):
 
 
 def parts_of(row):
-    """Samples of every copy of the encoder in a step."""
+    """Return the samples of every replica of the encoder in a step."""
     parts = row["microbatches"]
     if len(parts) > 1:
         return parts
-    half = len(parts[0]) // 2  # they share it
+    half = len(parts[0]) // 2  # shared by samples
     return [parts[0][:half], parts[0][half:]]
 
 
 def images(row):
-    """Images of every copy; a row in four has none."""
+    """Return the images of every replica; one row in four has none."""
     return [sum(int(one.split("-")[1]) % 4 > 0 for one in part) for part in parts_of(row)]
 
 
@@ -82,7 +84,7 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
     log = [json.loads(line) for line in (run.run / "rebalancing.jsonl").read_text().splitlines()]
     decision = log[0]["decision"]
     assert log[0]["step"] == EVERY and decision["epoch"] == 0 and log[0]["gain"] > 0.02
-    # Counted from 0: steps up to EVERY are taken, some more were handed out already.
+    # Counted from 0: steps up to EVERY are done, some more were already distributed.
     assert EVERY <= decision["step"] <= EVERY + 4
     one, other = decision["costs"]["copies"]["vision"]
     slow, fast = (0, 1) if one > other else (1, 0)
@@ -96,12 +98,12 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
     if split == "microbatches":
         assert all(abs(parts[slow] - parts[fast]) <= 1 for parts in earlier)
         assert later and all(parts[slow] < parts[fast] - 1 for parts in later)
-    else:  # of as many samples, all that have no image
+    else:  # the same number of samples, all without an image
         full = [len(parts_of(row)[fast]) == images(row)[fast] for row in before]
         assert later and all(full[decision["step"] :]) and not all(full[: decision["step"]])
 
-    # Going on from a checkpoint before that takes the same decision, whatever is slow now. How far
-    # the run came meanwhile depends on the machine.
+    # A run resumed from an earlier checkpoint takes the same decision, whichever replica is slow
+    # now. The number of steps in between depends on the machine.
     for checkpoint in CheckpointStore(run.run).committed():
         if read_manifest(checkpoint).step > decision["step"]:
             shutil.rmtree(checkpoint)
@@ -124,7 +126,7 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
         and one["step_s"][how] > 0
         for one in costs if "efficiency" in one for how in ("predicted", "measured")
     )
-    # What benchmarks/RESULTS.md has of this run; `pytest -rP` shows it.
+    # The figures of this run in benchmarks/RESULTS.md; `pytest -rP` shows them.
     print("copies", one, other, "gain", log[0]["gain"], "error", log[0]["error"])
     for row in read_metrics(run.run / "metrics.jsonl"):
         if "balance" in row:

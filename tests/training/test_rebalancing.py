@@ -1,4 +1,4 @@
-"""Rebalancing without processes: steps of a plan take what a truth says, and it drifts."""
+"""Rebalancing without processes: steps of a plan take times from true costs, which drift."""
 
 import json
 from collections import deque
@@ -29,7 +29,7 @@ from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.simulate import simulate
 
 EVERY = 10
-AHEAD = 3  # steps that a loader has asked for beyond the one in use
+AHEAD = 3  # prefetched steps of a loader
 COUNT = 1500
 EVEN = MeasuredCosts({"vision": ModuleCost(0, 0.01), "text": ModuleCost(0.02, 0.01)})
 SLOW = MeasuredCosts(EVEN.modules, {"text": (0.7, 1.3)})
@@ -43,7 +43,7 @@ def sizes():
 
 @pytest.fixture
 def plan():
-    """An encoder, and a language model in two copies."""
+    """Return a plan of an encoder and two replicas of a language model."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
     )
@@ -54,7 +54,7 @@ def plan():
 
 
 class SimulatedRun:
-    """A run from a state on; what its steps really take is a function of their number."""
+    """Run from a state on; the true time of a step is a function of its number."""
 
     def __init__(self, folder, plan, truth, state=None, step=0, gain=0.02):
         self.plan, self.truth, self.step = plan, truth, step
@@ -99,7 +99,7 @@ class SimulatedRun:
 
 
 def drifting(step):
-    """The second copy gets slow after step 25."""
+    """Slow down the second replica after step 25."""
     return SLOW if step > 25 else EVEN
 
 
@@ -133,7 +133,7 @@ def test_a_copy_that_gets_slow_is_noticed_and_spared(plan, tmp_path):
 
 @pytest.mark.parametrize(("killed", "checkpoint"), [(44, 20), (44, 42), (31, 0), (58, 39)])
 def test_after_a_kill_all_is_repeated_whatever_is_measured_now(plan, tmp_path, killed, checkpoint):
-    """The same samples up to where the run was, and no look that it had made is made again."""
+    """Check that the same samples and decisions are repeated up to the point of the kill."""
     first = SimulatedRun(tmp_path, plan, drifting).run(killed)
     log = first.log(tmp_path)
     state = first.taken[checkpoint - 1][1] if checkpoint else None
@@ -143,7 +143,7 @@ def test_after_a_kill_all_is_repeated_whatever_is_measured_now(plan, tmp_path, k
     again.run(killed - checkpoint)
     assert again.taken == first.taken[checkpoint:]
     assert again.log(tmp_path) == log
-    # From there on it decides for itself: what was slow is not any more.
+    # From there on it decides again: the slow replica has recovered.
     again.run(40)
     more = again.log(tmp_path)[len(log) :]
     assert [row["step"] % EVERY for row in more] == [0] * len(more) and len(more) >= 3
@@ -198,7 +198,7 @@ def test_where_it_is_asked_for(make_config, plan, tmp_path):
 
 
 def test_a_slow_copy_of_shared_microbatches_gets_the_lighter_samples(tmp_path):
-    """Two copies of a language model have half of every microbatch; one gets slow."""
+    """Slow down one of two replicas of a language model that share every microbatch."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
     )

@@ -1,4 +1,4 @@
-"""A run whose processes are lost goes on in those that are left, bit for bit."""
+"""Run whose processes are lost continues in the remaining ones, bit for bit."""
 
 import random
 
@@ -25,7 +25,7 @@ def calls():
 def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
     finished, make_config, raymm, tmp_path, calls, inputs
 ):
-    """Ranks, one of them before the first checkpoint, and a data worker."""
+    """Kill ranks, one of them before the first checkpoint, and a data worker."""
     step, rank = random.randrange(7, STEPS - 2), random.randrange(2)
     run = tmp_path / "killed"
     code, text = raymm("train", make_config({
@@ -50,7 +50,7 @@ def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
 def test_a_shortage_that_lasts_ends_the_run_after_its_retries(
     make_config, raymm, ray_cluster, monkeypatch
 ):
-    """Started again, the run may find what it lacked."""
+    """Check that the run retries, as the resource may become available."""
     monkeypatch.setattr(failure_policy, "RETRY_WAITS_S", (0.0, 0.1, 0.2))
     code, text = raymm("train", make_config({
         "model.encoders.vision.preprocess": "killing_callbacks:has_no_memory_in_ranks",
@@ -65,8 +65,10 @@ def test_a_shortage_that_lasts_ends_the_run_after_its_retries(
 
 
 def test_shortages_that_pass_change_no_loss(finished, make_config, raymm, tmp_path):
-    """A rank that cannot start a thread, and a data worker that may open no file, once each. The
-    sample whose file was not opened is not left out."""
+    """Fail once to start a thread in a rank, and to open a file in a data worker.
+
+    The sample of that file is not skipped.
+    """
     make_faults_again()
     run = tmp_path / "short"
     code, text = raymm("train", make_config({

@@ -1,4 +1,4 @@
-"""A run goes on by itself after its processes were lost, and knows when not to."""
+"""Run restarts automatically after its processes were lost, up to its limits."""
 
 import random
 import signal
@@ -30,7 +30,7 @@ def calls():
 
 @pytest.fixture
 def killed_while_it_restores(monkeypatch):
-    """Kills a rank in the first attempt that has a checkpoint to restore, while it does."""
+    """Kill a rank while the first attempt with a checkpoint restores it."""
     ranks = [0]
 
     def restore_and_lose(*arguments):
@@ -45,13 +45,15 @@ def killed_while_it_restores(monkeypatch):
 def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
     finished, make_config, raymm, tmp_path, calls
 ):
-    """A rank before there is a checkpoint, a data worker, a rank while it restores, and a rank at
-    any step, whether its checkpoint is fresh or not."""
+    """Kill a rank before the first checkpoint, a data worker, a restoring rank, and any rank.
+
+    The last rank is killed at any step, whether or not its checkpoint is recent.
+    """
     step, rank = random.randrange(7, STEPS - 2), random.randrange(2)
-    run = tmp_path / "started-anew"  # a name that no other test counts restarts of
+    run = tmp_path / "started-anew"  # no other test counts restarts of this name
     code, text = raymm("train", make_config({
         "run.storage_path": str(run), "run.max_failures": 4,
-        # Else what is killed right after a step may have taken that step's checkpoint with it.
+        # Otherwise a kill right after a step may interrupt that step's checkpoint.
         "run.asynchronous_checkpoints": False, "run.callbacks": [
             {KILL: {"after": [1, step], "rank": rank}},
             {KILL_WORKER: {"after": [3]}}, "watching_callbacks:Recorder",
@@ -61,7 +63,7 @@ def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
     assert "failure 4 of at most 4 (run.max_failures); restarting" in text
     assert curve(run) == curve(finished.path), (step, rank)
     told = [(kind, value) for kind, value in calls if kind in ("start", "restart", "end")]
-    # Whom a restart failed before it began is told of the next one.
+    # A callback that misses a failed restart is called for the next one.
     assert [kind for kind, _ in told] == ["start", "restart", "restart", "restart", "end"]
     restarts = [value for kind, value in told if kind == "restart"]
     assert [restart.number for restart in restarts] == [1, 3, 4]
@@ -76,11 +78,11 @@ def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
 
 
 def test_signals_end_the_wait_for_room(make_config, raymm, tmp_path, ray_cluster):
-    """Others have taken the place of a rank that was killed."""
+    """Occupy the resources of a rank that was killed."""
     code, text = raymm("train", make_config({
         "run.callbacks": [{KILL: {"after": [3], "take_cpus": True}}],
         "run.wait_for_nodes_s": 600, "parallel": ONE_RANK, "resources": {"cpus": 1},
-        "run.asynchronous_checkpoints": False,  # there is one of step 2
+        "run.asynchronous_checkpoints": False,  # so that step 2 has a checkpoint
     }))
     assert code == 128 + signal.SIGINT, text
     latest = CheckpointStore(tmp_path / "run").latest()

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint gives the numbers of a run that was never interrupted."""
+"""A resumed run has the numbers of an uninterrupted one."""
 
 import pytest
 import torch
@@ -38,8 +38,10 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
 def test_another_layout_goes_on_from_the_same_checkpoint(
     finished, raymm, make_config, tmp_path, layout
 ):
-    """Other stages, two copies of the language model, or processes with pieces of parameters:
-    the same parameters and optimizer state, other rounding."""
+    """Resume with other stages, two language model replicas, or sharded parameters.
+
+    Parameters and optimizer state are the same, rounding differs.
+    """
     run = finished.copy_until(tmp_path / "run", 8)
     config = make_config({"parallel": layout})
     code, _ = raymm("train", config)
@@ -59,8 +61,10 @@ def test_another_layout_goes_on_from_the_same_checkpoint(
 def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
     finished, raymm, make_config, tmp_path, pieces
 ):
-    """Written by processes with pieces of parameters, whose optimizer state is at one of several
-    holders; read under the standard layout, and exported."""
+    """Save sharded parameters, whose optimizer state is at one of several owners.
+
+    The checkpoint is read under the standard layout, and exported.
+    """
     run = tmp_path / "run"
     code, _ = raymm("train", make_config({"parallel": pieces}), "--set", "run.steps=5")
     assert code == 0
@@ -82,8 +86,10 @@ def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
 
 
 def test_rows_after_the_checkpoint_happen_again_once(finished, raymm, make_config, tmp_path):
-    """Rows of steps 11 and 12 are there, but the checkpoint is of step 10; beside it lies a torn
-    one, as a crash in the middle of writing leaves it."""
+    """Resume from step 10 with rows of steps 11 and 12, and with a torn checkpoint.
+
+    The torn checkpoint is left by a crash in the middle of a save.
+    """
     run = finished.copy_until(tmp_path / "run", 10)
     torn = run / "checkpoints" / "step-00000012"
     torn.mkdir()
@@ -92,7 +98,7 @@ def test_rows_after_the_checkpoint_happen_again_once(finished, raymm, make_confi
     code, text = raymm("train", make_config())
     assert code == 0 and f"removed {torn}, which was never committed" in text
     assert curve(run) == curve(finished.path)
-    assert [row["step"] for row in heldout_rows(run)] == [0]  # that of step 12 was dropped
+    assert [row["step"] for row in heldout_rows(run)] == [0]  # the row of step 12 was dropped
     assert_same_state(run, finished.path)
 
 
@@ -130,7 +136,7 @@ def test_a_corrupt_shard_is_named_before_anything_starts(
 
 
 def test_packing_changes_nothing_but_rounding(finished, raymm, make_config, tmp_path):
-    """Samples packed into sequences of documents, from the second half of the run on."""
+    """Pack samples into sequences of documents in the second half of the run."""
     run = finished.copy_until(tmp_path / "run", 8)
     code, _ = raymm("train", make_config({"model.packing": True}))
     assert code == 0
@@ -139,8 +145,7 @@ def test_packing_changes_nothing_but_rounding(finished, raymm, make_config, tmp_
 
 
 def test_running_statistics_go_on(raymm, make_config, inputs, tmp_path, ray_cluster):
-    """Of a trained encoder that any rank can make again from its factory: what it has counted is
-    in checkpoints all the same."""
+    """Resume a trained encoder from a factory: its batch counts are in checkpoints."""
     config = make_config({
         "model.encoders.vision": {
             "factory": "run_processors:CountingCnn", "hidden_size": 8, "projector": "mlp",

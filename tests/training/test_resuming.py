@@ -1,4 +1,4 @@
-"""A run that goes on is compared with the run that its checkpoint is of, both ways."""
+"""A resumed run is compared with the run that wrote its checkpoint, in both directions."""
 
 import functools
 import json
@@ -25,18 +25,18 @@ from raymm.storage.run_description import describe_run
 
 @pytest.fixture
 def folder(inputs, tmp_path):
-    """What runs read, of this test alone."""
+    """Return a folder of inputs for one test."""
     return shutil.copytree(inputs, tmp_path / "inputs", dirs_exist_ok=True)
 
 
 @pytest.fixture
 def described(folder, tmp_path):
-    """The description of a run whose configuration has some other values."""
+    """Return a function that describes a run with changed values of the configuration."""
 
     def describe(changes=None):
         values = settings(folder, tmp_path / "run", 12)
         change(values, "data.heldout", str(folder / "heldout.jsonl"))
-        change(values, "run.precision", "fp32")  # what "auto" is on this device
+        change(values, "run.precision", "fp32")  # the value of "auto" on this device
         for path, value in (changes or {}).items():
             change(values, path, value)
         config = load_config(write_config(values, tmp_path / "described.yaml"))
@@ -52,7 +52,7 @@ def manifest_of(run):
 
 
 def compared(tmp_path, was, now, allowed=()):
-    """What is said; or what is refused."""
+    """Return the messages, or the rejection."""
     try:
         return compare(tmp_path, manifest_of(was), now, allowed), ""
     except CheckpointError as error:
@@ -66,7 +66,7 @@ def test_nothing_is_said_of_the_same_run(described, tmp_path):
 
 
 def test_policies_of_raymm_are_of_no_file(described, tmp_path):
-    """Checkpoints of before say where they were; files move."""
+    """Check that earlier checkpoints, which record file paths, are compared without them."""
     now = described({"model.merge": {"vision": "<image>"}})
     assert now["model.merge"]["name"] == "raymm:ReplaceTokens"
     filed = "raymm.actors.modules.merge:ReplaceTokens"
@@ -78,7 +78,7 @@ def test_policies_of_raymm_are_of_no_file(described, tmp_path):
 
 LLM = "model.language_model"
 
-# Per case: what is changed, the field that `run.allow_changes` names, what the error says of it.
+# Per case: changes, the field for `run.allow_changes`, and a part of the error.
 REFUSED = {
     "seed": ({"run.seed": 4}, "run.seed", "run.seed is 4, was 3"),
     "order": ({"data.seed": 1}, "data.seed", "data.seed is 1, was 0"),
@@ -134,7 +134,7 @@ def test_what_may_not_change_is_refused_with_old_and_new(described, tmp_path, ca
     assert "set another run.storage_path to start a new run" in error
     _, back = compared(tmp_path, now, was)
     assert back
-    if field is None:  # no option helps: something would be lost, or made up
+    if field is None:  # no option helps: something would be lost, or invented
         assert "allow_changes" not in error and "raymm export" in error
         assert compared(tmp_path, was, now, ["model.parameters", "model.*"])[1]
         return
@@ -144,7 +144,7 @@ def test_what_may_not_change_is_refused_with_old_and_new(described, tmp_path, ca
 
 
 def test_adapters_without_rslora_resume_from_earlier_versions(described, tmp_path):
-    """Their checkpoints have no field of that name."""
+    """Check earlier checkpoints, which lack the field."""
     was = described({f"{LLM}.train": {"lora": {"r": 2}}})
     assert "model.llm.lora.use_rslora" not in was and "model.llm.lora.r" in was
     now = described({f"{LLM}.train": {"lora": {"r": 2, "use_rslora": True}}})
@@ -175,14 +175,14 @@ def test_what_may_change_is_said_with_old_and_new(described, tmp_path, changes, 
 
 
 def function(body):
-    """A function that a file of the user's would define."""
+    """Return a function as a user's file would define it."""
     names = {"torch": torch, "numpy": numpy, "functools": functools}
     exec(f"f = {body}", names)
     return names["f"]
 
 
 def test_code_is_compared_where_names_are_the_same(described, tmp_path, monkeypatch):
-    """The configuration's callback was edited; a field says no more than its name."""
+    """Edit the configuration's callback; the field contains only its name."""
     field = "model.encoders.vision.preprocess"
     changes = {field: "run_processors:edited"}
     runs = []
@@ -196,7 +196,8 @@ def test_code_is_compared_where_names_are_the_same(described, tmp_path, monkeypa
     assert "or a value that it holds, has changed" in said[0]
     before = {name: value for name, value in runs[1].items() if not name.endswith(".code")}
     assert compared(tmp_path, before, runs[2]) == ([], "")
-    assert compared(tmp_path, runs[1], described())[1]  # none at all: the name is refused
+    # without any callback, the name itself is rejected
+    assert compared(tmp_path, runs[1], described())[1]
 
 
 @pytest.mark.parametrize("bodies", [
@@ -229,7 +230,7 @@ def add(file, text):
     file.write_text(file.read_text() + text)
 
 
-# Per case: what is done to the files, the field, and what is said of it.
+# Per case: changes of files, the field, and a part of the message.
 FILES = {
     "a row more": (
         lambda f: add(f / "train.jsonl", '{"text": "a"}\n'),
@@ -275,7 +276,7 @@ def test_files_that_were_copied_elsewhere_are_the_same(described, folder, tmp_pa
 
 
 def test_frozen_weights_from_a_folder_are_compared(described, folder, tmp_path):
-    """No checkpoint has them."""
+    """Check them by content, as checkpoints do not contain them."""
     frozen = {"model.encoders.vision.train": "frozen"}
     was = described(frozen)
     weights = folder / "siglip/model.safetensors"
@@ -312,7 +313,7 @@ def test_every_field_of_a_run_has_a_rule(described):
     assert [f for f in fields if not any(fnmatchcase(f, one) for one in patterns)] == []
 
 
-# Through the command line
+# Through the command line.
 
 
 def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
@@ -333,7 +334,7 @@ def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
 
 
 def test_what_has_changed_is_printed_and_logged(finished, raymm, make_config, tmp_path):
-    """And what may not change goes on where it is asked for."""
+    """Resume with changed settings that the option allows."""
     run = finished.copy_until(tmp_path / "run", 10)
     config = make_config({"optimizer.lr": 0.02, "run.seed": 4})
     code, text = raymm("train", config)
@@ -344,7 +345,7 @@ def test_what_has_changed_is_printed_and_logged(finished, raymm, make_config, tm
     assert len(rows) == 1 and rows[0]["step"] == 10
     for says in ("optimizer.lr is 0.02, was 0.01", "run.seed is 4, was 3"):
         assert any(says in line for line in rows[0]["changed"]) and says in text
-    # The next checkpoint is of the new settings.
+    # The next checkpoint has the new settings.
     longer = ("--set", "run.steps=13", "--set", "optimizer.total_steps=13")
     code, text = raymm("train", config, *longer)
     assert code == 0 and "run.steps is 13, was 12" in text and "run.seed" not in text

@@ -19,12 +19,12 @@ def test_a_run_takes_its_steps_and_logs_them(finished):
     rows = [row for row in read_metrics(finished.path / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert all(math.isfinite(row["loss"]) and row["loss"] > 0 for row in rows)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2  # random words; it learns which there are
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2  # random words: it learns their frequencies
     assert all(set(row["stage_busy"]) == {"vision.0", "llm.0", "llm.1"} for row in rows)
     assert all(0 < share <= 1 for row in rows for share in row["stage_busy"].values())
     assert all(row["tokens_per_s"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert {row["skipped"] for row in rows} == {0}
-    # linear warm-up over two steps, then cosine to 0 at total_steps
+    # Linear warm-up over two steps, then cosine to 0 at total_steps.
     rates = [row["learning_rate"] for row in rows]
     assert rates[:3] == [0.0, 0.005, 0.01]
     assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] < 1e-3
@@ -36,7 +36,7 @@ def test_a_run_evaluates_on_held_out_data(finished):
     assert rows[1]["heldout_loss"] < rows[0]["heldout_loss"]
     for row in rows:
         wrong = row["heldout_loss_shuffled_vision"]
-        assert wrong != row["heldout_loss"]  # other images: other features
+        assert wrong != row["heldout_loss"]  # other images give other features
         assert row["heldout_gap_vision"] == wrong - row["heldout_loss"]
 
 
@@ -94,7 +94,7 @@ def test_trace_summarises_the_last_timeline(finished, raymm, monkeypatch):
     assert code == 0
     for expected in ("predicted", "measured", "rank 0: vision.0 llm.0", "rank 1: llm.1", "bubble"):
         assert expected in text
-    assert text.count("rank 1: llm.1") == 2  # once predicted, once measured
+    assert text.count("rank 1: llm.1") == 2  # predicted and measured
 
 
 def test_trace_of_a_folder_without_one(raymm, tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_trace_of_a_folder_without_one(raymm, tmp_path, monkeypatch):
 
 
 def test_an_edited_plan_runs_and_gives_the_same_losses(finished, raymm, make_config, tmp_path):
-    """The same stages on other ranks, from a checkpoint that was written under the first plan."""
+    """Move the same stages to other ranks, and resume a checkpoint of the first plan."""
     code, text = raymm("plan", finished.config, "--out", str(tmp_path / "plan"))
     assert code == 0 and "plan.json" in text
     file = tmp_path / "plan" / "plan.json"

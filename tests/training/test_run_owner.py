@@ -22,7 +22,7 @@ from raymm.files.run_owner import OWNER, Owner, RunOwner
 RACERS, ROUNDS = 8, 25
 PATIENCE_S = 120.0
 
-# Owns a folder until its standard input ends.
+# Script that owns a folder until its standard input ends.
 HOLDER = """
 import sys
 from pathlib import Path
@@ -32,8 +32,8 @@ with RunOwner(Path(sys.argv[1]), print):
     sys.stdin.read()
 """
 
-# In every round many processes take the folder of one that was killed. Who gets it holds it until
-# all others were refused, and is killed then.
+# In every round many processes try to take the folder of a killed one. The winner holds it until
+# all others were rejected, and is then killed.
 RACE = """
 import json, os, signal, sys
 from pathlib import Path
@@ -76,7 +76,7 @@ print(json.dumps(found))
 
 
 def elsewhere(**changes):
-    """An owner on another machine."""
+    """Return an owner on another machine."""
     values = {"host": "far", "boot": "another", "since": "2026-01-01T00:00:00+00:00", **changes}
     return replace(Owner.this_process(), **values)
 
@@ -112,7 +112,7 @@ def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
 @pytest.mark.system
 @pytest.mark.timeout(600)
 def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, tmp_path):
-    """The same command, twice, in a folder that neither of them has made yet."""
+    """Start the same command twice in a folder that does not exist yet."""
     config = make_config({
         "parallel": {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}},
         "run.steps": 3,
@@ -126,7 +126,7 @@ def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, 
             end_group(command.pid)
             command.wait()
     texts = [log.read_text() for log in logs]
-    # On a busy machine the second may start when the first has ended, and finds nothing to do.
+    # On a busy machine the second may start after the first has ended, and finds nothing to do.
     assert 0 in codes and set(codes) <= {0, EXIT_USER_ERROR}, texts
     owner = commands[codes.index(0)]
     for code, text in zip(codes, texts, strict=True):
@@ -139,18 +139,18 @@ def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, 
 
 
 def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
-    """Nothing is waited for: a process that is gone is seen."""
+    """Check that a dead process is detected without waiting."""
     with python(HOLDER, tmp_path) as process:
         assert process.stdout.readline() == "owner\n"
         with pytest.raises(ConfigError, match=f"process {process.pid} on "):
             RunOwner(tmp_path).__enter__()
         process.send_signal(signal.SIGKILL)
-        # Not waited for: whoever has ended and was not fetched yet is gone, too.
+        # A zombie process counts as dead, too.
         wait_until(
             lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2][1] == "Z",
             PATIENCE_S, "its end",
         )
-        # From here on: the clock is everybody's, and the wait above looks at it, too.
+        # From here on: the patched clock is global, and the wait above uses it.
         monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
         said = []
         with RunOwner(tmp_path, said.append):
@@ -167,7 +167,7 @@ def test_of_many_that_take_over_at_once_one_gets_it(tmp_path):
 
 
 def test_a_link_that_nfs_repeats_makes_an_owner(tmp_path, monkeypatch):
-    """A lost reply makes a client of NFS repeat the request, which then finds the file there."""
+    """Repeat a request as NFS clients do after a lost reply; the file then already exists."""
     link = os.link
 
     def repeated(source, target):
@@ -210,7 +210,7 @@ def test_an_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path, monkeypatch
     monkeypatch.setattr(run_owner, "GONE_AFTER_S", 0.1)
     with RunOwner(tmp_path, said.append):
         assert "belonged to" in said[-1] and "on far" in said[-1]
-    # Silent for long already: nothing is waited for.
+    # The owner has been silent for long: no further wait.
     monkeypatch.setattr(run_owner, "GONE_AFTER_S", 60.0)
     monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
     owned_by(tmp_path, elsewhere(namespace=None))
@@ -230,7 +230,7 @@ def test_a_file_that_names_nobody_has_an_owner_that_can_be_silent(tmp_path, monk
 
 
 def test_a_claimant_that_was_killed_before_it_was_done_is_followed(tmp_path):
-    """It had linked its claim, but not put itself in the owner's place."""
+    """Kill a process after it linked its claim, before it replaced the owner."""
     gone = [replace(Owner.this_process(), started=number) for number in (1, 2)]
     owned_by(tmp_path, gone[0])
     (tmp_path / f".owner-after-{gone[0].token}").write_text(json.dumps(asdict(gone[1])))
@@ -251,7 +251,7 @@ def test_an_owner_is_renewed_and_one_that_was_replaced_is_told(tmp_path, monkeyp
         os.utime(tmp_path / OWNER, times=(0, 0))
         with pytest.raises(RunError, match=f"belongs to process {other.pid} on far"):
             owner.check()
-        time.sleep(0.05)  # it renews what is its own only
+        time.sleep(0.05)  # it renews only its own claim
     assert (tmp_path / OWNER).stat().st_mtime == 0
 
 
@@ -269,7 +269,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_second_run_touches_nothing(finished, raymm, make_config, tmp_path, no_new_actors):
-    """Nor does it delete the metrics of the first, or what it is saving."""
+    """Check that neither metrics nor unfinished saves of the first run are deleted."""
     run = finished.copy_until(tmp_path / "run", 10)
     torn = run / "checkpoints" / "step-00000012"
     torn.mkdir()

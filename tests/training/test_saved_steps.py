@@ -1,4 +1,4 @@
-"""When checkpoints are written, and what is in them."""
+"""Schedule and content of checkpoints."""
 
 import pytest
 from watching_callbacks import CALLS

@@ -1,4 +1,4 @@
-"""Metrics have the loss of every source, where there are several."""
+"""Metrics have the loss of every source if there are several."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_metrics_and_weights_of_two_sources(inputs, make_config, raymm, tmp_path
 
 
 def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_path, ray_cluster):
-    """That of a source is the held-out loss where it is the only one."""
+    """Compare each with the held-out loss of a run with this source alone."""
     lines = (inputs / "heldout.jsonl").read_text().splitlines(keepends=True)
     parts = {"first": lines[:2], "second": lines[2:]}
     sources = []
@@ -56,7 +56,7 @@ def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_p
         assert sorted(losses) == sorted(counts) == ["first", "second"]
         mean = sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
         assert mean == pytest.approx(row["heldout_loss"], rel=1e-5)
-    # Texts are of all sources.
+    # Texts cover all sources.
     texts = [r for r in read_metrics(tmp_path / "both" / "metrics.jsonl") if "texts" in r]
     for row, told in zip(heldout_rows(tmp_path / "both"), texts, strict=True):
         assert told["texts"] == len(lines)

@@ -1,5 +1,7 @@
-"""Signals to a run, at whatever it is doing: it ends with a true sentence, and no torn checkpoint.
-Processes that are signalled from outside are in ``test_failure`` and ``test_job_submit``."""
+"""Signals in every phase of a run: it ends with a correct message, and no torn checkpoint.
+
+Signals from other processes are in ``test_failure`` and ``test_job_submit``.
+"""
 
 import os
 import signal
@@ -27,14 +29,14 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def me(number: int = signal.SIGTERM) -> None:
-    """A real signal to this process; its handler has run when this returns."""
+    """Send a real signal to this process; its handler has run when this function returns."""
     os.kill(os.getpid(), number)
     time.sleep(0.01)
 
 
 @pytest.fixture
 def handlers():
-    """Fails a test that leaves other handlers behind."""
+    """Fail a test that does not restore the signal handlers."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
@@ -42,7 +44,10 @@ def handlers():
 
 @pytest.fixture
 def train(ray_cluster, make_config, raymm, tmp_path, inputs, handlers, monkeypatch):
-    """Trains with signals where ``where`` is called; returns exit code, text, steps, checkpoint."""
+    """Return a function that trains with signals where ``where`` is called.
+
+    The function returns exit code, output, steps and checkpoint.
+    """
 
     def run(owner, name, signals, **changes):
         original = getattr(owner, name)
@@ -66,7 +71,7 @@ def train(ray_cluster, make_config, raymm, tmp_path, inputs, handlers, monkeypat
 
 
 def test_before_the_first_step_there_is_nothing_to_save(train):
-    """While ranks are about to start."""
+    """Signal while ranks are about to start."""
     code, text, steps, latest = train(
         Trainer, "_say_what_runs", lambda *_: me(signal.SIGINT)
     )
@@ -75,7 +80,7 @@ def test_before_the_first_step_there_is_nothing_to_save(train):
 
 
 def test_between_steps_and_again_after_the_last(train, raymm, make_config, tmp_path):
-    """SIGTERM as `timeout` sends it, twice at a time; in the next start, in the last step."""
+    """Send SIGTERM twice, as `timeout` does; after a restart, signal in the last step."""
     code, text, steps, latest = train(
         MetricsLog, "add", lambda _, row: (me(), me()) if row["step"] == 2 else None
     )
@@ -91,7 +96,7 @@ def test_between_steps_and_again_after_the_last(train, raymm, make_config, tmp_p
 
 
 def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
-    """The evaluation is not finished; the wait for data is over at once."""
+    """Check that the evaluation is aborted, and the wait for data ends immediately."""
     heldout = {"data.heldout": str(inputs / "heldout.jsonl"), "run.eval_every": 2}
     asked = []
 
@@ -104,7 +109,7 @@ def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
     assert code == TERMINATED and steps == read_manifest(latest).step == 2
     assert "The held-out evaluation after step 2 was skipped" in text
 
-    # In another thread: the main one is about to wait for more data than ever come.
+    # In another thread, because the main thread is about to wait for data that never arrive.
     changes = {"data.modalities.vision.processor": "run_processors:late_image"}
     code, text, steps, latest = train(
         MetricsLog, "add",
@@ -116,7 +121,7 @@ def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
 
 
 def test_while_it_saves_and_a_second_signal(train, tmp_path):
-    """The first lets it finish what it writes; a second one, later, does not."""
+    """Finish the save after the first signal; abort after a second, later one."""
     code, text, steps, latest = train(CheckpointStore, "start", lambda *_: me())
     assert code == TERMINATED and steps == read_manifest(latest).step == 4
     assert f"stopped by SIGTERM after step 4 of 6: saved in {latest}" in text
@@ -132,7 +137,7 @@ def test_while_it_saves_and_a_second_signal(train, tmp_path):
 
 
 def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
-    """In its steps; and while it waits for nodes that do not come."""
+    """Stop after a time limit in steps, and while waiting for nodes."""
     code, text = raymm("train", make_config({
         "parallel": ONE_RANK, "run.steps": 100_000, "run.checkpoint_every": 100_000,
         "run.max_seconds": 6,
@@ -156,7 +161,7 @@ def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
 
 
 def test_who_asks_in_which_order():
-    """A signal has the last word, who wants the run to leave the first."""
+    """Check that a signal has the highest priority, and draining the lowest."""
     stop = StopRequest()
     with stop.asking_after(0.01):
         while stop.reason is None:
@@ -175,11 +180,11 @@ def test_who_asks_in_which_order():
         assert stop.reason is counts
     with StopRequest().asking_after(60.0), StopRequest().asking_after(None):
         timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
-    assert all(timer.finished.is_set() for timer in timers)  # none outlives its run
+    assert all(timer.finished.is_set() for timer in timers)  # no timer outlives its run
 
 
 def test_asked_by_a_thread_and_fit_as_a_library(handlers):
-    """Other reasons than signals are the same request; what ends a program is what it knows."""
+    """Check that other stop requests behave like signals, and that only the CLI exits."""
     stop = StopRequest()
     stop.ask(StopReason("the time limit"))
     stop.ask(StopReason("another"))

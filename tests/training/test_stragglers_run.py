@@ -1,4 +1,4 @@
-"""A rank that becomes slow is named, and a spare takes its place: losses are as without."""
+"""A rank that becomes slow is reported, and a spare replaces it without changing losses."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
     assert curve(run) == curve(finished.path)
     rows = read_metrics(run / "metrics.jsonl")
     (row,) = [row for row in rows if "recovered_after" in row]
-    # The row of the step in which it was seen may be gone, where that step is done again.
+    # The row of the step in which it was detected may be gone if that step is repeated.
     cause = row["recovered_after"]
     assert f"rank {slow[1]} (stages " in cause and "is a straggler" in cause
     assert row["step"] < STEPS
@@ -45,13 +45,13 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
 def test_of_a_rank_of_several_processes_each_is_replaced_in_turn(
     make_config, raymm, tmp_path, monkeypatch
 ):
-    """Until it is not slow any more: the second one is why."""
+    """Replace processes until the rank is fast again: the second process is the slow one."""
     for name in ("STEPS", "BASELINE_STEPS"):
         monkeypatch.setattr(stragglers, name, 2)
     monkeypatch.setattr(stragglers, "TIMES", 5.0)
     layout = {
         "parallel.language_model": {"cp": 2, "ranks": [1]}, "resources.cpus": 0.2,
-        "run.steps": 2 * STEPS,  # so that the second spare is warm before the end
+        "run.steps": 2 * STEPS,  # so that the second spare is ready before the end
     }
     whole, run, file = tmp_path / "whole", tmp_path / "slow", tmp_path / "slow.pid"
     code, text = raymm("train", make_config({**layout, "run.storage_path": str(whole)}))
@@ -75,11 +75,11 @@ def test_it_needs_a_spare_and_snapshots(make_config, raymm):
 
 
 class SlowRank(Callback):
-    """Has a rank become slow.
+    """Callback that makes a rank slow.
 
     Args:
-        file: that ranks look at.
-        number: of its process.
+        file: file that ranks read.
+        number: index of its process.
     """
 
     def __init__(self, file: str, number: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A run whose samples are streamed from a real S3 server, killed in the middle of one."""
+"""Run whose samples are streamed from a real S3 server, killed in the middle of one."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from raymm.monitor.metrics import SAMPLES, read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 
 PATIENCE_S = 240.0
-# There are 9 pictures, 4 rows of 13 have none: this one is in the third step or the fourth.
+# There are 9 pictures, and 4 of 13 rows have none: this one is in the third or fourth step.
 HELD = 8
 
 
 class HeldPicture:
-    """The server does not answer a request for a picture, and lets everybody wait."""
+    """Picture for which the server never responds and blocks all other requests."""
 
     def __init__(self, server: S3Server) -> None:
         self.reached, self._goes_on = threading.Event(), threading.Event()
@@ -44,7 +44,7 @@ class HeldPicture:
 def test_killed_in_a_stream_it_goes_on_at_the_sample(
     s3, finished, inputs, make_config, raymm, joins, tmp_path
 ):
-    """Bit for bit the run whose files are here; every sample once per epoch."""
+    """Check bitwise equality with a run on local files, and every sample once per epoch."""
     import ray._private.state
 
     source = storage_folder(s3.url("stream"))
@@ -59,7 +59,7 @@ def test_killed_in_a_stream_it_goes_on_at_the_sample(
         wait_until(
             lambda: picture.reached.is_set() or driver.poll() is not None, PATIENCE_S, "a picture"
         )
-        # Steps before it go on, and are saved.
+        # Earlier steps continue, and are saved.
         wait_until(
             lambda: CheckpointStore(tmp_path / "run").newest() or driver.poll() is not None,
             PATIENCE_S, "a checkpoint",
@@ -90,7 +90,7 @@ def test_killed_in_a_stream_it_goes_on_at_the_sample(
     # 48 samples are three epochs of 13, and 9 of the fourth.
     assert len(times) == 13 and Counter(times.values()) == {3: 4, 4: 9}
 
-    # Another file under the same name is noticed before anything starts.
+    # Another file under the same name is detected before anything starts.
     lines = (inputs / "train.jsonl").read_text().splitlines(keepends=True)
     source.replace("train.jsonl", "".join([*lines[1:], lines[0]]).encode())
     code, text = raymm("train", make_config({"data.train": url, "run.steps": 14}))

@@ -1,5 +1,7 @@
-"""A run that has its model write texts: losses as without, metrics, a table, the best
-checkpoint, an early end."""
+"""Run that generates texts for evaluation.
+
+Losses are unchanged; it writes metrics and a table, keeps the best checkpoint, and stops early.
+"""
 
 import json
 import math
@@ -76,7 +78,7 @@ def test_texts_in_the_loop(ray_cluster, raymm, inputs, changes, make_config, tmp
 def test_the_best_checkpoint_outlives_going_on(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
-    """It is there, and named, though checkpoints are saved before the next evaluation."""
+    """Check that it is kept and named, though checkpoints are saved before the next evaluation."""
     evaluate = {
         "every": 2, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],
         "samples": 1, "best": "text_functions:length",
@@ -84,7 +86,7 @@ def test_the_best_checkpoint_outlives_going_on(
     values = {**changes, "run.evaluate": evaluate, "run.steps": 2}
     assert raymm("train", make_config(values))[0] == 0
     run = tmp_path / "run"
-    # Nobody is better than the second: it shall be the one.
+    # No evaluation is better than the second, which is the best.
     rows = read_metrics(run / "metrics.jsonl")
     for row in rows:
         if row.get("texts"):
@@ -109,7 +111,7 @@ def ids(lines: list[str]) -> list[str]:
 def test_a_held_out_sample_that_cannot_be_used_is_left_out(
     ray_cluster, raymm, inputs, changes, make_config, tmp_path
 ):
-    """Where data say so; of a run of which none can be used there is no evaluation."""
+    """Skip it if the data section permits that; without usable samples there is no evaluation."""
     file = tmp_path / "heldout.jsonl"
     rows = [json.loads(line) for line in (inputs / "heldout.jsonl").read_text().splitlines()]
     broken = [{**row, "images": [str(tmp_path / "none.png")]} for row in rows]
@@ -142,7 +144,7 @@ def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config
     config = make_config({**changes, "run.evaluate": evaluate})
     code, text = raymm("train", config)
     assert code == 0, text
-    # At most one better than the first: nothing written.
+    # At most one is better than the first: no output.
     last = curve(tmp_path / "run")[-1][0]
     assert last in (2, 3, 4) and "did not improve text_functions:length" in text
     latest = CheckpointStore(tmp_path / "run").latest()
@@ -155,7 +157,7 @@ def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config
 def test_a_run_that_gets_no_better_ends_with_its_phase(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
-    """Where the evaluation that says so is the last of a phase, the next one is not begun."""
+    """End before the next phase if the last evaluation of a phase ends the run."""
     evaluate = {
         "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:always"],
         "samples": 1, "best": "text_functions:always", "patience": 2,

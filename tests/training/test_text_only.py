@@ -1,4 +1,4 @@
-"""Models with towers on data of text, and on data whose items come late."""
+"""Models with towers on text data, and on data whose first items come late."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def configuration(folder, kind, file, found, parallel, **train):
 
 
 def losses_of_transformers(config):
-    """Losses of the model that transformers reads, on the same microbatches."""
+    """Return losses of the model in transformers on the same microbatches."""
     model = AutoModelForMultimodalLM.from_pretrained(config.model.path)
     whole = build_model(config)
     assert isinstance(whole, WholeModel)
@@ -89,7 +89,7 @@ def losses_of_transformers(config):
 
 
 def check_run(file, tower):
-    """The losses of a run, and that it leaves the tower and the projector as they are."""
+    """Check the losses of a run, and that it leaves the tower and the projector unchanged."""
     assert main(["train", str(file)]) == 0
     config = load_config(file)
     rows = read_metrics(Path(config.run.storage_path) / "metrics.jsonl")

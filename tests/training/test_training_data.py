@@ -1,4 +1,4 @@
-"""What a run decides about its data before anything starts."""
+"""Decisions of a run about its data before anything starts."""
 
 from io import StringIO
 
@@ -17,7 +17,7 @@ from raymm.monitor.training_data import TrainingData, training_data
 
 @pytest.fixture
 def run_of(make_config, tmp_path):
-    """(data section, model) of a run with planned microbatches."""
+    """Return (data section, model) of a run with planned microbatches."""
     save_rows(tmp_path, "train", 24, seed=2)
 
     def make(changes=None):
@@ -32,8 +32,10 @@ def run_of(make_config, tmp_path):
 
 
 def test_items_count_as_the_encoders_tokens(run_of):
-    """Images of 8 x 8 pixels in patches of 4: 4 tokens, which are prepended to the text. The
-    planner gets as small numbers as say the same."""
+    """Count 8 x 8 pixels in patches of 4 as 4 tokens, which are prepended to the text.
+
+    The planner gets sizes divided by their common factors.
+    """
     data, model = run_of()
     output = StringIO()
     found = training_data(data, model, console=Console(file=output))

@@ -1,5 +1,4 @@
-"""Samples of data on disk that the model cannot take are errors of the sample, before a rank has
-seen them."""
+"""Samples on disk that the model cannot take are reported before a rank receives them."""
 
 import json
 
@@ -22,8 +21,11 @@ GPT2 = {
 
 @pytest.fixture
 def rows(tmp_path):
-    """Eight samples with an image each: the third's has another size, the sixth's text is longer
-    than the model's positions, with the image's four tokens."""
+    """Return eight samples with an image each, two of them unfit.
+
+    The third's image has another size; the sixth's text is longer than the model's positions, with
+    the image's four tokens.
+    """
     lines = []
     for number in range(8):
         file = tmp_path / f"{number}.png"
@@ -60,7 +62,7 @@ def test_samples_that_do_not_fit_the_model_are_skipped(unfit_config, raymm, tmp_
 
 
 def test_a_sample_that_does_not_fit_is_named(unfit_config):
-    """Also by a copy of the check in another process, which has been told nothing by weights."""
+    """Check also a copy of the check in another process, which has no weights."""
     config = load_config(unfit_config, ["data.on_error=raise"])
     data = config.data
     check = cloudpickle.loads(cloudpickle.dumps(BatchCheck(build_model(config)).of_samples()))

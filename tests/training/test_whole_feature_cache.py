@@ -1,5 +1,7 @@
-"""A run of a whole model that keeps the features of its frozen tower: same bits, and the tower's
-largest part never runs on what is known."""
+"""Run of a VLM with cached features of its frozen tower: bitwise equal results.
+
+The tower's largest part never runs on cached items.
+"""
 
 from __future__ import annotations
 

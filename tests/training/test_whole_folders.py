@@ -1,4 +1,4 @@
-"""Whole models by configuration: folder in, trained, gone on with, and the same folder out."""
+"""VLMs by configuration: load a folder, train, resume, and export the same folder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def keys(folder):
 
 
 def losses_in_one_process(config):
-    """What a loop over the model's own forward prints."""
+    """Return losses of a loop over the model's own forward."""
     model = build_model(config)
     assert isinstance(model, WholeModel)
     rule = config.optimizer.build(STEPS)
@@ -213,7 +213,7 @@ def test_texts_are_written_in_the_loop_and_by_the_command(tmp_path, capsys):
 
 
 def test_texts_end_where_the_generation_configuration_says(tmp_path, capsys):
-    """Not at any special token, which may be part of an answer."""
+    """Check that other special tokens, which may be part of an answer, do not end a text."""
     folder, data = tiny("idefics3")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(folder)
@@ -244,7 +244,7 @@ def test_texts_end_where_the_generation_configuration_says(tmp_path, capsys):
 
 
 def written_ids(model, processor, messages, folder, pictures):
-    """The ids that transformers writes."""
+    """Return the ids that transformers generates."""
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     images = [Image.open(folder / name) for name in pictures]
     inputs = processor(text=prompt, images=images or None, return_tensors="pt")
@@ -253,7 +253,7 @@ def written_ids(model, processor, messages, folder, pictures):
 
 
 def written(model, processor, messages, folder, pictures):
-    """The text that transformers writes, up to the end of a turn."""
+    """Return the text that transformers generates, up to the end of a turn."""
     ids = written_ids(model, processor, messages, folder, pictures)
     ends = {processor.tokenizer.convert_tokens_to_ids("<|im_end|>")}
     return processor.decode(list(takewhile(lambda one: one not in ends, ids)), True).strip()
@@ -300,7 +300,7 @@ def test_a_folder_and_a_file_are_enough(tmp_path, capsys):
     assert load_config(out / "run.yaml").data.processor == folder
     assert len([r for r in read_metrics(out / "metrics.jsonl") if "loss" in r]) == 2
     assert "lr: 1.0e-05" in capsys.readouterr().out
-    assert main([*arguments, "--set", "run.steps=3"]) == 0  # it goes on
+    assert main([*arguments, "--set", "run.steps=3"]) == 0  # resumes
     assert len([r for r in read_metrics(out / "metrics.jsonl") if "loss" in r]) == 3
     assert main(["train", "--model", folder]) == 2
     assert "--data DATA" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""A run of a whole model that freezes and trains parts as it goes: losses are those of a loop over
-the model's own forward that does the same."""
+"""Run of a VLM that freezes and trains parts in phases.
+
+Losses are those of a loop over the model's own forward that does the same.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def configuration(tmp_path, **at):
 
 
 def losses_in_one_process(config):
-    """One optimizer over all, of which some parameters have no gradient for a while."""
+    """Train with one optimizer; some parameters have no gradient for a while."""
     model = build_model(config)
     assert isinstance(model, WholeModel)
     module, rule = model.materialize(), config.optimizer.build(STEPS)
@@ -74,7 +76,7 @@ def losses_in_one_process(config):
             parameter.requires_grad_(name in trained)
             if name not in trained:
                 optimizer.state.pop(parameter, None)
-        module.eval()  # nothing of it draws
+        module.eval()  # it uses no random numbers
         optimizer.zero_grad()
         loss = model.loss(step.microbatches)
         loss.backward()

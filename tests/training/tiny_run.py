@@ -1,4 +1,4 @@
-"""A complete run in a folder: tokenizer, models, images, rows, and the YAML that names them."""
+"""Complete run in a folder: tokenizer, models, images, rows, and the YAML that names them."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from transformers import (
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 
-# Steps of a run that many tests look at.
+# Steps of the run that many tests read.
 STEPS = 12
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -46,7 +46,7 @@ SIGLIP = {
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer with a chat template."""
+    """Save a word-level tokenizer with a chat template."""
     names = [*SPECIAL, *WORDS]
     core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -57,7 +57,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_models(folder: Path) -> None:
-    """Pretrained folders ``llama`` and ``siglip``."""
+    """Save pretrained folders ``llama`` and ``siglip``."""
     torch.manual_seed(7)
     values = {k: v for k, v in LLAMA.items() if k != "model_type"}
     LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(folder / "llama")
@@ -66,7 +66,7 @@ def save_models(folder: Path) -> None:
 
 
 def save_rows(folder: Path, name: str, count: int, seed: int) -> None:
-    """``{name}.jsonl``: three rows with an image to one of text alone, with their PNG files."""
+    """Save ``{name}.jsonl``: three rows with an image per row of text alone, with PNG files."""
     generator = np.random.default_rng(seed)
     rows = []
     for i in range(count):
@@ -85,7 +85,7 @@ def save_rows(folder: Path, name: str, count: int, seed: int) -> None:
 
 
 def prepare(folder: Path) -> Path:
-    """Fill a folder with everything a run reads, but its configuration."""
+    """Fill a folder with all inputs of a run except its configuration."""
     save_tokenizer(folder / "tokenizer")
     save_models(folder)
     save_rows(folder, "train", 13, seed=0)
@@ -94,8 +94,10 @@ def prepare(folder: Path) -> Path:
 
 
 def settings(inputs: Path, run: Path, steps: int) -> dict[str, Any]:
-    """A configuration: SigLIP from a folder, Llama from config values, everything trained;
-    the encoder shares a rank with the first of two language model stages."""
+    """Return a configuration: SigLIP from a folder, Llama from config values, all trained.
+
+    The encoder shares a rank with the first of two language model stages.
+    """
     return {
         "run": {
             "storage_path": str(run), "steps": steps, "checkpoint_every": 2, "log_every": 1,
@@ -123,7 +125,7 @@ def settings(inputs: Path, run: Path, steps: int) -> dict[str, Any]:
 
 
 def write_config(values: dict[str, Any], file: Path) -> str:
-    """Write a configuration; returns its path as the command line takes it."""
+    """Write a configuration; return its path for the command line."""
     file.write_text(yaml.safe_dump(values))
     return str(file)
 
@@ -140,7 +142,7 @@ def change(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def curve(run: Path) -> list[tuple]:
-    """(step, loss, gradient norm, learning rate, label tokens) of every step, exactly."""
+    """Return (step, loss, gradient norm, learning rate, label tokens) of every step, exactly."""
     return [
         (row["step"], row["loss"], row["grad_norm"], row["learning_rate"], row["label_tokens"])
         for row in read_metrics(run / "metrics.jsonl") if "loss" in row
@@ -148,12 +150,12 @@ def curve(run: Path) -> list[tuple]:
 
 
 def heldout_rows(run: Path) -> list[dict]:
-    """Held-out evaluations of a run."""
+    """Return the held-out evaluations of a run."""
     return [row for row in read_metrics(run / "metrics.jsonl") if "heldout_loss" in row]
 
 
 def checkpoint_tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint, optimizer state included."""
+    """Return every tensor of the last checkpoint, including optimizer state."""
     from safetensors.torch import load_file
 
     tensors = {}
@@ -163,7 +165,8 @@ def checkpoint_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """Of a raymm process with a Ray of its own; tests' modules can be imported there."""
+    """Return the environment of a raymm process with an embedded Ray that can import test modules.
+    """
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k == RAY_FOLDER
     }
@@ -171,7 +174,7 @@ def child_environment(**extra: str) -> dict[str, str]:
         **environment,
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
         "RAY_ADDRESS": "local",
-        # Ray kills what it likes when others use the machine's memory up.
+        # Otherwise Ray kills workers when other processes use up the machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",

@@ -1,4 +1,4 @@
-"""Callbacks of a user's, named in configurations."""
+"""User callbacks, named in configurations."""
 
 from raymm import Callback
 
@@ -6,7 +6,7 @@ CALLS: list[tuple[str, object]] = []
 
 
 class Recorder(Callback):
-    """Keeps what it is told."""
+    """Callback that records its calls."""
 
     def on_start(self, run):
         CALLS.append(("start", run))
@@ -28,7 +28,7 @@ class Recorder(Callback):
 
 
 class Failing(Callback):
-    """Raises at a step."""
+    """Callback that raises at a step."""
 
     def __init__(self, at: int, error: str = "ValueError") -> None:
         self.at, self.error = at, {"ValueError": ValueError, "SystemExit": SystemExit}[error]
