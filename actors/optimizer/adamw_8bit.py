@@ -81,10 +81,10 @@ class Blocks:
 
     def _numbers(self, device: torch.device) -> torch.Tensor:
         outer, length, inner = self._part.folded
-        places = torch.cat([
+        positions = torch.cat([
             torch.arange(start, stop, device=device) for start, stop in self._part.ranges
         ])
-        rows = torch.arange(outer, device=device)[:, None] * length + places
+        rows = torch.arange(outer, device=device)[:, None] * length + positions
         columns = torch.arange(inner, device=device)
         return (rows[..., None] * inner + columns).div(BLOCK, rounding_mode="floor").flatten()
 
@@ -194,16 +194,16 @@ class AdamW8bit(torch.optim.Optimizer):
         (first, second), rate, gradient = group["betas"], group["lr"], parameter.grad
         assert gradient is not None
         step = state["step"] + 1
-        before = _values(state["exp_avg"]), _values(state["exp_avg_sq"])
-        mean = before[0].lerp(gradient, 1 - first)
-        square = before[1].lerp(gradient.square(), 1 - second)
+        moments = _values(state["exp_avg"]), _values(state["exp_avg_sq"])
+        mean = moments[0].lerp(gradient, 1 - first)
+        square = moments[1].lerp(gradient.square(), 1 - second)
         size = square.sqrt() / (1 - second**step).sqrt() + group["eps"]
         updated = parameter * (1 - rate * group["weight_decay"])
         updated -= rate * (mean / (1 - first**step)) / size
         parameter.copy_(torch.where(refused, parameter, updated))
         state["step"] = torch.where(refused, state["step"], step)
-        mean = torch.where(refused, before[0], mean)
-        square = torch.where(refused, before[1], square)
+        mean = torch.where(refused, moments[0], mean)
+        square = torch.where(refused, moments[1], square)
         state["exp_avg"], state["exp_avg_sq"] = self._kept(parameter, mean, square, refused)
 
     def _kept(
@@ -225,13 +225,13 @@ class AdamW8bit(torch.optim.Optimizer):
         )
 
     def _blocks(self, parameter: nn.Parameter) -> Blocks:
-        part = self._parts.get(id(parameter))
-        return Blocks(part or ParameterPart.from_whole(parameter.shape))
+        shard = self._parts.get(id(parameter))
+        return Blocks(shard or ParameterPart.from_whole(parameter.shape))
 
     def plain_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return a parameter's state as AdamW stores it: in fp32, so that it can be sharded in any
         layout."""
-        return {name: _values(kept) for name, kept in self.state.get(parameter, {}).items()}
+        return {name: _values(value) for name, value in self.state.get(parameter, {}).items()}
 
     def load_plain_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
         """Invert :meth:`plain_state`. Moments whose scales need an agreement stay in fp32 until the
@@ -239,8 +239,8 @@ class AdamW8bit(torch.optim.Optimizer):
         loaded: dict[str, Any] = dict(state)
         moments = [loaded.get(name) for name in ("exp_avg", "exp_avg_sq")]
         if self._blocks(parameter).aligned and all(m is not None for m in moments):
-            kept = self._kept(parameter, *cast(Any, moments), again=True)
-            loaded["exp_avg"], loaded["exp_avg_sq"] = kept
+            stored = self._kept(parameter, *cast(Any, moments), again=True)
+            loaded["exp_avg"], loaded["exp_avg_sq"] = stored
         self.state[parameter] = loaded
 
 

@@ -81,8 +81,8 @@ class ParameterAverages:
     @torch.no_grad()
     def hide(self) -> None:
         """Restore the parameters; does nothing if no averages are shown."""
-        for tensor, kept in self._hidden:
-            tensor.copy_(kept)
+        for tensor, saved in self._hidden:
+            tensor.copy_(saved)
         self._hidden.clear()
 
     def _parameter(self, key: Key) -> torch.Tensor:
@@ -94,7 +94,7 @@ class ParameterAverages:
     def _weight(self, key: Key) -> torch.Tensor:
         """Return a parameter as its updates see it: in fp32, or wider."""
         parameter = self._parameter(key)
-        kept = self._in_bf16.get(id(parameter))
-        if kept is None:
+        bf16_parameter = self._in_bf16.get(id(parameter))
+        if bf16_parameter is None:
             return parameter.detach()
-        return kept.wide.detach() if kept.master else parameter.detach().float()
+        return bf16_parameter.wide.detach() if bf16_parameter.master else parameter.detach().float()

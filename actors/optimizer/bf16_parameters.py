@@ -127,14 +127,14 @@ def keep_in_bf16(
     """Convert parameters to bf16 in place, according to the rules of their modules; return them by
     id. Parameters in ``elsewhere`` have their master in another process."""
     products = products_of(modules)
-    kept: dict[int, Bf16Parameter] = {}
+    converted: dict[int, Bf16Parameter] = {}
     for key, parameter in parameters.items():
         mode = config.rule_of(key[0].module, key[1]).parameters
         if mode != FP32 and id(parameter) in products and parameter.dtype == torch.float32:
-            kept[id(parameter)] = Bf16Parameter(
+            converted[id(parameter)] = Bf16Parameter(
                 key, parameter, mode == MASTER and key not in elsewhere, parts.get(key), seed
             )
-    return kept
+    return converted
 
 
 def products_of(modules: Iterable[nn.Module]) -> set[int]:
@@ -143,6 +143,6 @@ def products_of(modules: Iterable[nn.Module]) -> set[int]:
     outside: set[int] = set()
     for module in modules:
         for child in module.modules():
-            own = {id(p) for p in child._parameters.values() if p is not None}
-            (inside if isinstance(child, CAST_BY_AUTOCAST) else outside).update(own)
+            ids = {id(p) for p in child._parameters.values() if p is not None}
+            (inside if isinstance(child, CAST_BY_AUTOCAST) else outside).update(ids)
     return inside - outside

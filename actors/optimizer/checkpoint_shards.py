@@ -131,9 +131,9 @@ def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     length = file.read(8)
     header = file.read(int.from_bytes(length, "little"))
     digest = _digest(length + header)
-    places = json.loads(header)
-    places.pop("__metadata__", None)
-    for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
         tensor = tensors[name]
         # a tensor of one element may have any strides
         flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -207,9 +207,9 @@ def verify_shards(
     with ThreadPoolExecutor(max(1, min(CHECKSUM_THREADS, len(looked_at)))) as pool:
         problems = [text for text in pool.map(problem, looked_at) if text is not None]
     if problems:
-        more = len(problems) - PROBLEMS_SHOWN
+        omitted = len(problems) - PROBLEMS_SHOWN
         raise CheckpointError(
-            "; ".join(problems[:PROBLEMS_SHOWN]) + (f"; and {more} more files" * (more > 0))
+            "; ".join(problems[:PROBLEMS_SHOWN]) + (f"; and {omitted} more files" * (omitted > 0))
         )
 
 
@@ -222,10 +222,10 @@ def stored_shards(
         yield name, tensor
         return
     ranges = own.ranges
-    parts = tensor.split([stop - start for start, stop in ranges], own.dim)
-    for part, (start, stop) in zip(parts, ranges, strict=True):
+    pieces = tensor.split([stop - start for start, stop in ranges], own.dim)
+    for piece, (start, stop) in zip(pieces, ranges, strict=True):
         if stop > start:
-            yield f"{name}[{own.dim}:{start}:{stop}]", part
+            yield f"{name}[{own.dim}:{start}:{stop}]", piece
 
 
 def copy_tensors(
@@ -238,16 +238,16 @@ def copy_tensors(
         CheckpointError: shapes or dtypes differ; nothing was copied then.
     """
     pairs = [(name, stored[name], tensor) for name, tensor in own if name in stored]
-    for name, there, target in pairs:
-        if target.shape != there.shape:
+    for name, source, target in pairs:
+        if target.shape != source.shape:
             raise CheckpointError(
-                f"{name} is {tuple(there.shape)} in the checkpoint, but {tuple(target.shape)} "
+                f"{name} is {tuple(source.shape)} in the checkpoint, but {tuple(target.shape)} "
                 "in the model"
             )
-        if target.dtype != there.dtype:
+        if target.dtype != source.dtype:
             raise CheckpointError(
-                f"{name} is {there.dtype} in the checkpoint, but {target.dtype} in the model"
+                f"{name} is {source.dtype} in the checkpoint, but {target.dtype} in the model"
             )
     with torch.no_grad():
-        for _, there, target in pairs:
-            target.copy_(there)
+        for _, source, target in pairs:
+            target.copy_(source)

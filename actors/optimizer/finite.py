@@ -76,8 +76,8 @@ class _Batch:
         self._sums = torch.cat([sums.view(-1) for _, sums in noted])
 
     def noted(self) -> list[_Noted]:
-        parts = self._sums.split([shape.numel() for shape in self._shapes])
-        sums = (part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        flat_sums = self._sums.split([shape.numel() for shape in self._shapes])
+        sums = (flat.view(shape) for flat, shape in zip(flat_sums, self._shapes, strict=True))
         return list(zip(self.notes, sums, strict=True))
 
 
@@ -91,7 +91,8 @@ class FiniteObserver:
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._device = device
         self._norms = [
-            part for module in modules for part in module.modules() if isinstance(part, _NormBase)
+            child for module in modules for child in module.modules()
+            if isinstance(child, _NormBase)
         ]
         self._statistics: list[tuple[_NormBase, str, torch.Tensor]] | None = None
         self._past: deque[_Batch] = deque()
@@ -162,7 +163,7 @@ class FiniteObserver:
         """Return the locations of non-finite values since the last update. Waits for the device."""
         places = []
         noted = [*chain.from_iterable(batch.noted() for batch in self._past), *self._noted]
-        for (kind, stage, batch, microbatch, of, rows, count), sums in noted:
+        for (kind, stage, batch, microbatch, source, rows, count), sums in noted:
             bad = (~torch.isfinite(sums)).cpu()
             if bad.any():
                 size = len(sums) if sums.dim() else 0
@@ -170,14 +171,14 @@ class FiniteObserver:
                 bad_rows = bad.nonzero()[:, 0] + first if bad.dim() else range(first, last)
                 count = size if rows is None else count
                 places.append(
-                    Place(kind, stage, batch, microbatch, of, tuple(map(int, bad_rows)), count)
+                    Place(kind, stage, batch, microbatch, source, tuple(map(int, bad_rows)), count)
                 )
         return places
 
     def restore_statistics(self) -> None:
         """Restore running statistics to their values before the batches since the last update."""
-        for norm, name, kept in self._statistics or ():
-            norm.get_buffer(name).copy_(kept)
+        for norm, name, saved in self._statistics or ():
+            norm.get_buffer(name).copy_(saved)
 
     def clear(self) -> None:
         self._past.clear()
@@ -195,8 +196,8 @@ def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
     dims = tensor.dim()
     if dims < 2:
         return tensor.detach().to(dtype, copy=True)
-    rest = _ROW_DIMS[dims] if dims < len(_ROW_DIMS) else tuple(range(1, dims))
-    return tensor.detach().sum(rest, dtype=dtype)
+    summed_dims = _ROW_DIMS[dims] if dims < len(_ROW_DIMS) else tuple(range(1, dims))
+    return tensor.detach().sum(summed_dims, dtype=dtype)
 
 
 _ROW_DIMS = [(), (), (1,), (1, 2), (1, 2, 3)]

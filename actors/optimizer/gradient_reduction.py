@@ -98,9 +98,11 @@ class _Bucket:
     def start(self, group: dist.ProcessGroup | None) -> None:
         firsts = [_gathered(member) for member in self.members]
         self.present = [p.grad is not None for p in firsts]
-        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in firsts]
-        counts = torch.tensor(self.present, dtype=parts[0].dtype, device="cpu")
-        self.flat = torch.cat([*parts, to_device(counts, parts[0].device)])
+        gradients = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in firsts
+        ]
+        counts = torch.tensor(self.present, dtype=gradients[0].dtype, device="cpu")
+        self.flat = torch.cat([*gradients, to_device(counts, gradients[0].device)])
         for parameter in firsts:
             parameter.grad = None
         if group is not None and self.owner is None:
@@ -121,15 +123,15 @@ class _Bucket:
         if self.owner in (None, process):
             assert self.flat is not None  # see start
             firsts = [member.parameters[0] for member in self.members]
-            *parts, counts = self.flat.split([*(p.numel() for p in firsts), len(firsts)])
-            for number, (member, part) in enumerate(zip(self.members, parts, strict=True)):
+            *gradients, counts = self.flat.split([*(p.numel() for p in firsts), len(firsts)])
+            for number, (member, gradient) in enumerate(zip(self.members, gradients, strict=True)):
                 present = self.present[number]
                 if alone and not present:
                     continue
-                first, *others = member.parameters
-                first.grad = part.view(first.shape)
-                for other in others:
-                    other.grad = first.grad.clone()
+                first, *other_holders = member.parameters
+                first.grad = gradient.view(first.shape)
+                for holder in other_holders:
+                    holder.grad = first.grad.clone()
                 if not present:
                     absent = (counts[number] == 0).float()
                     for parameter in member.parameters:
@@ -143,11 +145,11 @@ class _Bucket:
 
 def _gathered(member: _Member) -> nn.Parameter:
     """Return the first holder, with the sum of the gradients of all holders on this process."""
-    first, *others = member.parameters
-    for other in others:
-        if other.grad is not None:
-            first.grad = other.grad if first.grad is None else first.grad + other.grad
-            other.grad = None
+    first, *other_holders = member.parameters
+    for holder in other_holders:
+        if holder.grad is not None:
+            first.grad = holder.grad if first.grad is None else first.grad + holder.grad
+            holder.grad = None
     return first
 
 
@@ -194,13 +196,13 @@ class GradientReduction:
         self._process = process
         members: dict[ReductionGroup, list[_Member]] = {}
         for parameter in shared:
-            own = [h for h in parameter.references if (h.stage, h.name) in parameters
-                    and h.process == process]  # fmt: skip
-            if own:
+            holders = [h for h in parameter.references if (h.stage, h.name) in parameters
+                       and h.process == process]  # fmt: skip
+            if holders:
                 members.setdefault(parameter.reduction_group, []).append(
                     _Member(
-                        parameter, tuple(h.stage for h in own),
-                        tuple(parameters[h.stage, h.name] for h in own),
+                        parameter, tuple(h.stage for h in holders),
+                        tuple(parameters[h.stage, h.name] for h in holders),
                     )
                 )
         self._reduction_groups = [
@@ -214,10 +216,10 @@ class GradientReduction:
             for reduction_group, group_members in members.items()
         ]
         self._armed: StageId | None = None
-        places = {id(parameter): place for place, parameter in enumerate(shared)}
+        positions = {id(parameter): position for position, parameter in enumerate(shared)}
         # A bucket is ordered by its first layer's parameter, whose gradient is computed last.
         self._places = {
-            id(bucket): min(places[id(member.shared)] for member in bucket.members)
+            id(bucket): min(positions[id(member.shared)] for member in bucket.members)
             for reduction_group in self._reduction_groups for bucket in reduction_group.buckets
         }
         # Buckets whose sums may start, in the order in which they must start.
@@ -322,11 +324,11 @@ class GradientReduction:
             for bucket, flat, work in under_way:
                 wait(work)
                 firsts = [member.parameters[0] for member in bucket.members]
-                for member, part in zip(
+                for member, flat_value in zip(
                     bucket.members, flat.split([p.numel() for p in firsts]), strict=True
                 ):
                     for parameter in member.parameters:
-                        parameter.copy_(part.view(parameter.shape))
+                        parameter.copy_(flat_value.view(parameter.shape))
 
 
 def buckets_of(members: Sequence[_Member], limit: int) -> list[_Bucket]:

@@ -123,9 +123,9 @@ class HostStaging:
             for number, chunk in enumerate(chunks):
                 half = halves[number % 2]
                 with torch.cuda.stream(self._stream):
-                    for part in chunk:
-                        source = _bytes(tensors[part.tensor])[part.start : part.stop]
-                        _at(half, part).copy_(source, non_blocking=True)
+                    for span in chunk:
+                        source = _bytes(tensors[span.tensor])[span.start : span.stop]
+                        _at(half, span).copy_(source, non_blocking=True)
                     event = self._stream.record_event()
                 if number == len(chunks) - 1:
                     read.set_result(event)
@@ -205,7 +205,7 @@ def _unload(
     """Copy a chunk from pinned memory to its tensors' final memory, once the device has written
     it."""
     event.synchronize()
-    for part in chunk:
-        dtype = tensors[part.tensor].dtype
-        start, stop = (end // dtype.itemsize for end in (part.start, part.stop))
-        targets[part.tensor][start:stop].copy_(_at(half, part).view(dtype))
+    for span in chunk:
+        dtype = tensors[span.tensor].dtype
+        start, stop = (end // dtype.itemsize for end in (span.start, span.stop))
+        targets[span.tensor][start:stop].copy_(_at(half, span).view(dtype))

@@ -107,7 +107,7 @@ class RankOptimizer:
         # All processes that share these parameters take part in their updates, even without
         # elements.
         agreed = {
-            key for key, part in parts.items() if needs_agreement(part)
+            key for key, shard in parts.items() if needs_agreement(shard)
             and config.rule_of(key[0].module, key[1]).name == ADAMW_8BIT
         }
         self.updated = {
@@ -159,13 +159,13 @@ class RankOptimizer:
         for parameter in self.updated.values():
             if (gradient := parameter.grad) is not None:
                 dtype = _wide(gradient.dtype)
-                of_dtype = factors.setdefault(dtype, factor.to(dtype))
-                if (kept := self.in_bf16.get(id(parameter))) is not None:
-                    kept.scale = of_dtype
+                cast_factor = factors.setdefault(dtype, factor.to(dtype))
+                if (bf16_parameter := self.in_bf16.get(id(parameter))) is not None:
+                    bf16_parameter.scale = cast_factor
                 elif gradient.dtype == dtype:
-                    gradient.mul_(of_dtype)
+                    gradient.mul_(cast_factor)
                 else:
-                    gradient.copy_(gradient.to(dtype) * of_dtype)
+                    gradient.copy_(gradient.to(dtype) * cast_factor)
 
     def _global_norm(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the norm of all gradients, each counted once, as a float64 scalar. ``dtype`` is
@@ -196,8 +196,8 @@ class RankOptimizer:
         self.averages.begin()
         absent = {id(parameter): flag for parameter, flag in self.reduction.perhaps_absent}
         flags = {key: absent.get(id(self.parameters[key])) for key in self.updated}
-        there = [p for key, p in self.updated.items() if flags[key] is None]
-        self._updates.step(there, refused, step)
+        present = [p for key, p in self.updated.items() if flags[key] is None]
+        self._updates.step(present, refused, step)
         for key, flag in flags.items():
             if flag is not None:
                 self._updates.step([self.updated[key]], flag.maximum(refused), step)
@@ -220,9 +220,9 @@ class RankOptimizer:
         """Drop sharded parameters that a forward has gathered, so that stale values are not
         used."""
         for module in self._modules:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+            for child in module.modules():
+                if isinstance(child, FSDPModule):
+                    child.reshard()
 
     @property
     def stepped(self) -> bool:
@@ -236,12 +236,12 @@ class RankOptimizer:
             check: called once the device has finished. It raises an error if data that the step
                 received may be incomplete; the step then does not count as finished.
         """
-        norm, rate, places = None, self._rate, None
+        norm, rate, locations = None, self._rate, None
         if self._norm is not None:
             norm = float(self._norm)
             if not math.isfinite(norm) or bool(self._refused):
-                norm, places = self._look_again(norm)
-        if places is not None:
+                norm, locations = self._look_again(norm)
+        if locations is not None:
             rate = None
             self.observer.restore_statistics()
         if self._device.type == "cuda":
@@ -249,7 +249,7 @@ class RankOptimizer:
         check()
         self.zero_grad()
         self._finished_steps = self._steps
-        return Update(norm, rate, places)
+        return Update(norm, rate, locations)
 
     @property
     def progress(self) -> Progress:
@@ -286,8 +286,8 @@ class RankOptimizer:
         self._norm, self._rate = None, None
         self._refused = torch.zeros_like(self._refused)
         self.reduction.perhaps_absent.clear()
-        for kept in self.in_bf16.values():
-            kept.scale = None
+        for bf16_parameter in self.in_bf16.values():
+            bf16_parameter.scale = None
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 
@@ -313,13 +313,13 @@ class RankOptimizer:
 
     def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
         return {
-            (*place, key): value
-            for place, state in self._updates.states(self.updated).items()
+            (*parameter_key, key): value
+            for parameter_key, state in self._updates.states(self.updated).items()
             for key, value in state.items()
         } | {
-            (*place, key): value
-            for place in (*self.updated, *self.frozen)
-            for key, value in self.averages.state(place).items()
+            (*parameter_key, key): value
+            for parameter_key in (*self.updated, *self.frozen)
+            for key, value in self.averages.state(parameter_key).items()
         }
 
     def forget_state(self) -> None:
@@ -337,12 +337,12 @@ class RankOptimizer:
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
             states.setdefault((stage, name), {})[key] = value
-        for place in (*self.updated, *self.frozen):
-            state = states.get(place, {})
-            self.averages.load_state(place, state)
-            if place in self.updated:
-                own = {key: value for key, value in state.items() if key != AVERAGE_NAME}
-                self._updates.load_state(place, own)
+        for parameter_key in (*self.updated, *self.frozen):
+            state = states.get(parameter_key, {})
+            self.averages.load_state(parameter_key, state)
+            if parameter_key in self.updated:
+                local_state = {key: value for key, value in state.items() if key != AVERAGE_NAME}
+                self._updates.load_state(parameter_key, local_state)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

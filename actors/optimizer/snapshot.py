@@ -56,11 +56,11 @@ def copy_of(
     returns it. The state may change once ``staging`` has waited."""
     trained = {
         # A forward may change buffers, so they are copied on the device at once.
-        place: tensor if is_parameter else tensor.clone()
-        for place, tensor, is_parameter in _trained(stages)
+        key: tensor if is_parameter else tensor.clone()
+        for key, tensor, is_parameter in _trained(stages)
     }
     state, progress = optimizer.state_tensors(), optimizer.progress
-    places, state_places = list(trained), list(state)
+    trained_keys, state_keys = list(trained), list(state)
     tensors = [*trained.values(), *state.values()]
     copied = staging.copy(tensors, temporary=optimizer.state_is_temporary)
 
@@ -68,8 +68,8 @@ def copy_of(
         copies = iter(copied.result())
         return Snapshot(
             progress,
-            {place: next(copies) for place in places},
-            {place: next(copies) for place in state_places},
+            {key: next(copies) for key in trained_keys},
+            {key: next(copies) for key in state_keys},
         )
 
     return result
@@ -78,9 +78,9 @@ def copy_of(
 def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> None:
     """Restore a copy made by :func:`copy_of`, packed or not."""
     with torch.no_grad():
-        for place, tensor, _ in _trained(stages):
-            tensor.copy_(_unpacked(snapshot.trained[place]))
-    state = {place: _unpacked(value) for place, value in snapshot.optimizer.items()}
+        for key, tensor, _ in _trained(stages):
+            tensor.copy_(_unpacked(snapshot.trained[key]))
+    state = {key: _unpacked(value) for key, value in snapshot.optimizer.items()}
     optimizer.forget_state()
     optimizer.load_state_tensors(state, *snapshot.progress)
 
@@ -88,17 +88,17 @@ def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> Non
 def packed(snapshot: Snapshot) -> Snapshot:
     return Snapshot(
         snapshot.progress,
-        {place: _packed(tensor) for place, tensor in snapshot.trained.items()},
-        {place: _packed(tensor) for place, tensor in snapshot.optimizer.items()},
+        {key: _packed(tensor) for key, tensor in snapshot.trained.items()},
+        {key: _packed(tensor) for key, tensor in snapshot.optimizer.items()},
     )
 
 
 def _trained(stages: Stages) -> Iterator[tuple[tuple[StageId, str], torch.Tensor, bool]]:
-    """Yield (place, local tensor, True for a parameter) of the trained state."""
+    """Yield (key, local tensor, True for a parameter) of the trained state."""
     for stage, module in stages.items():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):  # a failed step may have left it gathered
-                part.reshard()
+        for child in module.modules():
+            if isinstance(child, FSDPModule):  # a failed step may have left it gathered
+                child.reshard()
         if not any(parameter.requires_grad for parameter in module.parameters()):
             continue
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -164,7 +164,7 @@ class SnapshotActor:
         """
         import ray
 
-        for old in [kept for kept in self._of_others if kept[1] < newest]:
+        for old in [key for key in self._of_others if key[1] < newest]:
             del self._of_others[old]
         # Its tensors are views of the object store.
         self._of_others[rank, step] = ray.get(part[0])

@@ -67,8 +67,8 @@ class StoredTensors:
             base, *numbers = match.groups()
             dim, start, stop = map(int, numbers)
             self._stored.setdefault(base, []).append(_Stored(start, stop, dim, name, file))
-        for parts in self._stored.values():
-            parts.sort()
+        for pieces in self._stored.values():
+            pieces.sort()
 
     def optimizer_keys(self) -> dict[str, list[str]]:
         """Return the keys of the optimizer state for each parameter (``optimizer/module/name``)."""
@@ -87,8 +87,8 @@ class StoredTensors:
             CheckpointError: a file is missing, damaged, or lacks a range.
         """
         needed = {
-            file for name, own in shards.items() if name in self._stored
-            for file in self._files_of(name, own)
+            file for name, shard in shards.items() if name in self._stored
+            for file in self._files_of(name, shard)
         }
         if new := needed - self._verified:
             verify_shards(self._folder, self._files, self._index, new, self._reading)
@@ -103,8 +103,8 @@ class StoredTensors:
                 return files[file]
 
             return {
-                name: self._read(name, own, opened)
-                for name, own in shards.items()
+                name: self._read(name, shard, opened)
+                for name, shard in shards.items()
                 if name in self._stored
             }
 
@@ -119,44 +119,44 @@ class StoredTensors:
         yield path
 
     def _files_of(self, name: str, own: ParameterShard | None) -> set[str]:
-        parts = self._stored[name]
-        if own is None or parts[0].stop is None or own.dim != parts[0].dim:
-            return {part.file for part in parts}
+        pieces = self._stored[name]
+        if own is None or pieces[0].stop is None or own.dim != pieces[0].dim:
+            return {piece.file for piece in pieces}
         files = {
-            part.file for part in parts for start, stop in own.ranges
-            if max(start, part.start) < min(stop, part.end)
+            piece.file for piece in pieces for start, stop in own.ranges
+            if max(start, piece.start) < min(stop, piece.end)
         }
-        return files or {parts[0].file}
+        return files or {pieces[0].file}
 
     def _read(
         self, name: str, own: ParameterShard | None, opened: Callable[[str], Any]
     ) -> torch.Tensor:
-        parts = self._stored[name]
-        file = parts[0].file
+        pieces = self._stored[name]
+        file = pieces[0].file
         try:
-            if parts[0].stop is None:
-                view = opened(file).get_slice(parts[0].name)
+            if pieces[0].stop is None:
+                view = opened(file).get_slice(pieces[0].name)
                 if own is None or not view.get_shape():
-                    return opened(file).get_tensor(parts[0].name)
+                    return opened(file).get_tensor(pieces[0].name)
                 return _ranges(view, own)
-            dim = parts[0].dim
+            dim = pieces[0].dim
             alike = own if own is not None and own.dim == dim else None
-            ranges = ((0, max(part.end for part in parts)),) if alike is None else alike.ranges
-            taken = []
+            ranges = ((0, max(piece.end for piece in pieces)),) if alike is None else alike.ranges
+            slices = []
             for start, stop in ranges:
-                at = start
-                for part in parts:
-                    low, high = max(at, part.start), min(stop, part.end)
-                    if low == at and low < high:
-                        file, at = part.file, high
-                        view = opened(file).get_slice(part.name)
-                        taken.append(_along(view, dim, low - part.start, high - part.start))
-                if at < stop:
-                    raise CheckpointError(f"{self._folder} lacks [{at}, {stop}) of {name}")
-            if not taken:
-                taken = [_along(opened(file).get_slice(parts[0].name), dim, 0, 0)]
-            whole = torch.cat(taken, dim)
-            return whole if own is None or alike is not None else _ranges(whole, own)
+                position = start
+                for piece in pieces:
+                    low, high = max(position, piece.start), min(stop, piece.end)
+                    if low == position and low < high:
+                        file, position = piece.file, high
+                        view = opened(file).get_slice(piece.name)
+                        slices.append(_along(view, dim, low - piece.start, high - piece.start))
+                if position < stop:
+                    raise CheckpointError(f"{self._folder} lacks [{position}, {stop}) of {name}")
+            if not slices:
+                slices = [_along(opened(file).get_slice(pieces[0].name), dim, 0, 0)]
+            joined = torch.cat(slices, dim)
+            return joined if own is None or alike is not None else _ranges(joined, own)
         except CheckpointError:
             raise
         except Exception as error:  # OSError, or safetensors' own error type

@@ -46,22 +46,22 @@ class GuardedMuon(torch.optim.Muon):
         for group in self.param_groups:
             group["params"] = []
         try:
-            for group, own in zip(self.param_groups, every, strict=True):
-                for parameter in own:
+            for group, parameters in zip(self.param_groups, every, strict=True):
+                for parameter in parameters:
                     group["params"] = [parameter]
                     self._guarded(parameter)
                 group["params"] = []
         finally:
-            for group, own in zip(self.param_groups, every, strict=True):
-                group["params"] = own
+            for group, parameters in zip(self.param_groups, every, strict=True):
+                group["params"] = parameters
 
     def _guarded(self, parameter: nn.Parameter) -> None:
-        before = {name: value.clone() for name, value in self.state[parameter].items()}
+        saved = {name: value.clone() for name, value in self.state[parameter].items()}
         weights, refused = parameter.clone(), self.found_inf.bool()
         super().step()
         parameter.copy_(torch.where(refused, weights, parameter))
         for name, value in self.state[parameter].items():
-            value.copy_(torch.where(refused, before.get(name, torch.zeros_like(value)), value))
+            value.copy_(torch.where(refused, saved.get(name, torch.zeros_like(value)), value))
 
 
 class ParameterUpdates:
@@ -87,28 +87,28 @@ class ParameterUpdates:
         self._optimizer_of: dict[int, torch.optim.Optimizer] = {}
         for (stage, name), parameter in parameters.items():
             rule = config.rule_of(stage.module, name)
-            other = rule.name == MUON and id(parameter) not in matrices
+            falls_back = rule.name == MUON and id(parameter) not in matrices
             decay = rule.decay(name.partition(".")[2], id(parameter) in layer_norms)
-            algorithm = ADAMW if other else rule.name
+            algorithm = ADAMW if falls_back else rule.name
             grouped.setdefault((algorithm, rule, decay), []).append(self._updated(parameter))
-        places = {id(self._updated(parameters[key])): key for key in parts if key in parameters}
+        key_of = {id(self._updated(parameters[key])): key for key in parts if key in parameters}
         make = _MAKE | {ADAMW_8BIT: partial(
-            AdamW8bit, parts={place: parts[key] for place, key in places.items()},
-            agree=None if agree is None else lambda p, bounds: agree(places[id(p)], bounds),
+            AdamW8bit, parts={parameter_id: parts[key] for parameter_id, key in key_of.items()},
+            agree=None if agree is None else lambda p, bounds: agree(key_of[id(p)], bounds),
         )}
         self._optimizers: list[torch.optim.Optimizer] = []
         for algorithm in ALGORITHMS:
             groups: list[dict[str, Any]] = [
-                {"params": own, "rule": rule, "weight_decay": decay, "lr": rule.lr}
+                {"params": members, "rule": rule, "weight_decay": decay, "lr": rule.lr}
                 | ({"momentum": rule.momentum} if algorithm == MUON
                    else {"betas": tuple(rule.betas), "eps": rule.eps})
-                for (by, rule, decay), own in grouped.items() if by == algorithm
+                for (by, rule, decay), members in grouped.items() if by == algorithm
             ]
             if groups:
                 self._optimizers.append(make[algorithm](groups))
                 for group in groups:
-                    own = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
-                    self._optimizer_of |= own
+                    members = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
+                    self._optimizer_of |= members
         # Optimizer, group and index in the group, by id of the parameter.
         self._positions = {
             id(parameter): (optimizer, number, index)
@@ -123,19 +123,19 @@ class ParameterUpdates:
         """Update parameters that have gradients; nothing changes if the scalar ``refused`` is 1."""
         wide = []
         for parameter in parameters:
-            kept = self._in_bf16.get(id(parameter))
-            if kept is None:
+            bf16_parameter = self._in_bf16.get(id(parameter))
+            if bf16_parameter is None:
                 wide.append(parameter)
                 continue
-            kept.open()  # one after another, so that only one has fp32 values at a time
-            self._step([kept.wide], refused, step)
-            kept.close(step)
+            bf16_parameter.open()  # one after another, so that only one has fp32 values at a time
+            self._step([bf16_parameter.wide], refused, step)
+            bf16_parameter.close(step)
         self._step(wide, refused, step)
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer updates in place of a parameter."""
-        kept = self._in_bf16.get(id(parameter))
-        return parameter if kept is None else kept.wide
+        bf16_parameter = self._in_bf16.get(id(parameter))
+        return parameter if bf16_parameter is None else bf16_parameter.wide
 
     def _step(self, chosen: Sequence[nn.Parameter], refused: torch.Tensor, step: int) -> None:
         by_group: dict[tuple[torch.optim.Optimizer, int], dict[int, nn.Parameter]] = {}
@@ -152,8 +152,8 @@ class ParameterUpdates:
             try:
                 optimizer.step()
             finally:
-                for group, own in zip(optimizer.param_groups, every, strict=True):
-                    group["params"] = own
+                for group, parameters in zip(optimizer.param_groups, every, strict=True):
+                    group["params"] = parameters
 
     @property
     def state_is_temporary(self) -> bool:
@@ -174,14 +174,17 @@ class ParameterUpdates:
         return states
 
     def _state(self, key: Key) -> dict[str, torch.Tensor]:
-        kept = self._in_bf16.get(id(self.parameters[key]))
+        bf16_parameter = self._in_bf16.get(id(self.parameters[key]))
         parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]
         if isinstance(optimizer, AdamW8bit):
             state = optimizer.plain_state(parameter)
         else:
             state = optimizer.state.get(parameter, {})
-        master = {MASTER_NAME: parameter.detach()} if kept is not None and kept.master else {}
+        master = (
+            {MASTER_NAME: parameter.detach()}
+            if bf16_parameter is not None and bf16_parameter.master else {}
+        )
         return {**state, **master}
 
     def forget(self) -> None:
@@ -190,21 +193,21 @@ class ParameterUpdates:
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
         """Invert :meth:`states` for one parameter."""
-        kept = self._in_bf16.get(id(self.parameters[key]))
+        bf16_parameter = self._in_bf16.get(id(self.parameters[key]))
         parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]
-        own = {name: value.to(parameter.device) for name, value in state.items()}
-        master = own.pop(MASTER_NAME, None)
-        if kept is not None:
-            if kept.master and master is not None:
-                kept.wide.data.copy_(master)
-            kept.follow()
-        if not own:
+        local_state = {name: value.to(parameter.device) for name, value in state.items()}
+        master = local_state.pop(MASTER_NAME, None)
+        if bf16_parameter is not None:
+            if bf16_parameter.master and master is not None:
+                bf16_parameter.wide.data.copy_(master)
+            bf16_parameter.follow()
+        if not local_state:
             return
         if isinstance(optimizer, AdamW8bit):
-            optimizer.load_plain_state(parameter, own)
+            optimizer.load_plain_state(parameter, local_state)
         else:
-            optimizer.state[parameter] = own
+            optimizer.state[parameter] = local_state
 
 
 _MAKE: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
@@ -219,11 +222,11 @@ def matrices_of(modules: Iterable[nn.Module]) -> set[int]:
     ends: set[int] = set()
     for module in modules:
         for child in module.modules():
-            own = {id(p) for p in child._parameters.values() if p is not None and p.dim() == 2}
+            ids = {id(p) for p in child._parameters.values() if p is not None and p.dim() == 2}
             if isinstance(child, nn.Linear | Conv1D):
-                linear |= own
+                linear |= ids
             elif isinstance(child, nn.Embedding):
-                ends |= own
+                ends |= ids
             get = getattr(child, "get_output_embeddings", None)
             head = get() if get else None
             if head is not None:

@@ -102,13 +102,13 @@ def attention_arguments(
     masks = row_masks(layout, policy)
     group = shard_tokens(masks, length, exchange, pairs)
     if embeds is not None:
-        whole = {k: v for k, v in side.items() if k in (SHOWN, LENGTH)}
-        rest = {k: v for k, v in side.items() if k not in ("token_layout", *whole)}
+        unsplit = {k: v for k, v in side.items() if k in (SHOWN, LENGTH)}
+        per_token = {k: v for k, v in side.items() if k not in ("token_layout", *unsplit)}
         positions = group.queries.positions(exchange.rank)
-        side = take_tokens({**rest, "inputs_embeds": embeds}, positions, length)
+        side = take_tokens({**per_token, "inputs_embeds": embeds}, positions, length)
         embeds = side.pop("inputs_embeds")
         length = torch.tensor(length, device="cpu")
-        side |= {**whole, "token_layout": layout, "length": length}
+        side |= {**unsplit, "token_layout": layout, "length": length}
     elif hidden is not None:
         hidden, side = resize_tokens(hidden, side, group.queries.sizes[exchange.rank])
     arguments = {
@@ -118,5 +118,5 @@ def attention_arguments(
         arguments[DOCUMENTS_ARGUMENT] = shared_rows(document_lengths(layout), None, group)
     if reads_visual:
         arguments |= cross_arguments(side, group, config, device)
-    own = Cut(group.queries.sizes[exchange.rank], tokens, group.queries.ranges[exchange.rank])
-    return Attended(arguments, side, embeds, hidden, own)
+    token_cut = Cut(group.queries.sizes[exchange.rank], tokens, group.queries.ranges[exchange.rank])
+    return Attended(arguments, side, embeds, hidden, token_cut)

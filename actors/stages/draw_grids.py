@@ -33,8 +33,8 @@ def sample_rows(context: MicrobatchContext, module: str, size: int) -> Cut:
     """Return the ``size`` rows of a stage's samples within the microbatch."""
     if not context.samples:
         return Cut.uncut(size)
-    own, offsets = context.own_rows(module), context.offsets.get(module)
-    return Cut(size, offsets[-1] if offsets else context.sample_count, ((own.lo, own.hi),))
+    rows, offsets = context.own_rows(module), context.offsets.get(module)
+    return Cut(size, offsets[-1] if offsets else context.sample_count, ((rows.lo, rows.hi),))
 
 
 def share_of_rows(rows: Cut, start: int, size: int) -> Cut:

@@ -113,9 +113,9 @@ class EncoderStage(StageModule):
         self._sharing: SharedItems | None = None
         self._forward: PartForward | None = None
         if self.module is not None:
-            whole = self._blocks == (0, spec.num_blocks)
+            uncut = self._blocks == (0, spec.num_blocks)
             self._forward = PartForward(
-                spec.name, self.module, None if whole else spec.cut, *self._blocks
+                spec.name, self.module, None if uncut else spec.cut, *self._blocks
             )
 
     @property
@@ -138,12 +138,12 @@ class EncoderStage(StageModule):
         """Build only the parts that layers [lo, hi) need."""
         module = None
         if lo < spec.num_blocks:
-            whole = lo == 0 and hi >= spec.num_blocks
-            part = None
-            if not whole:
+            uncut = lo == 0 and hi >= spec.num_blocks
+            stage_part = None
+            if not uncut:
                 assert spec.cut is not None  # a module without cut is one stage
-                part = Part(spec.cut, lo, min(hi, spec.num_blocks))
-            module = spec.source.build(part)
+                stage_part = Part(spec.cut, lo, min(hi, spec.num_blocks))
+            module = spec.source.build(stage_part)
         projector = None
         if spec.projector is not None and hi > spec.num_blocks:
             projector = spec.projector.build()
@@ -193,8 +193,8 @@ class EncoderStage(StageModule):
         numbers."""
         spec = self.spec
         callbacks = spec.preprocess, spec.postprocess_module, spec.postprocess_projector
-        parts = [part for part in (self.module, self.projector) if part is not None]
-        return any(callbacks) or any(may_draw(part, (Projector,)) for part in parts)
+        modules = [module for module in (self.module, self.projector) if module is not None]
+        return any(callbacks) or any(may_draw(module, (Projector,)) for module in modules)
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
@@ -224,12 +224,12 @@ class EncoderStage(StageModule):
         preprocess = self.spec.preprocess
         self._set_rows(context, {})
         if inputs is not None and FEATURES in inputs:
-            kept = message_of_entries(inputs)
-            if not kept.side:
-                return self._with_projector(kept.tensors[0], {}, {}, context)
-            received = {self.spec.name: kept}
+            cached = message_of_entries(inputs)
+            if not cached.side:
+                return self._with_projector(cached.tensors[0], {}, {}, context)
+            received = {self.spec.name: cached}
             if self.first:  # a complete chain: zero inputs, to infer shapes
-                inputs, preprocess = from_side(kept.side, kept.tensors[0].device), None
+                inputs, preprocess = from_side(cached.side, cached.tensors[0].device), None
         received_hidden: torch.Tensor | None = None
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
@@ -242,8 +242,8 @@ class EncoderStage(StageModule):
             if self._items is not None:
                 inputs, count = self._items.own_inputs(inputs)
             ports = {p.name: inputs[p.name] for p in self.spec.ports if p.name in inputs}
-            others = {name: value for name, value in inputs.items() if name not in ports}
-            side = to_side(others, self.spec.travels, self.spec.name) if self._cut else {}
+            model_inputs = {name: value for name, value in inputs.items() if name not in ports}
+            side = to_side(model_inputs, self.spec.travels, self.spec.name) if self._cut else {}
             if count is not None:
                 side[ITEMS] = torch.tensor(count, device="cpu")
         else:
@@ -343,9 +343,10 @@ class EncoderStage(StageModule):
             rows = sample_rows(context, self.spec.name, self._row_count(context))
             set_grid(None if rows.is_uncut else Grid(rows))
             return
-        own, count = self._items.own(side), int(side[ITEMS])
+        local_items, count = self._items.own(side), int(side[ITEMS])
         rows = share_of_rows(
-            sample_rows(context, self.spec.name, count), own.start if own else 0, max(len(own), 1)
+            sample_rows(context, self.spec.name, count),
+            local_items.start if local_items else 0, max(len(local_items), 1),
         )
         set_grid(Grid(rows))
 

@@ -24,9 +24,9 @@ class FeatureStage(EncoderStage):
     ) -> Message:  # fmt: skip
         """Run one microbatch; the entry :data:`KEYS` of ``inputs`` has the items' storage keys, if
         any."""
-        own = {n: v for n, v in (inputs or {}).items() if n not in (KEYS, "sample_index")}
+        entries = {n: v for n, v in (inputs or {}).items() if n not in (KEYS, "sample_index")}
         run = super().run
-        message = joined([run(item, received, context) for item in every_item(own)])
+        message = joined([run(item, received, context) for item in every_item(entries)])
         if self._whole:
             message = message._replace(side={})  # a projector reads only features
         if self.writer is not None and inputs is not None and KEYS in inputs:

@@ -50,8 +50,8 @@ class Form:
     def of(cls, output: Any, fields: tuple[str, ...] | None = None) -> Form:
         """Return the structure of an output; only the given fields are read (None: all)."""
         leaves, tree = tree_flatten(_shown(output, fields), _is_leaf)
-        more = bool(beside_fields(output))
-        return cls(tree, tuple(_leaf(value) for value in leaves), fields, more)
+        has_extras = bool(beside_fields(output))
+        return cls(tree, tuple(_leaf(value) for value in leaves), fields, has_extras)
 
     def reading(self, read: Sequence[bool]) -> Form:
         """Return the same structure with other ``read`` flags, one per leaf."""
@@ -113,8 +113,8 @@ class Form:
             values.append(list(entries) if leaf.kind == "list" else tuple(entries))
         if not self.more:
             return tree_unflatten(values, self.tree)
-        output, more = tree_unflatten(values, self.tree)
-        vars(output).update(more)
+        output, extras = tree_unflatten(values, self.tree)
+        vars(output).update(extras)
         return output
 
     def parts(
@@ -153,21 +153,21 @@ class Form:
         layers: Collection[int] = (),
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:  # fmt: skip
         """Invert :meth:`parts`, for parts of all items and side tensors of some of them."""
-        ready, tensors, whole = iter(parts), [], dict(side)
+        ready, tensors, full_side = iter(parts), [], dict(side)
         for n, leaf in enumerate(self.leaves):
             if leaf.kind == "value" or not leaf.read:
                 continue
             tensor, name = next(ready), f"{_ROWS}{n}"
             if n in layers:
-                whole[name] = torch.full_like(side[name], len(tensor))
+                full_side[name] = torch.full_like(side[name], len(tensor))
                 tensor = tensor.transpose(0, 1).flatten(0, 1)
             elif leaf.kind != "tensor":
-                whole[name] = next(ready)
+                full_side[name] = next(ready)
             if str(n) in side:
-                whole[str(n)] = tensor
+                full_side[str(n)] = tensor
             else:
                 tensors.append(tensor)
-        return tuple(tensors), whole
+        return tuple(tensors), full_side
 
     def _travelling(
         self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor]
@@ -198,11 +198,11 @@ def beside_fields(output: Any) -> dict[str, Any]:
 
 
 def _shown(output: Any, fields: tuple[str, ...] | None) -> Any:
-    more = beside_fields(output)
+    extras = beside_fields(output)
     if fields is not None:
-        output = type(output)(**{n: output.get(n) for n in fields if n not in more})
-    own = {name: value for name, value in more.items() if fields is None or name in fields}
-    return (output, own) if more else output
+        output = type(output)(**{n: output.get(n) for n in fields if n not in extras})
+    chosen = {name: value for name, value in extras.items() if fields is None or name in fields}
+    return (output, chosen) if extras else output
 
 
 def _is_leaf(value: Any) -> bool:

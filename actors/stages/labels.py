@@ -93,8 +93,8 @@ class Labelled:
         sums: SourceSums = {}
         with torch.no_grad():
             for number, count in pairs:
-                own = to_device((self._sources == number).nonzero()[:, 0], values.device)
-                sums[number - 1] = function(values[own], self.targets[own]), count
+                indices = to_device((self._sources == number).nonzero()[:, 0], values.device)
+                sums[number - 1] = function(values[indices], self.targets[indices]), count
         return sums
 
     def row_sums(
@@ -110,8 +110,8 @@ class Labelled:
             order = to_device(numbers.argsort(stable=True), values.device)
             values, labels = values[order], labels[order]
         counts = torch.bincount(numbers, minlength=len(rows)).tolist()
-        parts = zip(values.split(counts), labels.split(counts), strict=True)
-        return torch.stack([function(own, targets) for own, targets in parts])
+        by_row = zip(values.split(counts), labels.split(counts), strict=True)
+        return torch.stack([function(row_values, targets) for row_values, targets in by_row])
 
 
 def pair_shares(count: int, samples: Exchange | None) -> range:
@@ -152,11 +152,11 @@ def compared(
 
 def _summed(scores: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Sum over processes in rank order, for identical bits; only the local part has a gradient."""
-    others = [place for place in range(exchange.size) if place != exchange.rank]
-    own = scores.detach()
+    peers = [rank for rank in range(exchange.size) if rank != exchange.rank]
+    local = scores.detach()
     received = exchange.start(
-        [(place, own) for place in others],
-        [(place, (tuple(own.shape), own.dtype)) for place in others], own.device,
+        [(rank, local) for rank in peers],
+        [(rank, (tuple(local.shape), local.dtype)) for rank in peers], local.device,
     ).wait()
-    parts = dict(zip(others, received, strict=True)) | {exchange.rank: scores}
-    return torch.stack([parts[place] for place in range(exchange.size)]).sum(0)
+    scores_of = dict(zip(peers, received, strict=True)) | {exchange.rank: scores}
+    return torch.stack([scores_of[rank] for rank in range(exchange.size)]).sum(0)

@@ -121,9 +121,9 @@ class LanguageStage(StageModule):
             lo <= layer < hi for port in spec.ports for layer in port.layers
         )
         self.last = hi == spec.num_blocks
-        whole = self.first and self.last
+        uncut = self.first and self.last
         self._routing = Routing(module, spec.mixture)
-        self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
+        self._forward = PartForward(spec.name, module, None if uncut else spec.cut, lo, hi)
         self._labelled: Labelled | None = None
         self._caches = KeyValueCaches(module, lo, hi)
         if self.last:
@@ -192,11 +192,11 @@ class LanguageStage(StageModule):
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
         """Build only the parts that blocks [lo, hi) need."""
-        part = None
+        stage_part = None
         if lo > 0 or hi != spec.num_blocks:
             assert spec.cut is not None  # a module without cut is one stage
-            part = Part(spec.cut, lo, hi)
-        return cls(spec, lo, hi, spec.source.build(part))
+            stage_part = Part(spec.cut, lo, hi)
+        return cls(spec, lo, hi, spec.source.build(stage_part))
 
     def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
         if self._labelled is None or args[0].shape[:2] != self._labelled.shape:
@@ -232,11 +232,13 @@ class LanguageStage(StageModule):
             side = self._merge(inputs, received, context)
             longest = self._longest(side, context)
             drawn = None
-            if (own := self._samples) is not None:
+            if (row_exchange := self._samples) is not None:
                 together = PAIR if self.spec.preference else 1
-                rows = row_shares(len(side["targets"]), own.size, together)[own.rank] or range(1)
+                rows = row_shares(
+                    len(side["targets"]), row_exchange.size, together
+                )[row_exchange.rank] or range(1)
                 drawn = rows_of_share(rows, side, self.spec.packing)
-                side = take_rows(side, own.rank, own.size, together)
+                side = take_rows(side, row_exchange.rank, row_exchange.size, together)
             ports = self._ports(side)
             if self._mask is not None and ports:
                 ports = self._own_ports(ports, side)
@@ -274,9 +276,9 @@ class LanguageStage(StageModule):
             for name, value in side.items()
             if name not in hidden_from_model and not name.startswith(SHAPE)
         } | from_side({n: v for n, v in side.items() if n.startswith(SHAPE)}, device) | ports
-        more = getattr(self.spec.merge, "model_arguments", None)
-        if more is not None and self._mask is None:
-            kwargs = more(kwargs)
+        adapt_arguments = getattr(self.spec.merge, "model_arguments", None)
+        if adapt_arguments is not None and self._mask is None:
+            kwargs = adapt_arguments(kwargs)
         labelled = Labelled(targets, device, context.decode is not None) if self.last else None
         try:
             self._labelled = labelled
@@ -319,8 +321,10 @@ class LanguageStage(StageModule):
             total = entropy(rows, labelled.targets)
             sums = labelled.by_source(entropy, rows, total)
         else:
-            own = pair_shares(len(context.sample_ids), self._samples)
-            scores, total = compared(loss, labelled, entropy, rows, own, reference, self._exchange)
+            pairs = pair_shares(len(context.sample_ids), self._samples)
+            scores, total = compared(
+                loss, labelled, entropy, rows, pairs, reference, self._exchange
+            )
         # None for references
         loss = None if total is None else total / max(context.label_tokens, 1)
         return Message((), {}, (), loss, None, sums, scores)

@@ -107,22 +107,22 @@ class NodeStage(EncoderStage):
         self, entries: dict[str, Any], received: Mapping[str, Message],
         context: MicrobatchContext,
     ) -> tuple[dict[str, Any], int]:
-        there = [*entries.values(), *(t for m in received.values() for t in m.tensors)]
-        device = next(t.device for t in there if isinstance(t, torch.Tensor))
+        values = [*entries.values(), *(t for m in received.values() for t in m.tensors)]
+        device = next(t.device for t in values if isinstance(t, torch.Tensor))
         every = {name: _by_name(message, device) for name, message in received.items()}
         if not context.samples:
             sizes = [t.shape[0] for tensors in every.values() for t in tensors.values()]
             samples = next((len(value) for value in entries.values()), None) or sizes[0]
-            own = Range(0, samples)
-            return arguments_of(self.node, entries, every, every, own, context.seeds), samples
-        (own,) = context.samples
+            rows = Range(0, samples)
+            return arguments_of(self.node, entries, every, every, rows, context.seeds), samples
+        (rows,) = context.samples
         # Producers that are also read with every() send all samples, not only those of this stage.
-        both = {entry.producer for entry in self.node.inputs if entry.every}
+        producers = {entry.producer for entry in self.node.inputs if entry.every}
         outputs = {
-            name: {n: t[slice(*own)] for n, t in tensors.items()} if name in both else tensors
+            name: {n: t[slice(*rows)] for n, t in tensors.items()} if name in producers else tensors
             for name, tensors in every.items()
         }
-        return arguments_of(self.node, entries, outputs, every, own, context.seeds), own.size
+        return arguments_of(self.node, entries, outputs, every, rows, context.seeds), rows.size
 
     def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
         """Return the inputs unchanged: entries are split by samples before they are sent."""
@@ -148,8 +148,8 @@ class NodeStage(EncoderStage):
         if self._items is not None:
             every = {name: self._items.whole(tensor, side) for name, tensor in every.items()}
         named = {name: t for name, t in every.items() if t.is_floating_point()}
-        rest = {name: t for name, t in every.items() if name not in named}
-        return Message(tuple(named.values()), rest, tuple(named), loss)
+        side_outputs = {name: t for name, t in every.items() if name not in named}
+        return Message(tuple(named.values()), side_outputs, tuple(named), loss)
 
     def _once(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep the gradient of an output on one process only, if processes split tokens."""

@@ -61,8 +61,8 @@ class PartForward:
         self._draw_as(context)
         if self._passage is None:
             return self._module(**inputs)
-        what = f"the forward of {self._name!r} in microbatch {context.microbatch}"
-        with self._passage.open(received, what, relays):
+        description = f"the forward of {self._name!r} in microbatch {context.microbatch}"
+        with self._passage.open(received, description, relays):
             return self._module(**inputs)
 
     def _draw_as(self, context: MicrobatchContext) -> None:

@@ -95,16 +95,16 @@ class TowerStage(EncoderStage):
         """Return the message to the language model, with the features of all items."""
         form = self.spec.form
         assert form is not None  # see run
-        tensors, own = form.packed(output)
+        tensors, form_side = form.packed(output)
         if self._exchange is not None:
             tensors = tuple(contribute_once(tensor, self._exchange) for tensor in tensors)
         if self._items is None:
-            return Message(tensors, own)
-        parts = form.parts(tensors, own, self.spec.layers)
+            return Message(tensors, form_side)
+        pieces = form.parts(tensors, form_side, self.spec.layers)
         if not int(on_host(side[ITEMS])):  # the process had no item and ran another process's one
-            parts = [part[:0] for part in parts]
-        whole = gather_parts(parts, self._items.exchange)
-        return Message(*form.of_parts(whole, own, self.spec.layers))
+            pieces = [piece[:0] for piece in pieces]
+        gathered = gather_parts(pieces, self._items.exchange)
+        return Message(*form.of_parts(gathered, form_side, self.spec.layers))
 
 
 def features_of_items(
@@ -196,8 +196,8 @@ def featured_inputs(
     name: str, inputs: Mapping[str, torch.Tensor], features: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return a tower's inputs for items with cached features: the features and :func:`outlines`."""
-    own = {f"{FEATURE}{number}": tensor for number, tensor in enumerate(features)}
-    return {**outlines(name, inputs), **own}
+    feature_entries = {f"{FEATURE}{number}": tensor for number, tensor in enumerate(features)}
+    return {**outlines(name, inputs), **feature_entries}
 
 
 def outlines(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -206,12 +206,12 @@ def outlines(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     Floats are replaced by their shapes and by a mask that shows which entries of the first two
     dimensions are not all zero. All-zero entries pad samples with fewer items.
     """
-    there = {
+    nonzero = {
         _THERE + entry: (value != 0).flatten(_OUTLINED).any(dim=-1)
         for entry, value in inputs.items()
         if value.is_floating_point() and value.dim() > _OUTLINED
     }
-    return {**to_side(inputs, (), name), **there}
+    return {**to_side(inputs, (), name), **nonzero}
 
 
 def of_outlines(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:

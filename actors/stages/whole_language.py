@@ -68,8 +68,8 @@ def language_inputs(
         towers: by tower name, the model arguments that the tower reads.
     """
     inputs = to_side(text, (), "the language model")
-    for name, own in towers.items():
-        inputs |= to_side({k: v for k, v in own.items() if k != "sample_index"}, (), name)
+    for name, arguments in towers.items():
+        inputs |= to_side({k: v for k, v in arguments.items() if k != "sample_index"}, (), name)
     return inputs
 
 
@@ -136,14 +136,14 @@ class WholeLanguageStage(LanguageStage):
             group = ContextGroup(self._exchange, layout, layout)
             attend, together = attend_over(group), partial(shared_rows, group=group)
         if documents is not None:
-            own = documents if columns is None else documents[columns]
-            share = TokenShare(shape, packed=own, documents=documents)
+            tokens = documents if columns is None else documents[columns]
+            share = TokenShare(shape, packed=tokens, documents=documents)
             first, count = 0, len(documents)
             if rows is not None:
                 every = packed_tokens(shape, real)
                 first, count = int((every < rows.start * shape[1]).sum()), len(every)
             ranges = ranges or ((0, len(documents)),)
-            packed = Cut(len(own), count, tuple((first + lo, first + hi) for lo, hi in ranges))
+            packed = Cut(len(tokens), count, tuple((first + lo, first + hi) for lo, hi in ranges))
             return share, attend, together, Grid(Cut.uncut(1), packed)
         if rows is columns is None:
             return None, attend, together, None
@@ -162,10 +162,10 @@ class WholeLanguageStage(LanguageStage):
         own."""
         if share is None:
             return values
-        own, samples = share.of_tokens(values), self._samples
+        local_values, samples = share.of_tokens(values), self._samples
         if samples is not None and not shares(len(values), samples.size)[samples.rank]:
-            own = torch.full_like(own, none)
-        return own
+            local_values = torch.full_like(local_values, none)
+        return local_values
 
     @apart_if_need_be
     def run(
@@ -192,8 +192,8 @@ class WholeLanguageStage(LanguageStage):
         else:
             (message,) = received.values()
             (hidden, *tensors), side = message.tensors, dict(message.side)
-            device, rest = hidden.device, iter(tensors)
-            relays, features = list(islice(rest, self._relayed_blocks)), list(rest)
+            device, remaining = hidden.device, iter(tensors)
+            relays, features = list(islice(remaining, self._relayed_blocks)), list(remaining)
         self._show(side, features, device)
         arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
         targets = on_host(side[_TARGETS])
@@ -202,8 +202,8 @@ class WholeLanguageStage(LanguageStage):
         share, attend, together, grid = self._share((B, T), real)
         labelled = None
         if self.last:
-            own = self._own(targets, share, IGNORE_INDEX)
-            labelled = Labelled(own, device, context.decode is not None)
+            local_targets = self._own(targets, share, IGNORE_INDEX)
+            labelled = Labelled(local_targets, device, context.decode is not None)
         counted = self._own(self._routing.real(real, (B, T)), share, False)
         try:
             self._labelled = labelled
@@ -257,11 +257,11 @@ class WholeLanguageStage(LanguageStage):
         came = iter(features)
         for port in self.spec.towers:
             start = f"{_FEATURES}{port.name}/"
-            own = {n.removeprefix(start): v for n, v in side.items() if n.startswith(start)}
-            if not own:
+            entries = {n.removeprefix(start): v for n, v in side.items() if n.startswith(start)}
+            if not entries:
                 continue
-            shapes = {name: v for name, v in own.items() if name.startswith("shape/")}
+            shapes = {name: v for name, v in entries.items() if name.startswith("shape/")}
             tensors = list(islice(came, len(shapes)))
             if not tensors:
                 tensors = [zeros.clone() for zeros in from_side(shapes, device).values()]
-            self._features[port.name].output = port.form.unpacked(tensors, own)
+            self._features[port.name].output = port.form.unpacked(tensors, entries)

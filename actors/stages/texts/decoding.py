@@ -122,15 +122,15 @@ class PreparedInputs:
         cache = caching[CACHE]
         if len(decode.texts) == 1:
             return self._of_one(decode.first, inputs, caching)
-        before = {own: self._of_text[own] for own in cache.of_texts}
+        saved = {text_cache: self._of_text[text_cache] for text_cache in cache.of_texts}
         rows = [
-            self._of_one(False, {"input_ids": ids}, {"use_cache": True, CACHE: own})
-            for own, ids in zip(cache.of_texts, inputs["input_ids"].split(1), strict=True)
+            self._of_one(False, {"input_ids": ids}, {"use_cache": True, CACHE: text_cache})
+            for text_cache, ids in zip(cache.of_texts, inputs["input_ids"].split(1), strict=True)
         ]
         try:
             return {**joined_arguments(rows), CACHE: cache}
         except ModelError:
-            self._of_text.update(before)
+            self._of_text.update(saved)
             raise
 
     def _of_one(
@@ -140,17 +140,17 @@ class PreparedInputs:
         if first:
             options = {**{n: v for n, v in inputs.items() if n != "input_ids"}, **caching}
             if "position_ids" not in options and "position_ids" in self._parameters():
-                own = {name: value for name, value in options.items() if name not in caching}
-                options["position_ids"] = model._prepare_position_ids_for_generation(ids, own)
+                passed = {name: value for name, value in options.items() if name not in caching}
+                options["position_ids"] = model._prepare_position_ids_for_generation(ids, passed)
         else:
-            before, options = self._of_text[caching[CACHE]]
-            tokens, ids = ids.shape[1], torch.cat([before, ids], dim=1)
+            earlier_ids, options = self._of_text[caching[CACHE]]
+            tokens, ids = ids.shape[1], torch.cat([earlier_ids, ids], dim=1)
             options = model._update_model_kwargs_for_generation(
                 ModelOutput(), {**options, **caching}, is_encoder_decoder=False,
                 num_new_tokens=tokens,
             )
-        kept = {name: value for name, value in options.items() if name not in caching}
-        self._of_text[caching[CACHE]] = ids, kept
+        model_options = {name: value for name, value in options.items() if name not in caching}
+        self._of_text[caching[CACHE]] = ids, model_options
         return model.prepare_inputs_for_generation(
             ids, next_sequence_length=tokens, is_first_iteration=first, **options
         )

@@ -43,8 +43,8 @@ class JoinedLayer(DynamicLayer):
         """Append (texts, heads, 1, width) to each text's cache; return all (texts, heads, T,
         width)."""
         rows = zip(self._layers, key_states.split(1), value_states.split(1), strict=True)
-        both = [layer.update(key, value, *args, **kwargs) for layer, key, value in rows]
-        keys, values = (_behind_padding(own, 2) for own in zip(*both, strict=True))
+        updated = [layer.update(key, value, *args, **kwargs) for layer, key, value in rows]
+        keys, values = (_behind_padding(states, 2) for states in zip(*updated, strict=True))
         return keys, values
 
     @property
@@ -67,8 +67,8 @@ class JoinedLayer(DynamicLayer):
 
     @staticmethod
     def _kept(of_texts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [value for value in of_texts if value is not None]
-        return _behind_padding(there, 2) if len(there) == len(of_texts) else None
+        present = [value for value in of_texts if value is not None]
+        return _behind_padding(present, 2) if len(present) == len(of_texts) else None
 
     def get_seq_length(self, *args: Any) -> int:
         """Return the token count, with padding."""
@@ -85,7 +85,7 @@ class JoinedCache(Cache):
     def __init__(self, of_texts: Sequence[DynamicCache]) -> None:
         self.of_texts = of_texts
         layers = zip(*(cache.layers for cache in of_texts), strict=True)
-        super().__init__(layers=[JoinedLayer(of_block) for of_block in layers])
+        super().__init__(layers=[JoinedLayer(block_layers) for block_layers in layers])
 
 
 def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
@@ -98,9 +98,11 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
     """
     for cache in caches:
         # Exact types: subclasses store more, and other layers have no length.
-        if any(type(own) not in (DynamicLayer, DynamicSlidingWindowLayer) for own in cache.layers):
+        if any(
+            type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+        ):
             raise ModelError(_APART)
-        if len({cast(DynamicLayer, own).get_seq_length() for own in cache.layers}) != 1:
+        if len({cast(DynamicLayer, layer).get_seq_length() for layer in cache.layers}) != 1:
             raise ModelError(_APART)
     takes_both = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
     if not takes_both or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
@@ -183,9 +185,9 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
 def _behind_padding(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Concatenate tensors (1, ...), each padded on the left of ``dim`` to the longest."""
     longest = max(value.shape[dim] for value in values)
-    after = values[0].dim() - 1 - dim
+    trailing_dims = values[0].dim() - 1 - dim
     return torch.cat([
-        F.pad(value, (0, 0) * after + (longest - value.shape[dim], 0)) for value in values
+        F.pad(value, (0, 0) * trailing_dims + (longest - value.shape[dim], 0)) for value in values
     ])
 
 
@@ -208,7 +210,7 @@ def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
                 raise
         messages = []
         for row, text in enumerate(decode.texts):
-            own = {
+            row_messages = {
                 name: message._replace(
                     tensors=tuple(tensor[row : row + 1] for tensor in message.tensors),
                     side=_row(message.side, row),
@@ -216,7 +218,7 @@ def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
                 for name, message in received.items()
             }
             alone = context._replace(decode=Decode((text,), False))
-            messages.append(run(stage, inputs and _row(inputs, row), own, alone))
+            messages.append(run(stage, inputs and _row(inputs, row), row_messages, alone))
         return _of_rows(messages)
 
     return runs
@@ -234,7 +236,7 @@ def _of_rows(messages: Sequence[Message]) -> Message:
     sides = [message.side for message in messages]
     scores = [message.scores for message in messages if message.scores is not None]
     return messages[0]._replace(
-        tensors=tuple(torch.cat(own) for own in zip(*(m.tensors for m in messages), strict=True)),
+        tensors=tuple(torch.cat(rows) for rows in zip(*(m.tensors for m in messages), strict=True)),
         side={name: torch.cat([side[name] for side in sides]) for name in sides[0]},
         scores=torch.cat(scores) if scores else None,
     )
