@@ -41,8 +41,10 @@ def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, t
 
 def text_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
     """Return :func:`whole_parts` under the names that data workers use."""
-    parts = whole_parts(towers, microbatch)
-    return {TEXT if name == LANGUAGE_MODEL else name: inputs for name, inputs in parts.items()}
+    module_inputs = whole_parts(towers, microbatch)
+    return {
+        TEXT if name == LANGUAGE_MODEL else name: inputs for name, inputs in module_inputs.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ class _Work:
             ),
             tuple(
                 state + sum(
-                    held for held, t, b in zip(
+                    saved_bytes for saved_bytes, t, b in zip(
                         times[shape.name, d].activation_bytes, shape.trainable, shape.before,
                         strict=True,
                     ) if t or b

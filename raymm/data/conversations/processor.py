@@ -113,7 +113,7 @@ class ModelProcessor:
         """
         arguments: dict[str, Any] = {}
         for kind, argument in KINDS.items():
-            items = [list(own.get(kind, ())) for own in media]
+            items = [list(sample_items.get(kind, ())) for sample_items in media]
             if any(items):
                 # Processors expect pictures as one list per text, other items as a single list.
                 arguments[argument] = items if kind == "image" else sum(items, [])

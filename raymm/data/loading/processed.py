@@ -90,12 +90,12 @@ class ProcessedBuilder(StepBuilder):
         """Return :meth:`TowerLookup.parts`, computed once per microbatch."""
         if not isinstance(self._lookup, TowerLookup):
             return text_parts(self.config.towers, microbatch), {}
-        for earlier, parts in self._of_microbatches:
+        for earlier, inputs in self._of_microbatches:
             if earlier is microbatch:
-                return parts
-        parts = self._lookup.parts(text_parts(self.config.towers, microbatch))
-        self._of_microbatches.append((microbatch, parts))
-        return parts
+                return inputs
+        inputs = self._lookup.parts(text_parts(self.config.towers, microbatch))
+        self._of_microbatches.append((microbatch, inputs))
+        return inputs
 
     def build(
         self,
@@ -314,19 +314,19 @@ class ProcessedBuilder(StepBuilder):
     def _described(
         self, microbatch: Microbatch, group: Sequence[Conversation]
     ) -> MicrobatchMeta:
-        parts, keys = self._kept_parts(microbatch)
+        inputs, keys = self._kept_parts(microbatch)
         rows: dict[str, list[int]] = {}
         for row, sample in enumerate(group):
             for kind, items in sample.media.items():
                 rows.setdefault(TOWER_OF[kind], []).extend([row] * len(items))
         meta = describe_whole(
-            microbatch, parts, [sample.id for sample in group],
-            {name: rows.get(name, [0]) for name in parts if name != "text"},
+            microbatch, inputs, [sample.id for sample in group],
+            {name: rows.get(name, [0]) for name in inputs if name != "text"},
         )
         # If cached features replace the inputs of a tower, these entries are their shapes.
         shapes = {
             f"{name}/{entry}": _digest(value)
-            for name, tensors in parts.items() if name != "text" and is_featured(tensors)
+            for name, tensors in inputs.items() if name != "text" and is_featured(tensors)
             for entry, value in tensors.items() if not value.is_floating_point()
         }
         most = self.config.max_length
@@ -353,13 +353,13 @@ class ProcessedSizes:
 
     def __call__(self, sample: Sample) -> tuple[int, dict[str, list[tuple[int, int, int]]]]:
         encoded = self._builder.encode(sample)
-        parts, meta = self._builder.alone(encoded)
+        inputs, meta = self._builder.alone(encoded)
         kinds = self._builder.config.modalities
         counts = {kind: len(encoded.media.get(kind, ())) for kind in kinds}
         items: dict[str, list[tuple[int, int, int]]] = {}
         for kind, count in counts.items():
             tower = TOWER_OF[kind]
-            total = sum(v.numel() for v in parts.get(tower, {}).values() if v.is_floating_point())
+            total = sum(v.numel() for v in inputs.get(tower, {}).values() if v.is_floating_point())
             # The total of a sample is divided evenly among its items, which always stay together.
             in_tower = sum(n for other_kind, n in counts.items() if TOWER_OF[other_kind] == tower)
             sizes = [

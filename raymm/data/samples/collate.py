@@ -153,8 +153,8 @@ def split_parts(microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
     """Split a microbatch into the parts that different stages need: {"text": {...}, modality:
     {...}}."""
     text = {key: value for key, value in microbatch.items() if not isinstance(value, dict)}
-    parts = {key: value for key, value in microbatch.items() if isinstance(value, dict)}
-    return {"text": text} | parts
+    modalities = {key: value for key, value in microbatch.items() if isinstance(value, dict)}
+    return {"text": text} | modalities
 
 
 def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
@@ -171,7 +171,7 @@ def describe(
     Args:
         placeholders: known placeholder token ids by modality.
     """
-    parts = split_parts(microbatch)
+    inputs = split_parts(microbatch)
     B, T = microbatch["input_ids"].shape
     return MicrobatchMeta(
         num_samples=B,
@@ -179,15 +179,15 @@ def describe(
         tokens=int(microbatch["attention_mask"].sum()),
         lengths=tuple(microbatch["attention_mask"].sum(dim=1).tolist()),
         label_tokens=int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum()),
-        items={k: v["sample_index"].tolist() for k, v in parts.items() if k != "text"},
+        items={k: v["sample_index"].tolist() for k, v in inputs.items() if k != "text"},
         shapes={
             part_name: {key: tuple(value.shape) for key, value in tensors.items()}
-            for part_name, tensors in parts.items()
+            for part_name, tensors in inputs.items()
         },
         sample_ids=tuple(sample_ids),
         dtypes={
             part_name: {key: str(value.dtype) for key, value in tensors.items()}
-            for part_name, tensors in parts.items()
+            for part_name, tensors in inputs.items()
         },
         places={
             name: _runs(microbatch["input_ids"] == token)

@@ -58,8 +58,8 @@ def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
     for name, modality in modalities.items():
         column = modality.column or name
         names = [name, column, column.removesuffix("s")] + ["image"] * (name == "vision")
-        for part_type in [modality.part] if modality.part else names:
-            types.setdefault(part_type, name)
+        for type_name in [modality.part] if modality.part else names:
+            types.setdefault(type_name, name)
     return types
 
 
