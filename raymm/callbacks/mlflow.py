@@ -45,9 +45,9 @@ class MLflowCallback(Callback):
         return run_id
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        now = self._mlflow.utils.time.get_current_time_millis()
+        timestamp_ms = self._mlflow.utils.time.get_current_time_millis()
         self._client.log_batch(self._id, [
-            self._mlflow.entities.Metric(name, value, now, row["step"])
+            self._mlflow.entities.Metric(name, value, timestamp_ms, row["step"])
             for name, value in scalars(row).items()
         ])
 

@@ -119,10 +119,10 @@ def _items(
         names = [kind for kind in modalities if name in _names_of(kind, modalities[kind])]
         exact = [name] if name in modalities else names
         if len(exact) != 1 or not Path(file).is_file():
-            several = f"; {name!r} may be {' or '.join(exact)}" if len(exact) > 1 else ""
+            ambiguity = f"; {name!r} may be {' or '.join(exact)}" if len(exact) > 1 else ""
             raise ConfigError(
                 f"--item is {item!r}; accepted: NAME=FILE, a file that exists, of "
-                f"{', '.join(modalities) or 'no modality (data.modalities is empty)'}{several}"
+                f"{', '.join(modalities) or 'no modality (data.modalities is empty)'}{ambiguity}"
             )
         items[exact[0]] = (*items.get(exact[0], ()), str(Path(file).resolve()))
     return items

@@ -127,9 +127,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = _parser(words[:1])
     args, unknown = parser.parse_known_args(words)
     for word in unknown:
-        like = closest(word.partition("=")[0], args.options)
+        suggestion = closest(word.partition("=")[0], args.options)
         parser.error(
-            f"unknown argument {word}" + (f"; did you mean {like}?" if like else "")
+            f"unknown argument {word}" + (f"; did you mean {suggestion}?" if suggestion else "")
             + f" See raymm {words[0]} --help"
         )
     return args

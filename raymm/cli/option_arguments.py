@@ -23,14 +23,14 @@ def add_option_arguments(command: argparse.ArgumentParser, options: type) -> Non
     repeatedly, and sequences as ``--name A,B``."""
     hints = get_type_hints(options)
     for name, field in _shown(options).items():
-        how: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if get_origin(hints[name]) is dict:
-            how["action"] = "append"
+            settings["action"] = "append"
         elif int in _leaves(hints[name]):
-            how["type"] = int
+            settings["type"] = int
         elif float in _leaves(hints[name]):
-            how["type"] = float
-        command.add_argument(_flag(name), **how, **field.metadata)
+            settings["type"] = float
+        command.add_argument(_flag(name), **settings, **field.metadata)
 
 
 def _leaves(hint: Any) -> tuple[Any, ...]:

@@ -61,9 +61,9 @@ def _lora(words: list[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name not in accepted:
-            like = closest(name, accepted)
+            hint = closest(name, accepted)
             raise ConfigError(
-                f"--lora has {word!r}; " + (f"did you mean {like}=...? " if like else "")
+                f"--lora has {word!r}; " + (f"did you mean {hint}=...? " if hint else "")
                 + f"accepted: KEY=VALUE, e.g. r=16; keys: {', '.join(accepted)}"
             )
         values[name] = parse_yaml(text, f"--lora {name}")

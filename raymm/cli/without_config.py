@@ -183,16 +183,16 @@ def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any
         if len(sources) > 1 or not _same(getattr(args, name), str(old_value))
     ]
     for name, default in (("split", "train"), ("subset", None)):
-        now, old_value = getattr(args, name) or default, source.get(name) or default
-        if now != old_value:
-            differences.append((name, now, old_value))
-    for name, now, old_value in differences:
-        if name == "model" and not is_hub_id(now):  # a missing folder is reported first
-            _model(now)
-        if name == "data" and not is_hub_id(now):
+        new_value, old_value = getattr(args, name) or default, source.get(name) or default
+        if new_value != old_value:
+            differences.append((name, new_value, old_value))
+    for name, new_value, old_value in differences:
+        if name == "model" and not is_hub_id(new_value):  # a missing folder is reported first
+            _model(new_value)
+        if name == "data" and not is_hub_id(new_value):
             _source(args)
         raise ConfigError(
-            f"--{name} is {now!r}, but {file} is a run with {old_value!r}. Give the new run "
+            f"--{name} is {new_value!r}, but {file} is a run with {old_value!r}. Give the new run "
             f"another folder (--output), or remove {file.parent} to start again"
         )
 

@@ -30,10 +30,10 @@ def model_config(values: Mapping[str, Any]) -> PretrainedConfig:
     values = dict(values)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        like = _like(kind, transformers.CONFIG_MAPPING)
+        suggestion = _like(kind, transformers.CONFIG_MAPPING)
         raise ConfigError(
             f"config.model_type is {kind!r}; expected one that transformers knows, such as "
-            f"{like or 'llama or siglip_vision_model'}"
+            f"{suggestion or 'llama or siglip_vision_model'}"
         )
     try:
         config = transformers.CONFIG_MAPPING[kind](**values)
@@ -56,14 +56,14 @@ def _check_keys(
             inner = vars(config).get(key)
             if isinstance(inner, PretrainedConfig) and isinstance(value, Mapping):
                 inner_values = {k: v for k, v in value.items() if k != "model_type"}
-                within = default.get(key)
-                within = within if isinstance(within, dict) else _default(type(inner))
-                _check_keys(inner, inner_values, f"{where}.{key}", within)
+                defaults = default.get(key)
+                defaults = defaults if isinstance(defaults, dict) else _default(type(inner))
+                _check_keys(inner, inner_values, f"{where}.{key}", defaults)
             continue
-        like = _like(key, accepted)
+        hint = _like(key, accepted)
         raise ConfigError(
             f"{where}.{key}: {type(config).__name__} has no such key"
-            + (f"; did you mean {like}?" if like else f"; accepted: {', '.join(sorted(accepted))}")
+            + (f"; did you mean {hint}?" if hint else f"; accepted: {', '.join(sorted(accepted))}")
         )
 
 

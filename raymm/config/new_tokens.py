@@ -118,10 +118,10 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
     old = _rows_of(skeleton)
     old_ids = {i for i in processor.tokenizer.get_vocab().values() if i < old}
     rows = _add(processor.tokenizer, section.new_tokens, old)
-    if within := sorted(old_ids.intersection(rows)):
+    if reused := sorted(old_ids.intersection(rows)):
         raise ConfigError(
             f"{_FIELD}: the ids of new tokens would be {rows.start} to {rows.stop - 1}, but the "
-            f"processor already uses some of them ({within[0]}); accepted: a processor whose new "
+            f"processor already uses some of them ({reused[0]}); accepted: a processor whose new "
             "tokens come after all others"
         )
     temporary = target.with_name(f".{FOLDER}.{os.getpid()}{PARTIAL}")
@@ -167,21 +167,21 @@ def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
     """Add tokens to a tokenizer in place, and return the ids that get new rows; the model has rows
     for ``old`` ids. Raises ConfigError for tokens that already exist or are not requested."""
     old_vocabulary = tokenizer.get_vocab()
-    without = sorted((i, token) for token, i in old_vocabulary.items() if i >= old)
+    without_rows = sorted((i, token) for token, i in old_vocabulary.items() if i >= old)
     if request == FROM_PROCESSOR:
-        if not without:
+        if not without_rows:
             raise ConfigError(
                 f"{_FIELD} is {FROM_PROCESSOR!r}, but the model has rows for all tokens of the "
                 f"processor (ids up to {old - 1}); leave it out, or list the tokens to add"
             )
-        return range(old, without[-1][0] + 1)
+        return range(old, without_rows[-1][0] + 1)
     for token in request:
         if old_vocabulary.get(token, old) < old:
             raise ConfigError(
                 f"{_FIELD} has {token!r}, which is a token of the processor and the model already "
                 f"(id {old_vocabulary[token]}); leave it out"
             )
-    if unlisted := [token for _, token in without if token not in request]:
+    if unlisted := [token for _, token in without_rows if token not in request]:
         raise ConfigError(
             f"{_FIELD}: the processor has tokens that the model has no rows for: "
             f"{', '.join(map(repr, unlisted[:5]))}; list them, too, or give {FROM_PROCESSOR!r}"

@@ -44,8 +44,8 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
         model = from_pretrained(
             section.path, example,
             {
-                name: how.lora.build() if isinstance(how, AdaptersSection) else how
-                for name, how in section.train.items()
+                name: setting.lora.build() if isinstance(setting, AdaptersSection) else setting
+                for name, setting in section.train.items()
             },
             seed=config.run.seed, trust_remote_code=section.trust_remote_code,
             packing=section.packing, new_rows=new_rows,

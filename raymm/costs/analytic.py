@@ -189,7 +189,7 @@ class _Roofline:
         block are kept, and work outside of products takes as long as its traffic."""
         cost = self.cost(block, kept)
         kept = self._kept(block, kept)
-        outside = activation_bytes - round(kept)
+        outside_bytes = activation_bytes - round(kept)
         shared = self._tp * self._cp
         stream = block.output_elements * _FP32_BYTES / self._cp
         attention = block.attention_elements * self._bytes / shared
@@ -206,12 +206,12 @@ class _Roofline:
             (ALL, cost.forward, stream),
         ]
         if self._to_host is not None:
-            way = kept / self._to_host
+            copy_seconds = kept / self._to_host
             backward = cost.backward_input + cost.backward_weight
-            hidden = max(0.0, way - cost.forward) + max(0.0, way - backward)
+            hidden = max(0.0, copy_seconds - cost.forward) + max(0.0, copy_seconds - backward)
             candidates.append((OFFLOAD, hidden, 0.0))
         return tuple(
-            LayerOption(name, seconds, outside + round(held_bytes))
+            LayerOption(name, seconds, outside_bytes + round(held_bytes))
             for name, seconds, held_bytes in candidates if held_bytes < kept
         )
 

@@ -201,9 +201,9 @@ class _LayerCounter:
 
     def places(self) -> list[str]:
         """Return the names of the blocks, if there are several."""
-        if self.path is None or (many := len(block_list(self.module, self.path))) < 2:
+        if self.path is None or (count := len(block_list(self.module, self.path))) < 2:
             return []
-        return [f"{self.path}.{index}" for index in range(many)]
+        return [f"{self.path}.{index}" for index in range(count)]
 
     def outside(self, path: str) -> tuple[list[str], list[str]]:
         """Return the names of modules with parameters before and after the blocks.
@@ -248,7 +248,7 @@ class _LayerCounter:
         parameters: dict[int, int] = {}
         few_heads = 0
         replicated: dict[int, int] = {}
-        few: dict[int, int] = {}
+        few_parameters: dict[int, int] = {}
         base: dict[int, int] = {}
         quantised: dict[int, int] = {}
         for name in names:
@@ -263,7 +263,7 @@ class _LayerCounter:
                     if shards == 1:
                         replicated[id(parameter)] = parameter.numel()
                     elif shards < max(self.shares.values()):
-                        few[id(parameter)] = parameter.numel()
+                        few_parameters[id(parameter)] = parameter.numel()
                         few_heads = shards
         return LayerCount(
             matmul_flops=sum(m.flops for m in matmuls),
@@ -272,7 +272,7 @@ class _LayerCounter:
             traffic_elements=sum(m.input_elements + m.rows * m.outer for m in matmuls),
             parameters=sum(parameters.values()),
             replicated=sum(replicated.values()),
-            few_parameters=sum(few.values()),
+            few_parameters=sum(few_parameters.values()),
             few_heads=few_heads,
             trained_traffic=sum(m.input_elements + m.rows * m.outer for m in matmuls if not m.base),
             product_elements=sum(m.rows * m.outer for m in matmuls),
@@ -317,8 +317,8 @@ class _LayerCounter:
         block."""
         assert self.path is not None
         ends = []
-        for outside, block in zip(self.outside(self.path), (first, last), strict=True):
-            modules = [self.module.get_submodule(name) for name in outside]
+        for outer_names, block in zip(self.outside(self.path), (first, last), strict=True):
+            modules = [self.module.get_submodule(name) for name in outer_names]
             modules += self.module.get_submodule(block).modules()
             parameters = (
                 p for module in modules for p in module._parameters.values() if p is not None

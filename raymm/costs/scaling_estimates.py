@@ -170,8 +170,8 @@ def _trainable_layers(module: nn.Module) -> tuple[bool, ...]:
     flags = [
         any(p.requires_grad for p in block.parameters()) for block in block_list(module, path)
     ]
-    outside = (p for n, p in module.named_parameters() if not n.startswith(path + "."))
-    if any(p.requires_grad for p in outside):
+    outer_parameters = (p for n, p in module.named_parameters() if not n.startswith(path + "."))
+    if any(p.requires_grad for p in outer_parameters):
         flags[0] = flags[-1] = True
     return tuple(flags)
 

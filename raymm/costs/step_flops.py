@@ -84,10 +84,10 @@ def module_flops(
             continue
         backward = float(trained or earlier)
         # Modules before the blocks pass no gradient back if nothing before them is trained.
-        outside = layer_products[layer] + blocks[layer] * -1.0
+        outer_flops = layer_products[layer] + blocks[layer] * -1.0
         first = layer == 0 and len(trainable) > 1
         total += blocks[layer] * (1 + backward + trained)
-        total += outside * (1 + (earlier if first else backward) + trained)
+        total += outer_flops * (1 + (earlier if first else backward) + trained)
         total += base[layer] * -float(trained)
         total += activations[layer] * (1 + ATTENTION_BACKWARD * backward)
     return total
@@ -180,12 +180,12 @@ class StepFlops:
 
     def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
         result = {}
-        handed_on: dict[str, int] = {}
+        output_tokens: dict[str, int] = {}
         for name in self._model.encoder_names:
             items = len(meta.items.get(name, ()))
             if not items:
                 continue
-            tokens, handed_on[name] = self._item_tokens(name, meta)
+            tokens, output_tokens[name] = self._item_tokens(name, meta)
             flops = (self._featured if name in meta.featured else self._flops)[name]
             result[name] = items * (
                 flops.per_token * tokens + flops.per_sample
@@ -193,9 +193,9 @@ class StepFlops:
             )
             if (projector := self._projectors.get(name)) is not None:
                 result[name] += items * (
-                    projector.per_token * handed_on[name] + projector.per_sample
+                    projector.per_token * output_tokens[name] + projector.per_sample
                 )
-        rows = self._rows(meta, handed_on)
+        rows = self._rows(meta, output_tokens)
         flops = self._flops[LANGUAGE_MODEL]
         result[LANGUAGE_MODEL] = (
             flops.per_token * sum(length for length, _ in rows) + flops.per_sample * len(rows)

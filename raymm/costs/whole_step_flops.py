@@ -130,8 +130,8 @@ def _step_flops(
     path = find_blocks(module)
     for index, block_flops in enumerate(activation_flops(module, causal, example)):
         block = f"{path}.{index}"
-        inside = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
-        backward = any(inside) if inside else onward
+        block_flags = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
+        backward = any(block_flags) if block_flags else onward
         windowed = sum(
             sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in attention
             if is_within(name, (block,)) and sizes.pairs < most_pairs

@@ -63,13 +63,13 @@ def microbatch_workload(
                 f"planning.tokens.{name})"
             )
             sizes = ASSUMED_TOKENS, ASSUMED_TOKENS
-        inside, handed_on = sizes
+        block_tokens, output_tokens = sizes
         index = items["sample_index"] if items else torch.arange(rows)
         loads[name] = (items and encoder_load(model, name, items, len(index))) or (
-            Load(len(index), inside)
+            Load(len(index), block_tokens)
         )
         if isinstance(model.merge, Prepend):
-            lengths = lengths + torch.bincount(index, minlength=rows) * handed_on
+            lengths = lengths + torch.bincount(index, minlength=rows) * output_tokens
     labels = int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum())
     longest = max(int(lengths.max()), 1)
     loads[LANGUAGE_MODEL] = Load(rows, longest, min(labels, rows * longest))
@@ -222,8 +222,10 @@ def item_tokens(
     for name in model.encoder_names:
         sizes = encoder_tokens(model, name, items.get(name))
         if sizes is not None:
-            inside, handed_on = sizes
-            tokens[name] = ItemTokens(inside, handed_on * isinstance(model.merge, Prepend))
+            block_tokens, output_tokens = sizes
+            tokens[name] = ItemTokens(
+                block_tokens, output_tokens * isinstance(model.merge, Prepend)
+            )
     return tokens
 
 
@@ -300,8 +302,8 @@ def encoder_tokens(
         observation = Observation(module)
         try:
             with torch.no_grad():
-                handed_on = stage.run(inputs, {}, MicrobatchContext(1)).tensors[0].shape[1]
-            return observation.tokens or handed_on, handed_on
+                output_tokens = stage.run(inputs, {}, MicrobatchContext(1)).tensors[0].shape[1]
+            return observation.tokens or output_tokens, output_tokens
         except USER_CODE_RAISES:  # not every forward runs without data; the config decides then
             pass
         finally:

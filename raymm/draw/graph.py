@@ -183,11 +183,11 @@ def _bend(start: Point, stop: Point, sheet: PlanSheet, ends: Edge) -> float:
             t = step / 40
             x = (1 - t) ** 2 * x0 + 2 * t * (1 - t) * xc + t * t * x1
             y = (1 - t) ** 2 * y0 + 2 * t * (1 - t) * yc + t * t * y1
-            inside = sheet.bottom - 0.15 < y < sheet.height - HEAD + 0.15 and not any(
+            is_free = sheet.bottom - 0.15 < y < sheet.height - HEAD + 0.15 and not any(
                 left - PAD < x < left + width + PAD and low - PAD < y < low + height + PAD
                 for left, low in corners
             )
-            clear = clear and inside
+            clear = clear and is_free
         if clear:
             return rad
     return 0.0

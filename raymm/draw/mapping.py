@@ -91,9 +91,9 @@ def _summary(mapping: StageMapping, note: str, ruler) -> list[str]:
         phrases.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
     lines = [phrases[0]]
     for phrase in phrases[1:]:
-        longer = f"{lines[-1]}  ·  {phrase}"
-        if text_width(ruler, longer, 9) <= BODY + 0.3:
-            lines[-1] = longer
+        extended = f"{lines[-1]}  ·  {phrase}"
+        if text_width(ruler, extended, 9) <= BODY + 0.3:
+            lines[-1] = extended
         else:
             lines.append(phrase)
     return lines

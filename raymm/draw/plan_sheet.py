@@ -151,8 +151,8 @@ def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
 
 def place_text(stage: Stage) -> str:
     """Return the rank of a stage, with the degrees of its processes: ``"rank 3 = tp 4 × cp 2"``."""
-    several = rank_text(stage.degrees).replace(", ", " × ")
-    return f"rank {stage.rank}" + (f" = {several}" if several else "")
+    degrees = rank_text(stage.degrees).replace(", ", " × ")
+    return f"rank {stage.rank}" + (f" = {degrees}" if degrees else "")
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
@@ -181,14 +181,14 @@ def small_print(plan: Plan, stage: Stage, needs: set[StageId], cost: StageCost |
     lines = [_work(plan, stage, needs)]
     if cost is None:
         return lines
-    again = recomputes(stage, needs)
+    is_recomputed = recomputes(stage, needs)
     operations = [
-        ("F", cost.forward), ("R", cost.forward if again else 0.0),
+        ("F", cost.forward), ("R", cost.forward if is_recomputed else 0.0),
         ("B_d", cost.backward_input), ("B_w", cost.backward_weight),
     ]
     lines.append(" + ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in operations
                             if seconds or name == "F") + " ms")
-    kept_bytes = cost.input_bytes if again else cost.activation_bytes
+    kept_bytes = cost.input_bytes if is_recomputed else cost.activation_bytes
     lines.append(f"state {_size(cost.state_bytes)}, keeps {_size(kept_bytes)}")
     return lines
 

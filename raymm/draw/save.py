@@ -66,10 +66,10 @@ def _save_png(figure: Figure, stream: BinaryIO) -> None:
     truecolor = io.BytesIO()
     figure.savefig(truecolor, format="png", dpi=DPI)
     with Image.open(truecolor) as image:
-        few = image.convert("RGB").quantize(
+        indexed = image.convert("RGB").quantize(
             256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
         )
-    few.save(stream, format="PNG", dpi=(DPI, DPI), optimize=True)
+    indexed.save(stream, format="PNG", dpi=(DPI, DPI), optimize=True)
 
 
 def text_width(figure: Figure, text: str, size: float) -> float:

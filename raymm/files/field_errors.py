@@ -52,8 +52,8 @@ def closest(name: str, accepted: Iterable[str]) -> str | None:
 def _meant(path: Sequence[Any], accepted: Sequence[str], section: type[BaseModel]) -> str:
     """Return "did you mean ...?" for a misspelt key or a key of another section."""
     *parents, name = map(str, path)
-    if like := closest(name, accepted):
-        return f"did you mean {'.'.join([*parents, like])}? "
+    if suggestion := closest(name, accepted):
+        return f"did you mean {'.'.join([*parents, suggestion])}? "
     elsewhere = [".".join(field_path) for field_path in _paths(section) if field_path[-1] == name]
     return f"did you mean {' or '.join(elsewhere)}? " if elsewhere else ""
 

@@ -362,18 +362,18 @@ class BucketOwner(FolderOwner):
 
     def _acquire(self) -> None:
         while True:
-            looked = time.monotonic()
+            read_at = time.monotonic()
             text = self._text()
             owner = None
             if text is not None:
                 owner = _owner_of(text)
                 if owner != self._me and not self._sees_gone(owner, self._text, self._owner):
                     continue  # the owner has left or changed
-                looked = time.monotonic()
+                read_at = time.monotonic()
                 if self._text() != text:
                     continue
             self._give_sign()
-            if time.monotonic() - looked > SETTLE_S / 2:
+            if time.monotonic() - read_at > SETTLE_S / 2:
                 time.sleep(SETTLE_S)
                 continue  # too late: another process may have settled meanwhile
             time.sleep(SETTLE_S)

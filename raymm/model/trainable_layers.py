@@ -40,9 +40,9 @@ def counts_text(counts: dict[str, tuple[int, int]]) -> str:
     the results of :func:`counted` by name."""
     phrases = []
     for name, (trained, size) in counts.items():
-        how = "trained" if trained else "frozen"
-        some = f"{_short(trained)} of " if 0 < trained < size else ""
-        phrases.append(f"{name} {some}{_short(size)} {how}")
+        state = "trained" if trained else "frozen"
+        trained_text = f"{_short(trained)} of " if 0 < trained < size else ""
+        phrases.append(f"{name} {trained_text}{_short(size)} {state}")
     return f"parameters: {', '.join(phrases)}"
 
 

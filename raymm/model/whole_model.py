@@ -155,7 +155,7 @@ class WholeModel:
                     f"LoraConfig, of {', '.join(self.part_names)}"
                 )
         self.changing: frozenset[str] = frozenset()
-        self._frozen = frozenset(n for n, how in self.train.items() if how == FROZEN)
+        self._frozen = frozenset(n for n, setting in self.train.items() if setting == FROZEN)
         self._adapted = self._with_adapters(seed)
         if new_rows and LANGUAGE in self.adapters:
             self._adapted = NewRowsSource(self._adapted, new_rows.start, new_rows.stop)
@@ -172,19 +172,19 @@ class WholeModel:
         projector = tuple(path for _, path in self._projector)
         for name, lora in self.adapters.items():
             if name == LANGUAGE:
-                outside = (*towers, *projector)
-                source = AdaptedSource.of(source, lora, seed, outside, part=name)
+                excluded_paths = (*towers, *projector)
+                source = AdaptedSource.of(source, lora, seed, excluded_paths, part=name)
                 continue
             path_filter = projector if name == PROJECTOR else self.tower(name).places
-            apart = () if name == PROJECTOR else projector
-            source = AdaptedSource.of(source, lora, seed, path_filter, False, apart, name)
+            excluded = () if name == PROJECTOR else projector
+            source = AdaptedSource.of(source, lora, seed, path_filter, False, excluded, name)
         if len({lora.dora for lora in self.adapters.values()}) > 1:
             raise ModelError("train has adapters with and without dora; accepted: the same for all")
         return source
 
     @property
     def adapters(self) -> dict[str, LoraConfig]:
-        return {name: how for name, how in self.train.items() if isinstance(how, LoraConfig)}
+        return {name: value for name, value in self.train.items() if isinstance(value, LoraConfig)}
 
     def _find(self, model: nn.Module) -> tuple[Tower, ...]:
         inputs = as_copied(self.source, model, self.example)
@@ -231,9 +231,9 @@ class WholeModel:
     @property
     def _projector(self) -> list[tuple[str, str]]:
         """(module, path) of the projector's submodules and parameters."""
-        within = [(tower.name, path) for tower in self.towers for path in tower.projector]
+        in_towers = [(tower.name, path) for tower in self.towers for path in tower.projector]
         behind = dict.fromkeys(path for tower in self.towers for path in tower.behind)
-        return [*within, *((LANGUAGE_MODEL, path) for path in behind)]
+        return [*in_towers, *((LANGUAGE_MODEL, path) for path in behind)]
 
     def is_frozen(self, name: str) -> bool:
         """Return True if a part is frozen; the projector's layers in a tower do not count."""

@@ -142,7 +142,7 @@ class Rebalancing:
         if costs is None or TEXT not in costs.modules or not self._errors:
             self._log.add({"step": step, "gain": None, "error": None}, None)
             return
-        now = self._slowness(self._sampler.upcoming(AHEAD), costs)
+        current = self._slowness(self._sampler.upcoming(AHEAD), costs)
         options = [costs]
         if costs.replicas:  # relieving a slow replica may cost more than it gains
             options.append(costs.even)
@@ -151,7 +151,7 @@ class Rebalancing:
             for number, option in enumerate(options)
         ]
         best, number = min(forecasts)
-        gain = now / best - 1 if best > 0 else 0.0
+        gain = current / best - 1 if best > 0 else 0.0
         error = float(np.mean(self._errors))
         self._errors.clear()
         decision = None

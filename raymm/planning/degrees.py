@@ -114,8 +114,8 @@ class DegreeRequest:
             allowed["dp"] = tuple(n for n in allowed["dp"] if num_microbatches % n == 0)
             if (module, "tp") not in self.fixed:
                 allowed["tp"] = tuple(n for n in allowed["tp"] if _divides(model, module, n))
-            for kind, some in allowed.items():
-                if not some:
+            for kind, degrees in allowed.items():
+                if not degrees:
                     raise PlanError(
                         f"degrees has {module}.{kind}={self.fixed[module, kind]}, which "
                         + (

@@ -118,11 +118,11 @@ def mapping_inputs(
     if all(surface.quotas == (surface.steps,) for surface in surfaces):
         remarks.append("no quotas below a full device are known: modules take turns or get "
                        "separate devices")  # fmt: skip
-    interference, about = _interference(request.interference, surfaces)
+    interference, assumption = _interference(request.interference, surfaces)
     limit = _limit(device, request.memory_gib)
     _check_fits(surfaces, gpus, limit)
     problem = MappingProblem(surfaces, tuple(edges), gpus, steps, limit, interference)
-    return MappingInputs(problem, request, source, estimated, about, samples, tuple(remarks))
+    return MappingInputs(problem, request, source, estimated, assumption, samples, tuple(remarks))
 
 
 def _estimates(

@@ -90,7 +90,7 @@ class PlannedMultiplexed:
                 m = problem.names.index(placement.module)
                 degree = len(placement.gpus).bit_length() - 1
                 unshared = float(problem.seconds[m, degree, placement.quota])
-                alone = unshared * placement.slices / mapping.slices
+                alone_seconds = unshared * placement.slices / mapping.slices
                 rows.append({
                     "stage": str(index) if not first else "",
                     "module": placement.module + (
@@ -99,7 +99,7 @@ class PlannedMultiplexed:
                     "GPUs": gpus_text(placement.gpus),
                     "quota": f"{placement.quota / mapping.steps:.0%}",
                     "ms": milliseconds(seconds),
-                    "alone": milliseconds(alone),
+                    "alone": milliseconds(alone_seconds),
                     "GiB": f"{int(problem.memory[m, degree]) / GIB:.2f}",
                     "stage ms": milliseconds(stage.seconds) if not first else "",
                 })

@@ -102,7 +102,7 @@ class Planned:
         ``quota`` is the stage's share of its device; times are those of a full device.
         """
         plan, timeline = self.plan, self.timeline
-        several = plan.num_processes > plan.num_ranks
+        has_degrees = plan.num_processes > plan.num_ranks
         costs = stage_costs(plan)
         memory = rank_memory(plan, self.program)
         on_quotas = any(stage.quota is not None for stage in plan.stages)
@@ -117,7 +117,7 @@ class Planned:
                 "module": stage.module,
                 "stage": str(stage.id).removeprefix(f"{stage.module}.") + ("" if trained else " *"),
                 "layers": layers_text(plan, stage),
-                **({"shared": rank_text(stage.degrees) or "-"} if several else {}),
+                **({"shared": rank_text(stage.degrees) or "-"} if has_degrees else {}),
                 "rank": str(stage.rank),
                 **({"quota": f"{stage.quota:g}" if stage.quota else "-"} if on_quotas else {}),
                 "GPU": _places(plan.rank_processes(stage.rank), self.network.ranks_per_node),
@@ -248,8 +248,8 @@ def layers_text(plan: Plan, stage: Stage) -> str:
     text = f"{lo}-{blocks - 1}" if blocks - lo > 1 else f"{lo}"
     if hi > node.num_blocks:
         text = f"{text} +p" if blocks > lo else "p"
-    again = sum(option != KEEP for option in stage.layer_options)
-    return text + (" r" if stage.recompute else f" r{again}/{blocks - lo}" if again else "")
+    count = sum(option != KEEP for option in stage.layer_options)
+    return text + (" r" if stage.recompute else f" r{count}/{blocks - lo}" if count else "")
 
 
 def _others(options: Sequence[Option]) -> list[Option]:
@@ -270,17 +270,17 @@ def rank_names(plan: Plan) -> dict[int, str]:
     for rank in range(plan.num_ranks):
         stages = [str(stage.id) for stage in plan.rank_stages(rank)]
         shown = " ".join(stages) if len(stages) <= 3 else f"{stages[0]} .. {stages[-1]}"
-        several = rank_text(plan.degrees(rank))
-        names[rank] = f"rank {rank}: {shown}" + (f" ({several})" if several else "")
+        degrees = rank_text(plan.degrees(rank))
+        names[rank] = f"rank {rank}: {shown}" + (f" ({degrees})" if degrees else "")
     return names
 
 
 def _module_text(plan: Plan, name: str) -> str:
     replicas = plan.replicas(name)
-    several = rank_text(replicas[0][0].degrees)
+    degrees = rank_text(replicas[0][0].degrees)
     stages = len(replicas[0])
     copies = f" x{len(replicas)}" if len(replicas) > 1 else ""
-    shared = f" ({several})" if several else ""
+    shared = f" ({degrees})" if degrees else ""
     return f"{name} {stages} stage{'s' * (stages != 1)}{shared}{copies}"
 
 

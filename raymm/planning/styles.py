@@ -132,10 +132,12 @@ class StyleComparison:
         )
         equal = [style for style, option in search.starts.items() if option is best]
         text = f"auto: {equal[0]} unchanged" if equal else f"auto: {best.label}"
-        how = "all layouts without guests, then local moves" if search.exhaustive else "local moves"
+        method = (
+            "all layouts without guests, then local moves" if search.exhaustive else "local moves"
+        )
         return [
             f"{text}, {time_text(best.seconds)} per step (all simulated, with messages, "
-            f"interference and memory: {starts or 'neither style fits'}; {how}, {search.tried} "
+            f"interference and memory: {starts or 'neither style fits'}; {method}, {search.tried} "
             "plans tried)",
             *search.lines(),
         ]
@@ -357,8 +359,8 @@ class _Basis:
         surfaces."""
         profile, workload = self.profile(), self.inputs.workload
         # Memory does not matter here: only the surfaces of the problem are used.
-        anyhow = replace(self.inputs.request, tokens={}, memory_gib=MOST_GIB)
-        problem = self.mapping_inputs(anyhow, microbatches).problem
+        unlimited = replace(self.inputs.request, tokens={}, memory_gib=MOST_GIB)
+        problem = self.mapping_inputs(unlimited, microbatches).problem
         surfaces = problem.surfaces
         if self.inputs.request.surfaces is not None:  # measured on a whole step
             surfaces = tuple(
@@ -368,13 +370,13 @@ class _Basis:
                 for surface in surfaces
             )
         sharing = DeviceSharing(surfaces, problem.interference)
-        many = workload.microbatches // microbatches
+        merged = workload.microbatches // microbatches
         layers = {}
         for shape, surface in zip(self.shapes, surfaces, strict=True):
-            slowed = tuple(layer_of_samples(cost, many) for cost in profile.modules[shape.name])
+            slowed = tuple(layer_of_samples(cost, merged) for cost in profile.modules[shape.name])
             factor = surface.seconds_at(1, surface.steps) / shape.seconds(slowed)
             layers[shape.name] = slowed_layers(slowed, factor)
-        tokens = {name: count * many for name, count in profile.tokens.items()}
+        tokens = {name: count * merged for name, count in profile.tokens.items()}
         return replace(
             profile, modules={**profile.modules, **layers}, tokens=tokens, sharing=sharing
         )
@@ -400,7 +402,7 @@ class _Basis:
                     f"{list(surface.degrees)}, quotas {list(surface.quotas)} of {surface.steps}), "
                     "which the layer costs of pipelines are scaled by"
                 )
-            alone = surface.seconds_at(1, surface.steps) / self.inputs.workload.microbatches
-            factor = alone / shape.seconds(layers[shape.name])
+            alone_seconds = surface.seconds_at(1, surface.steps) / self.inputs.workload.microbatches
+            factor = alone_seconds / shape.seconds(layers[shape.name])
             layers[shape.name] = slowed_layers(layers[shape.name], factor)
         return replace(costs.profile, modules=layers)

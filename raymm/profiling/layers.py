@@ -75,20 +75,20 @@ def profile_model(
     modules: dict[str, tuple[Measurement, ...]] = {}
     default: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    about: dict[str, str] = {}
+    description: dict[str, str] = {}
     for name in model.module_names:
         arguments = (
             builders[StageId(name, 0)], device, autocast, name in reloadable, threads,
         )
         requests = list(_requests(name, model, microbatch, shapes, lengths))
         halves = _halves(model, name)
-        about, times = _measure(name, arguments, requests, repeats, resources, halves)
+        description, times = _measure(name, arguments, requests, repeats, resources, halves)
         shapes[name] = times[0].output_shape
         default[name] = times[0].tokens
         modules[name] = _measurements(_counts(model, name), times, _ELEMENT_BYTES[precision])
-    versions = {k: v for k, v in about.items() if k != "device"}
+    versions = {k: v for k, v in description.items() if k != "device"}
     return ProfileTable(
-        modules, default, about["device"], precision,
+        modules, default, description["device"], precision,
         {**versions, "ray": ray.__version__},
         datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     )
@@ -167,17 +167,17 @@ def _measure(
     resources: RankResources, halves: Mapping[str, ShardPlan] | None,
 ) -> tuple[dict[str, str], list[ModuleTimes]]:
     with ProfilingActor(ModuleProfiler, resources, arguments, name) as ask:
-        about = ask("describe", timeout=START_TIMEOUT_S)
+        description = ask("describe", timeout=START_TIMEOUT_S)
         times: list[ModuleTimes] = [ask("measure", request, repeats) for request in requests]
         if halves is None:
-            return about, times
+            return description, times
         ask("halve", halves)
         with_halves = []
         for module_times, request in zip(times, requests, strict=True):
             pairs = zip(module_times.layers, ask("layer_bytes", request), strict=True)
             layers = tuple(replace(layer, halved=half) for layer, half in pairs)
             with_halves.append(replace(module_times, layers=layers))
-    return about, with_halves
+    return description, with_halves
 
 
 def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:

@@ -58,12 +58,12 @@ class ReplayedBatches(Generic[Batch]):
     def rewind(self, step: int, position: Any, anew: bool = False) -> None:
         """Continue after an earlier step. The last argument is True if the kept batches were lost,
         too, and must be loaded again."""
-        again = [batch for batch in (*self._kept, *self._again) if batch[0] > step and not anew]
+        replayed = [batch for batch in (*self._kept, *self._again) if batch[0] > step and not anew]
         is_replayed = not anew and (
-            self._step == step or (bool(again) and again[0][0] == step + 1)
+            self._step == step or (bool(replayed) and replayed[0][0] == step + 1)
         )
         self._kept.clear()
-        self._again = deque(again if is_replayed else ())
+        self._again = deque(replayed if is_replayed else ())
         self._step, self._position = step, position
         if not is_replayed:
             self.load_anew()

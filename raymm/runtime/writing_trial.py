@@ -72,11 +72,11 @@ def _one_by_one(
         for number, row in zip(numbers, logits.rows[-len(numbers) :], strict=True):
             lengths[number] += ids.shape[1]
             expected = whole[number]
-            apart = float((row - expected[lengths[number] - 1]).abs().max() / expected.abs().max())
-            if not apart <= _ALIKE:
+            error = float((row - expected[lengths[number] - 1]).abs().max() / expected.abs().max())
+            if not error <= _ALIKE:
                 return (
                     f"{type(model).__name__} computes different logits for token {lengths[number]} "
-                    f"from cached keys and values than from all tokens at once (by {apart:.1e} of "
+                    f"from cached keys and values than from all tokens at once (by {error:.1e} of "
                     "the largest)"
                 )
     return None

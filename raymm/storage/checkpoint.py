@@ -162,8 +162,8 @@ class CheckpointStore:
                 continue
             with writing(folder):
                 if is_torn(folder):
-                    aside = remove_torn(folder)
-                    note = f"; other files in it are now in {aside}" if aside else ""
+                    renamed = remove_torn(folder)
+                    note = f"; other files in it are now in {renamed}" if renamed else ""
                     removed.append(f"{folder}, which was never committed{note}")
                     continue
                 for name in partial_files(folder):
@@ -366,13 +366,13 @@ class CheckpointStore:
             if step_number(old.name) == best:
                 continue
             try:
-                aside = drop(old)
+                renamed = drop(old)
             except CheckpointError:
                 self._corrupt.add(old)
                 continue
-            if aside is not None:
+            if renamed is not None:
                 self.unremoved = (
-                    f"{old} had files that raymm did not write; they are now in {aside}"
+                    f"{old} had files that raymm did not write; they are now in {renamed}"
                 )
 
     def _whole(self) -> list[StorageFolder]:

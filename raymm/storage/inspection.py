@@ -200,6 +200,6 @@ def prune_checkpoints(
         removed = intact[:-keep]
         for folder in removed:
             check_owner()
-            if (aside := drop(storage_folder(folder))) is not None:
-                say(f"{folder} had files that raymm did not write; they are now in {aside}")
+            if (renamed := drop(storage_folder(folder))) is not None:
+                say(f"{folder} had files that raymm did not write; they are now in {renamed}")
     return removed

@@ -182,12 +182,12 @@ def _difference(
             )
     except USER_CODE_RAISES as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
-    again, info = loaded
-    state, read = module.state_dict(), again.state_dict()
+    reloaded, info = loaded
+    state, read = module.state_dict(), reloaded.state_dict()
     ignored = set(module._keys_to_ignore_on_save or ())
-    lost = {n for kind in ("missing_keys", "unexpected_keys") for n in info[kind]} - ignored
-    if lost := lost | (state.keys() ^ read.keys()) - ignored:
-        return f"its keys differ in {', '.join(sorted(lost)[:_SHOWN])}"
+    lost_keys = {n for kind in ("missing_keys", "unexpected_keys") for n in info[kind]} - ignored
+    if lost_keys := lost_keys | (state.keys() ^ read.keys()) - ignored:
+        return f"its keys differ in {', '.join(sorted(lost_keys)[:_SHOWN])}"
     for name in state.keys() - ignored:
         value, read_value = state[name], read[name]
         if not torch.equal(value, read_value) and not any(
@@ -198,7 +198,7 @@ def _difference(
             return f"{name} has values too large for the dtype"
     if inputs is None:
         return None
-    again.eval()
+    reloaded.eval()
     modes = {child: child.training for child in module.modules()}
     try:
         module.eval()
@@ -210,7 +210,7 @@ def _difference(
             child.training = mode
     if expected is None:
         return None
-    difference = float((_output(again, inputs) - expected).abs().max())
+    difference = float((_output(reloaded, inputs) - expected).abs().max())
     if not difference <= _NOISE * float(expected.abs().max()):
         return f"its outputs differ by {difference:.3g} of {float(expected.abs().max()):.3g}"
     return None

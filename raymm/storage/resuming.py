@@ -116,13 +116,13 @@ def compare(
     texts: list[str] = []
     refused: dict[str, str] = {}
     for field in sorted({*manifest.run, *run}):
-        was, now = manifest.run.get(field, _MISSING), run.get(field, _MISSING)
+        old, new = manifest.run.get(field, _MISSING), run.get(field, _MISSING)
         if field.endswith(".code") and _of_another_name(field, manifest.run, run):
             continue
         lines: dict[Rule, list[str]] = {}
-        for subfield, before, after in _differences(field, was, now):
-            lines.setdefault(_rule(subfield, before, after), []).append(
-                _line(subfield, before, after)
+        for subfield, old_value, new_value in _differences(field, old, new):
+            lines.setdefault(_rule(subfield, old_value, new_value), []).append(
+                _line(subfield, old_value, new_value)
             )
         for rule, changes in lines.items():
             text = _shortened(changes) + (f" ({rule.why})" if rule.why else "")

@@ -86,11 +86,11 @@ def describe_run(
 
 def _of_whole(model: WholeModel) -> dict[str, Any]:
     fields: dict[str, Any] = {"model.packing": model.packing}
-    for name, how in model.train.items():
-        if isinstance(how, LoraConfig):
-            fields |= _adapters(f"model.train.{name}.lora", how)
+    for name, setting in model.train.items():
+        if isinstance(setting, LoraConfig):
+            fields |= _adapters(f"model.train.{name}.lora", setting)
         else:
-            fields[f"model.train.{name}"] = how
+            fields[f"model.train.{name}"] = setting
     skeleton = model.trained_skeleton()
     fields |= describe_source("model", model.source.origin, skeleton)
     return {**fields, "model.parameters": _parameters("model", skeleton)}

@@ -119,15 +119,15 @@ def _unlink(folder: StorageFolder, names: Iterable[str]) -> None:
 
 
 def _remove_emptied(folder: StorageFolder) -> StorageFolder | None:
-    aside = None
+    renamed = None
     if not folder.is_link:
         _unlink(folder, [name for name in partial_files(folder) if name != TORN])
         if set(folder.names()) - {TORN}:
-            folder = aside = set_aside(folder)
+            folder = renamed = set_aside(folder)
         folder.unlink(TORN)
-    if aside is None:
+    if renamed is None:
         folder.remove()
-    return aside
+    return renamed
 
 
 def set_aside(folder: StorageFolder) -> StorageFolder:
@@ -137,11 +137,11 @@ def set_aside(folder: StorageFolder) -> StorageFolder:
         OSError: the folder cannot be renamed.
     """
     names = folder.parent.names()
-    number, aside = 1, f"set-aside-{folder.name}"
-    while aside in names:
+    number, new_name = 1, f"set-aside-{folder.name}"
+    while new_name in names:
         number += 1
-        aside = f"set-aside-{folder.name}-{number}"
-    return folder.rename(aside)
+        new_name = f"set-aside-{folder.name}-{number}"
+    return folder.rename(new_name)
 
 
 def verified_manifest(folder: StorageFolder) -> Manifest:

@@ -425,7 +425,7 @@ class ChatTemplate:
                          *messages[number + 1 :]]
                         for i in range(len(calls))
                     ]
-                if not all(changes(without, sample.tools) for without in fewer):
+                if not all(changes(reduced, sample.tools) for reduced in fewer):
                     raise text_error(
                         sample, f"messages[{number}] has {key!r}, which the chat template does not "
                         "write; use a template that does, or list the key in "

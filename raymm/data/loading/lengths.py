@@ -90,10 +90,10 @@ def truncation_note(
             with suppress(SampleError):
                 counted.append(sizes(dataset[int(index)])[0])
         lengths = np.asarray(counted, np.int64)
-    if not (longer := int((lengths > most).sum())):
+    if not (truncated := int((lengths > most).sum())):
         return None
-    share = f"{longer:,} of {rows:,} rows" if len(lengths) == rows else (
-        f"{longer:,} of {len(lengths):,} sampled rows ({rows:,} in total)"
+    share = f"{truncated:,} of {rows:,} rows" if len(lengths) == rows else (
+        f"{truncated:,} of {len(lengths):,} sampled rows ({rows:,} in total)"
     )
     return (
         f"{share} have more tokens than data.max_length ({most:,}), the longest {lengths.max():,}: "

@@ -30,8 +30,8 @@ def shuffle_modality(
     # A ring of all items in which samples, and the items of each sample, are in random order.
     # Rotating it by the largest number of items of a sample moves every item to another sample.
     rank = torch.randperm(max(owner) + 1, generator=generator).tolist()
-    within = torch.randperm(len(owner), generator=generator).tolist()
-    ring = sorted(within, key=lambda item: rank[owner[item]])
+    item_order = torch.randperm(len(owner), generator=generator).tolist()
+    ring = sorted(item_order, key=lambda item: rank[owner[item]])
     shift = max(owner.count(sample) for sample in set(owner)) % len(ring)
     source = torch.empty(len(owners), dtype=torch.int64)
     for items in map(torch.tensor, copies):

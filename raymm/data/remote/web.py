@@ -45,9 +45,9 @@ class WebStore(Store):
 
     def read(self, url: DataUrl, start: int, size: int, version: FileVersion | None) -> bytes:
         def read() -> bytes:
-            now, data = self._get(url, start, size)
-            if version is not None and now != version:
-                raise changed(url, version, now)
+            current, data = self._get(url, start, size)
+            if version is not None and current != version:
+                raise changed(url, version, current)
             if len(data) < size:
                 raise OSError(f"the server returned {len(data):,} of {size:,} bytes")
             return data

@@ -142,11 +142,11 @@ def _tool_calls(content: object, where: str, column: str) -> list[dict]:
         except (ValueError, RecursionError):
             calls = None
     calls = [calls] if isinstance(calls, dict) else calls
-    good = isinstance(calls, list) and calls and all(
+    is_valid = isinstance(calls, list) and calls and all(
         isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call
         for call in calls
     )
-    if not good:
+    if not is_valid:
         raise SampleError(
             f"{where} calls a function; its text must be JSON with 'name' and 'arguments'", column
         )

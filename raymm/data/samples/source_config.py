@@ -160,9 +160,9 @@ def check_weights(
     not fit the batching ``method``."""
     weighted = [source for source in train if source.weight is not None]
     if weighted and len(weighted) < len(train):
-        without = next(source.path for source in train if source.weight is None)
+        path = next(source.path for source in train if source.weight is None)
         raise ValueError(
-            f"train: {without!r} has no weight, but other sources have one; accepted: weights for "
+            f"train: {path!r} has no weight, but other sources have one; accepted: weights for "
             "all sources, or for none"
         )
     if weighted and method != "random":

@@ -62,10 +62,10 @@ class WholeSounds:
     ) -> bool:
         """Return True if a longer sound has other features, or is refused by the extractor."""
         try:
-            longer = _extracted(np.concatenate([sound, noise]), extract)
+            longer_features = _extracted(np.concatenate([sound, noise]), extract)
         except USER_CODE_RAISES:
             return True
-        return not equal_tensors(features, longer)
+        return not equal_tensors(features, longer_features)
 
     def _taken(self, sound: np.ndarray, features: Features, extract: Extract) -> int:
         """Return the number of first samples that have the same features as the entire sound."""

@@ -120,14 +120,14 @@ class GroupSampler:
         epoch, entries = self.check(state)
         *earlier, last = entries or [{**self.planner, "steps": 0}]
         costs = self._costs(last.get("costs"))
-        how = self.planner if costs is None else {**self.planner, "costs": costs}
+        settings = self.planner if costs is None else {**self.planner, "costs": costs}
         steps = last["steps"]
-        if steps and {**last, "steps": 0} != {**how, "steps": 0}:
+        if steps and {**last, "steps": 0} != {**settings, "steps": 0}:
             earlier, steps = entries, 0
         remaining = self._left(epoch, earlier)
         position = Position(
-            epoch, tuple(earlier), how, remaining,
-            self._planned(epoch, remaining, len(earlier), how), steps,
+            epoch, tuple(earlier), settings, remaining,
+            self._planned(epoch, remaining, len(earlier), settings), steps,
         )
         if steps > len(position.steps):
             raise self._misfit({"epoch": epoch, "taken": entries})
@@ -146,8 +146,10 @@ class GroupSampler:
         """Return the position, or the beginning of the next epoch if all its steps are taken."""
         while position.taken == len(position.steps):
             epoch, samples = position.epoch + 1, np.arange(len(self.sizes))
-            how = position.how
-            position = Position(epoch, (), how, samples, self._planned(epoch, samples, 0, how))
+            settings = position.how
+            position = Position(
+                epoch, (), settings, samples, self._planned(epoch, samples, 0, settings)
+            )
         return position
 
     def replanned(self, position: Position, costs: dict[str, Any]) -> Position:
@@ -155,10 +157,10 @@ class GroupSampler:
         used = [sample for step in position.steps[: position.taken] for sample in flat(step)]
         remaining = np.setdiff1d(position.left, used, assume_unique=True)
         earlier = tuple(position.entries)
-        how = {**position.how, "costs": costs}
+        settings = {**position.how, "costs": costs}
         return Position(
-            position.epoch, earlier, how, remaining,
-            self._planned(position.epoch, remaining, len(earlier), how),
+            position.epoch, earlier, settings, remaining,
+            self._planned(position.epoch, remaining, len(earlier), settings),
         )
 
     def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -224,10 +226,10 @@ class GroupSampler:
             )
         try:
             epoch, digest, entries = state["epoch"], state["sizes"], state["taken"]
-            good = len(state) == 3 and epoch >= 0 and all(map(_is_taken, entries))
+            is_valid = len(state) == 3 and epoch >= 0 and all(map(_is_taken, entries))
         except (KeyError, TypeError, AttributeError):
-            good = False
-        if not good:
+            is_valid = False
+        if not is_valid:
             raise self._misfit(state)
         if digest != self.digest:
             if any(entry["steps"] for entry in entries):

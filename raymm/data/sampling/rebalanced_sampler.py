@@ -110,11 +110,11 @@ class RebalancedSampler(GroupSampler):
         if len(remaining) <= TRIAL_SAMPLES:
             position = self.replanned(live, costs.to_dict())
             return [groups for groups, _ in islice(self.walk(position), steps)]
-        some = np.random.default_rng([live.how["seed"], *self.place]).choice(
+        subset = np.random.default_rng([live.how["seed"], *self.place]).choice(
             remaining, TRIAL_SAMPLES, replace=False
         )
-        how = {**live.how, "costs": costs.to_dict()}
-        return self._plan(live.epoch, np.sort(some), len(live.entries), how)[:steps]
+        settings = {**live.how, "costs": costs.to_dict()}
+        return self._plan(live.epoch, np.sort(subset), len(live.entries), settings)[:steps]
 
     def adopt(self, costs: MeasuredCosts) -> None:
         """Plan all steps from :attr:`place` on with ``costs``."""

@@ -108,11 +108,11 @@ def load_scan(
             arrays["unusable"],
             tuple(arrays["reasons"].tolist()),
         )
-        good = arrays["key"].tolist() == key and _is_whole(scan, dataset)
+        is_valid = arrays["key"].tolist() == key and _is_whole(scan, dataset)
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error,
             NotImplementedError, RuntimeError, MemoryError, IndexError):
         return None
-    return scan if good else None
+    return scan if is_valid else None
 
 
 def _is_whole(scan: SampleScan, dataset: Dataset) -> bool:

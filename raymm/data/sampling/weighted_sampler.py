@@ -91,11 +91,11 @@ class WeightedSampler:
         """
         if state is None:
             return 0, [0] * len(self.names)
-        good = (
+        is_valid = (
             isinstance(state, Mapping) and set(state) == _KEYS and _is_count(state["step"])
             and isinstance(state["taken"], Mapping) and all(map(_is_count, state["taken"].values()))
         )
-        if not good:
+        if not is_valid:
             raise DataError(
                 f"data.train has weights, but data position {state} belongs to a run without "
                 "weights; resume without weights, or start a new run"
