@@ -22,59 +22,59 @@ PROMISES = {
             "test_the_last_step_is_saved_without_frozen_weights",
         "steps stop until a checkpoint is committed":
             "tests/training/test_saved_steps.py::"
-            "test_steps_wait_for_checkpoints_that_are_not_asynchronous",
+            "test_steps_wait_for_synchronous_checkpoints",
         "also on NFS":
-            "tests/training/test_run_owner.py::test_a_link_that_nfs_repeats_makes_an_owner",
+            "tests/training/test_run_owner.py::test_a_link_request_repeated_by_nfs_succeeds",
         "Removing a checkpoint removes only the files that its manifest names.":
             "tests/storage/test_links.py::"
-            "test_links_and_other_files_within_a_step_keep_their_targets",
+            "test_link_targets_and_other_files_in_a_step_are_kept",
         "A symbolic link is removed and its target is kept.":
-            "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
+            "tests/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
         "that cannot be written stay in memory and are written, in order, with the first later row":
             "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "The run continues and saves when the next checkpoint is due":
             "tests/training/test_full_disk.py::"
-            "test_a_full_disk_costs_checkpoints_but_no_step_and_no_row",
+            "test_a_full_disk_loses_no_step_and_no_row",
         "verified before use and committed by a manifest that comes last":
             "tests/training/test_corrupt_checkpoints.py::"
-            "test_no_mutation_changes_what_is_loaded_without_being_named",
+            "test_every_effective_mutation_is_reported",
         "A corrupt checkpoint is reported, and the newest intact one is used.":
             "tests/training/test_corrupt_checkpoints.py::"
-            "test_a_run_goes_on_from_the_newest_whole_checkpoint",
+            "test_a_run_resumes_from_the_newest_intact_checkpoint",
         "Nothing is ever unpickled.":
             "tests/training/test_planted_attacks.py::"
-            "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
+            "test_a_pickled_shard_with_a_valid_checksum_is_rejected",
         "a resumed run repeats the uninterrupted one, data included":
-            "tests/training/test_resume.py::test_two_halves_equal_the_whole_bit_for_bit",
+            "tests/training/test_resume.py::test_two_halves_equal_an_uninterrupted_run_bitwise",
         "is rejected unless `run.allow_changes` names it":
             "tests/training/test_resuming.py::"
-            "test_what_may_not_change_is_refused_with_old_and_new",
+            "test_forbidden_changes_are_rejected_with_both_values",
         "a run may resume with other stages, degrees or replicas":
             "tests/training/test_resume.py::"
-            "test_another_layout_goes_on_from_the_same_checkpoint",
+            "test_another_layout_resumes_from_the_same_checkpoint",
         "a second run is rejected while the first lives":
             "tests/training/test_run_owner.py::"
-            "test_of_two_commands_at_once_one_trains_and_the_other_names_it",
+            "test_a_concurrent_command_is_rejected_with_the_owner",
         "a save that begins before the previous one is committed waits":
             "tests/storage/test_background_save.py::"
-            "test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits",
+            "test_a_second_save_waits_and_reports_it",
         "Whichever process is killed at any moment, the newest intact checkpoint is the old one or":
             "tests/storage/test_background_save.py::"
-            "test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole",
+            "test_a_killed_save_leaves_an_intact_checkpoint",
         "The third failure in a row ends the run":
             "tests/storage/test_background_save.py::"
-            "test_the_third_in_a_row_that_cannot_be_written_ends_the_run",
+            "test_the_third_failed_save_in_a_row_ends_the_run",
         "a run that resumes on another machine downloads them first":
             "tests/storage/test_run_folder.py::"
-            "test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it",
+            "test_a_bucket_gets_changes_and_restores_them",
         "Failed requests are retried, after waits of":
             "tests/actors/storage/test_storage_folders.py::"
             "test_what_fails_for_a_moment_is_tried_again",
         "prints a line for each: `whole`, `CORRUPT` (with the file and the reason), or `torn`":
             "tests/training/test_check_command.py::"
-            "test_what_is_corrupt_is_named_and_what_is_torn_is_not_an_error",
+            "test_check_reports_corrupt_files_and_accepts_torn_saves",
         "also removes all but the newest intact one, unless a run is active in the folder":
-            "tests/training/test_check_command.py::test_pruning_keeps_the_newest_whole_ones",
+            "tests/training/test_check_command.py::test_pruning_keeps_the_newest_intact_checkpoints",
         "Each tensor is stored in the dtype of the source folder":
             "tests/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
         "or the command fails and leaves no folder":
@@ -84,26 +84,26 @@ PROMISES = {
             "tests/storage/test_model_folder.py::"
             "test_an_untrained_model_is_written_byte_for_byte",
         "A folder that has other files in it is renamed":
-            "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
+            "tests/storage/test_links.py::test_a_linked_run_folder_keeps_its_neighbours",
         "a run that ends before that ends with an error":
             "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "wait for it, too; a second signal does not":
-            "tests/training/test_stop.py::test_while_it_saves_and_a_second_signal",
+            "tests/training/test_stop.py::test_a_signal_during_a_save_and_a_second_one",
         "is reported, with the file, and earlier checkpoints stay":
             "tests/storage/test_background_save.py::"
-            "test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost",
+            "test_a_failed_write_is_reported_and_loses_nothing",
         "The second prints which tensors differ, and by how much relative to their norm":
-            "tests/training/test_check_command.py::test_differences_are_relative_and_say_kinds",
+            "tests/training/test_check_command.py::test_differences_are_relative_and_grouped_by_kind",
         "whatever layouts the checkpoints were written under":
-            "tests/training/test_check_command.py::test_layouts_do_not_matter",
+            "tests/training/test_check_command.py::test_comparison_ignores_layouts",
         "is 1 if a checkpoint is corrupt or the two differ":
             "tests/training/test_check_command.py::"
-            "test_two_checkpoints_of_a_run_differ_in_what_was_trained",
+            "test_checkpoints_of_a_run_differ_in_trained_parameters",
         "becomes a folder that stock `peft` loads":
             "tests/storage/test_adapter_folder.py::"
             "test_peft_computes_the_same_with_either_scaling",
         "`bfloat16` or `float16` stores all tensors in that dtype":
-            "tests/storage/test_model_folder.py::test_another_dtype_is_written_when_asked_for",
+            "tests/storage/test_model_folder.py::test_another_dtype_is_written_on_request",
         "are loaded without quantization and cannot be written in their own format":
             "tests/storage/test_model_folder.py::"
             "test_an_fp8_folder_is_written_without_quantisation",
@@ -117,7 +117,7 @@ PROMISES = {
     "docs/clusters.md": {
         "a second process prints a message on the standard error":
             "tests/training/test_last_words.py::"
-            "test_only_a_process_that_cannot_speak_is_spoken_for",
+            "test_only_processes_without_a_message_get_one",
         "SIGTERM before that still finishes the step, saves, and ends with 143":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
         "SIGTERM ends it with 143 within 10 s, even if a call to Ray does not return":
@@ -129,17 +129,17 @@ PROMISES = {
             "test_rays_own_errors_of_constructors_have_the_kind",
         "retries the step after 1, 5 and 25 seconds":
             "tests/training/test_failure_policy.py::"
-            "test_retries_of_a_shortage_wait_longer_until_a_step_is_done",
+            "test_retries_back_off_until_a_step_finishes",
         "by the type of the error and of what it was raised from":
             "tests/actors/faults/test_failure_kind.py::test_kinds_of_real_faults",
         "A command that begins while the disk of its folder is full ends with code 1":
             "tests/training/test_full_disk.py::"
-            "test_a_start_on_a_full_disk_ends_with_1_and_leaves_nothing",
+            "test_a_start_on_a_full_disk_exits_with_1_and_no_files",
         "in one step ends the run with code 1":
             "tests/training/test_recovery.py::"
-            "test_a_shortage_that_lasts_ends_the_run_after_its_retries",
+            "test_a_lasting_shortage_ends_the_run_after_retries",
         "resource is never skipped, whatever `data.on_error` is":
-            "tests/training/test_recovery.py::test_shortages_that_pass_change_no_loss",
+            "tests/training/test_recovery.py::test_temporary_shortages_do_not_change_any_loss",
     },
     "docs/security.md": {
         "run only with `model.trust_remote_code: true`":
@@ -147,7 +147,7 @@ PROMISES = {
             "test_unknown_classes_are_refused_with_file_and_cure",
         "checkpoints are safetensors and JSON, and nothing is ever unpickled":
             "tests/training/test_planted_attacks.py::"
-            "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
+            "test_a_pickled_shard_with_a_valid_checksum_is_rejected",
         "scripts that it contains are not run":
             "tests/training/test_hub_ids.py::test_a_script_of_a_data_set_is_not_run",
         "with `..` resolved before it is compared":
@@ -163,7 +163,7 @@ PROMISES = {
             "test_files_are_read_up_to_a_size_and_through_links",
         "listens on this machine only":
             "tests/training/test_failure.py::"
-            "test_interrupted_again_and_again_equals_the_whole",
+            "test_repeated_interruptions_do_not_change_the_run",
         "scans with NumPy's format without objects":
             "tests/data/sampling/test_scan.py::test_nothing_is_unpickled",
         "settings and safetensors are downloaded, no pickles":
@@ -195,7 +195,7 @@ PROMISES = {
             "tests/data/video/test_frames.py::test_large_frames_are_refused_by_the_header",
         "find damage, not forgery":
             "tests/training/test_corrupt_checkpoints.py::"
-            "test_edits_that_are_signed_again_are_refused_or_read_but_never_break",
+            "test_edits_with_a_valid_checksum_are_rejected_or_read",
         "raymm does not use torch's own store (TCPStore)":
             "tests/actors/rank/test_rendezvous_store.py::"
             "test_a_stranger_who_scans_ports_finds_no_store",
@@ -209,19 +209,19 @@ PROMISES = {
             "tests/runtime/test_cluster.py::test_an_embedded_ray_wants_a_token",
         "have the permissions that the `umask` of the process leaves":
             "tests/storage/test_run_folder.py::"
-            "test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets",
+            "test_checkpoint_files_follow_the_umask",
         "is read only if it is a regular file, and up to a size":
             "tests/actors/storage/test_plain_file.py::test_only_regular_files_are_read",
         "is reported, and never waited for":
             "tests/storage/test_odd_checkpoints.py::"
-            "test_an_odd_checkpoint_is_one_line_and_the_others_are_used",
+            "test_an_invalid_checkpoint_is_reported_and_others_are_used",
         "cannot be listed is reported in one line; the others are used":
-            "tests/storage/test_odd_checkpoints.py::test_a_folder_that_may_not_be_listed_is_reported",
+            "tests/storage/test_odd_checkpoints.py::test_an_unreadable_folder_is_reported",
         "name that leads to another folder is rejected":
             "tests/actors/weights/test_stored_weights.py::"
             "test_an_index_names_files_of_its_folder_only",
         "it removes the link and keeps the link's target":
-            "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
+            "tests/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
     },
 }
 

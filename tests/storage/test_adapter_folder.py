@@ -66,6 +66,6 @@ def test_scaling_is_that_of_peft(r):
         assert mine.scaling == layer.scaling["default"]
 
 
-def test_a_value_that_is_no_boolean_is_refused():
+def test_a_non_boolean_value_is_rejected():
     with pytest.raises(ModelError, match="use_rslora is 1; accepted: true"):
         LoraConfig(use_rslora=1)

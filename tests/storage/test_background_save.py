@@ -35,7 +35,7 @@ def ranks(monkeypatch):
     may_write.set()
 
 
-def test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole(tmp_path):
+def test_a_killed_save_leaves_an_intact_checkpoint(tmp_path):
     """Kill before every file operation, and at random moments."""
     script = Path(__file__).with_name("killed_saves.py")
     ended = subprocess.run(
@@ -52,7 +52,7 @@ def test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole(tmp_path):
         assert status in (0, -signal.SIGKILL) and step in ((2,) if status == 0 else (1, 2))
 
 
-def test_steps_go_on_and_what_was_copied_is_saved(ranks, tmp_path):
+def test_steps_continue_while_the_copy_is_saved(ranks, tmp_path):
     store = CheckpointStore(tmp_path)
     running = Running(1)
     store.start(running, {"data": 1})
@@ -67,7 +67,7 @@ def test_steps_go_on_and_what_was_copied_is_saved(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits(
+def test_a_second_save_waits_and_reports_it(
     ranks, tmp_path, asynchronous
 ):
     """Block a save of either kind until the current one is written."""
@@ -105,7 +105,7 @@ def test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits(
     assert not checkpoints.look() and newest_step(tmp_path) == 2
 
 
-def test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost(
+def test_a_failed_write_is_reported_and_loses_nothing(
     ranks, tmp_path, monkeypatch
 ):
     ranks.set()
@@ -128,7 +128,7 @@ def test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost(
     assert store.finish() is None and newest_step(tmp_path) == 1
 
 
-def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path, monkeypatch):
+def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatch):
     """Check that a successful save in between resets the count."""
     ranks.set()
     said, told = [], []
@@ -161,7 +161,7 @@ def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path,
     assert len(lines) == 4 and all("The run continues and saves at" in line for line in lines)
 
 
-def test_one_that_is_saved_counts_though_an_old_one_cannot_be_removed(
+def test_a_save_counts_if_an_old_checkpoint_cannot_be_removed(
     ranks, tmp_path, monkeypatch
 ):
     """Check that the run continues, and that a later save removes all leftovers."""
@@ -192,7 +192,7 @@ def test_one_that_is_saved_counts_though_an_old_one_cannot_be_removed(
     assert len(lines) == 4 and "step-00000001" in lines[-1] and "No space left" in lines[-1]
 
 
-def test_what_is_not_finite_is_not_committed(ranks, tmp_path):
+def test_non_finite_tensors_are_not_committed(ranks, tmp_path):
     ranks.set()
     store, running = CheckpointStore(tmp_path), Running(1)
     running.tensors[1][3] = torch.nan
@@ -202,7 +202,7 @@ def test_what_is_not_finite_is_not_committed(ranks, tmp_path):
     assert store.committed() == [] and store.remove_leftovers() == []
 
 
-def test_what_nobody_waits_for_is_not_committed(ranks, tmp_path, monkeypatch):
+def test_an_abandoned_save_is_not_committed(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr("raymm.storage.background_save.GIVE_UP_S", 0.01)
     store = CheckpointStore(tmp_path)
     store.start(Running(1), {})
@@ -214,7 +214,7 @@ def test_what_nobody_waits_for_is_not_committed(ranks, tmp_path, monkeypatch):
     assert store.committed() == [] and len(store.remove_leftovers()) == 1
 
 
-def test_who_has_lost_a_rank_is_told_by_the_group(tmp_path, monkeypatch):
+def test_the_group_reports_lost_ranks(tmp_path, monkeypatch):
     """Check that the group diagnoses the loss, not the writing thread."""
     class Lost(Running):
         def pids(self):

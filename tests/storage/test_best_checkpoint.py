@@ -22,7 +22,7 @@ def committed(store: CheckpointStore) -> list[int]:
 @example([(4, True), (1, True), (2, True)])
 @example([(1, True), (0, True), (4, False), (2, True)])
 @example([(1, True), (0, True), (4, True), (2, True)])
-def test_no_moment_is_without_the_best_checkpoint(tmp_path_factory, steps) -> None:
+def test_the_best_checkpoint_always_exists(tmp_path_factory, steps) -> None:
     """Evaluate and save every step; some saves fail, as on a full disk.
 
     During and after a save, the best of the committed evaluations has a checkpoint.

@@ -93,7 +93,7 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("operation", [save, prune, resume])
 @pytest.mark.parametrize("target", ["step-00000002", "torn/step-00000003", "nowhere"])
-def test_a_linked_step_loses_its_link_only(run, outside, operation, target):
+def test_removing_a_linked_step_removes_only_the_link(run, outside, operation, target):
     link = run / "checkpoints" / "step-00000002"
     link.symlink_to(outside / target)
     before = contents(outside)
@@ -104,7 +104,7 @@ def test_a_linked_step_loses_its_link_only(run, outside, operation, target):
 
 
 @pytest.mark.parametrize("operation", [save, prune])
-def test_links_and_other_files_within_a_step_keep_their_targets(run, outside, operation):
+def test_link_targets_and_other_files_in_a_step_are_kept(run, outside, operation):
     """Link the shard, the manifest and the mark, and also a folder and another file."""
     step = run / "checkpoints" / "step-00000004"
     for name in (SHARD, MANIFEST):
@@ -128,7 +128,7 @@ def test_links_and_other_files_within_a_step_keep_their_targets(run, outside, op
 
 @pytest.mark.parametrize("operation", [save, prune, resume])
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])
-def test_a_run_on_another_disk_keeps_what_is_beside_it(tmp_path, run, operation, place):
+def test_a_linked_run_folder_keeps_its_neighbours(tmp_path, run, operation, place):
     """Link the run's folder, or all checkpoints, to another disk on purpose."""
     linked = tmp_path / place
     disk = linked.rename(tmp_path / "disk")
@@ -150,7 +150,7 @@ def test_a_run_on_another_disk_keeps_what_is_beside_it(tmp_path, run, operation,
     ]
 
 
-def test_a_folder_that_is_mirrored_follows_no_link(s3, outside, tmp_path, monkeypatch):
+def test_a_mirrored_folder_follows_no_link(s3, outside, tmp_path, monkeypatch):
     """Check the local folder of a run in a bucket: emptied at the start, and uploaded."""
     monkeypatch.setattr("raymm.files.run_owner.SETTLE_S", 0.5)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))

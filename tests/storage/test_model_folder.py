@@ -64,7 +64,7 @@ def test_an_untrained_model_is_written_byte_for_byte(tmp_path, dtype, tied):
     {"section": {"dtype": None}}, {"section": {"dtype": "float16"}}, {"section": {}},
     {"section": {"sections": [{"dtype": None}]}},
 ])  # fmt: skip
-def test_sections_of_a_configuration_are_written_as_they_were(tmp_path, values):
+def test_configuration_sections_are_exported_unchanged(tmp_path, values):
     source = folder(tmp_path / "in", **values)
     ModelFolder(str(source), "source").save(read(source), tmp_path / "out", INPUTS)
     assert contents(tmp_path / "out") == contents(source)
@@ -95,7 +95,7 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path):
     assert contents(tmp_path / "out") == contents(source)
 
 
-def test_another_dtype_is_written_when_asked_for(tmp_path):
+def test_another_dtype_is_written_on_request(tmp_path):
     source = folder(tmp_path / "in")
     ModelFolder(str(source), "float16").save(read(source), tmp_path / "out", INPUTS)
     tensors = load_file(tmp_path / "out" / "model.safetensors")

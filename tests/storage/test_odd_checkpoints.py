@@ -49,7 +49,7 @@ ODD = [circle, pipe, device, huge, plain_file, pipe_of_a_shard]
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
-def test_an_odd_checkpoint_is_one_line_and_the_others_are_used(tmp_path, make, capsys):
+def test_an_invalid_checkpoint_is_reported_and_others_are_used(tmp_path, make, capsys):
     root = tmp_path / "checkpoints"
     for step in (2, 6):
         write_checkpoint(root / f"step-{step:08d}")
@@ -66,7 +66,7 @@ def test_an_odd_checkpoint_is_one_line_and_the_others_are_used(tmp_path, make, c
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_a_folder_that_may_not_be_listed_is_reported(tmp_path, monkeypatch, number):
+def test_an_unreadable_folder_is_reported(tmp_path, monkeypatch, number):
     """Simulate the system's error, as root may list every folder."""
     root = tmp_path / "checkpoints"
     for step in (2, 4, 6):
@@ -92,7 +92,7 @@ def test_a_folder_that_may_not_be_listed_is_reported(tmp_path, monkeypatch, numb
 
 
 @pytest.mark.timeout(60)
-def test_an_owner_that_is_a_pipe_is_reported(tmp_path):
+def test_an_owner_file_that_is_a_pipe_is_reported(tmp_path):
     os.mkfifo(tmp_path / OWNER)
     with pytest.raises(Exception, match="not a regular file"), RunOwner(tmp_path):  # noqa: B017, PT011
         pass

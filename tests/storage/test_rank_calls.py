@@ -30,7 +30,7 @@ class Group:
     (MemoryError("of 7 bytes"), CheckpointError, "^rank 1 has no memory to write its shard$"),
     (KeyError("x"), RankFailedError, "KeyError"),
 ])  # fmt: skip
-def test_a_rank_that_cannot_write_is_no_rank_that_is_lost(ray_cluster, error, kind, message):
+def test_a_rank_that_cannot_write_is_not_lost(ray_cluster, error, kind, message):
     """Distinguish a missing checkpoint, after which the run continues, from a lost rank."""
     assert call_ranks_behind(Group(ray_cluster, [None, None]), "write") == ["written"] * 2
     with pytest.raises(kind, match=message):

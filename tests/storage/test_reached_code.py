@@ -70,7 +70,7 @@ def test_an_edit_of_anything_reached_changes_the_key(key, value) -> None:
     assert key() != key(**{value: 2})
 
 
-def test_variables_that_follow_from_the_environment_count(key, monkeypatch) -> None:
+def test_variables_derived_from_the_environment_count(key, monkeypatch) -> None:
     before = key()
     monkeypatch.setenv("OWN_SIZE", "2")
     assert key() != before
@@ -81,7 +81,7 @@ def test_variables_that_follow_from_the_environment_count(key, monkeypatch) -> N
     ("exec('NUMBER = 1')\n", "runs code by name"),
     ("import threading\nLOCK = threading.Lock()\n", "own_processor.LOCK"),
 ])
-def test_code_that_cannot_be_seen_needs_a_version(key, after, why) -> None:
+def test_invisible_code_needs_a_version(key, after, why) -> None:
     with pytest.raises(ModelError, match=rf"cache.version is not set.*{why}"):
         key(after=after)
     assert key(after, "1") != key(after, "2")

@@ -28,7 +28,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_folder_is_worked_in_itself(tmp_path):
+def test_a_local_run_works_in_its_folder(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     folder.check()
     with folder.owned(print) as check_owner:
@@ -39,7 +39,7 @@ def test_a_folder_is_worked_in_itself(tmp_path):
     assert [file.name for file in folder.path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it(s3, tmp_path, monkeypatch):
+def test_a_bucket_gets_changes_and_restores_them(s3, tmp_path, monkeypatch):
     folder = RunFolder(s3.url("mirrored"))
     folder.check()
     with folder.owned(print) as check_owner:
@@ -70,7 +70,7 @@ def test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it(s3, tmp
     assert again.storage.read("faults/rank1.txt") == b"3"
 
 
-def test_a_bucket_that_is_not_there_is_refused_and_one_that_goes_away_is_named(s3, monkeypatch):
+def test_missing_and_vanished_buckets_are_reported(s3, monkeypatch):
     missing = RunFolder(s3.url("x").replace("s3://runs", "s3://nobodys"))
     with pytest.raises(ConfigError, match="storage_path is 's3://nobodys/x.*NO_SUCH_BUCKET"):
         missing.check()
@@ -83,7 +83,7 @@ def test_a_bucket_that_is_not_there_is_refused_and_one_that_goes_away_is_named(s
         folder.mirror(retry_for_s=0.1)
 
 
-def test_nodes_that_have_another_folder_at_that_path_are_named(tmp_path, monkeypatch):
+def test_nodes_with_another_folder_at_the_path_are_named(tmp_path, monkeypatch):
     """Mount another folder at that path on the second rank's node."""
     monkeypatch.setattr(seen, "SEEN_WITHIN_S", 0.0)
     (tmp_path / "run").mkdir()
@@ -104,7 +104,7 @@ def test_nodes_that_have_another_folder_at_that_path_are_named(tmp_path, monkeyp
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_names_that_lead_out_of_the_folder_are_left_where_they_are(s3, tmp_path, monkeypatch):
+def test_names_outside_the_folder_are_ignored(s3, tmp_path, monkeypatch):
     folder = RunFolder(s3.url("names"))
     folder.check()
     # pyarrow's client joins ".." itself; other clients write such names.
@@ -117,7 +117,7 @@ def test_names_that_lead_out_of_the_folder_are_left_where_they_are(s3, tmp_path,
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_starts_at_the_same_time_have_one_owner_and_name_it(tmp_path, depth):
+def test_concurrent_starts_have_one_owner(tmp_path, depth):
     """Check that the second process is rejected with the owner's name, not with existing files."""
     racers = 4
     for number in range(15):
@@ -193,7 +193,7 @@ for path in sys.argv[2:]:
 
 
 @pytest.mark.system
-def test_processes_that_start_at_once_have_one_owner_and_name_it(tmp_path):
+def test_concurrent_processes_have_one_owner(tmp_path):
     racers = 4
     folders = [tmp_path / f"{n}/a" if n % 2 else tmp_path / f"{n}/a/b/c" for n in range(30)]
     done = subprocess.run(
@@ -210,7 +210,7 @@ def test_processes_that_start_at_once_have_one_owner_and_name_it(tmp_path):
         assert [file.name for file in folder.iterdir()] == ["config.yaml"]
 
 
-def test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets(tmp_path):
+def test_checkpoint_files_follow_the_umask(tmp_path):
     """Check the mode, as safetensors creates files for their owner alone."""
     write_shard(tmp_path / "model-rank0.safetensors", {"x": torch.ones(2)})
     replace_file(tmp_path / "manifest.json", b"{}")

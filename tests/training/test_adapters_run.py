@@ -29,7 +29,7 @@ def changes(inputs):
     }
 
 
-def test_checkpoints_going_on_and_folders(
+def test_resumption_and_adapter_folders(
     ray_cluster, raymm, changes, inputs, make_config, tmp_path
 ):
     config, run = make_config(changes), tmp_path / "run"
@@ -105,7 +105,7 @@ def close(actual, expected):
     return float((actual - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
-def test_a_base_of_no_folder_is_written_too(
+def test_a_base_from_config_values_is_exported(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
     """Use a tower from config values with DoRA on some layers, and a fully trained language model.

@@ -19,7 +19,7 @@ def checkpoint(run, step):
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def test_a_disk_that_is_full_while_steps_go_on_is_named_and_the_run_can_go_on(
+def test_a_full_disk_is_reported_and_the_run_continues(
     ray_cluster, tmp_path
 ):
     """Limit the rank to files of 10 kB; after the limit is lifted, the next save is intact."""
@@ -55,7 +55,7 @@ def test_a_disk_that_is_full_while_steps_go_on_is_named_and_the_run_can_go_on(
 
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.1])
-def test_a_rank_that_is_killed_while_it_writes_leaves_a_whole_checkpoint(
+def test_a_rank_killed_during_a_save_leaves_an_intact_checkpoint(
     ray_cluster, tmp_path, seconds
 ):
     values = dict(hidden_size=256, intermediate_size=512, num_attention_heads=2)

@@ -53,7 +53,7 @@ def test_a_resumed_run_keeps_its_plan_bit_for_bit(raymm, planned_config, tmp_pat
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_plan_that_no_longer_fits_is_made_anew(raymm, planned_config, tmp_path, ray_cluster):
+def test_a_plan_that_no_longer_fits_is_replaced(raymm, planned_config, tmp_path, ray_cluster):
     assert raymm("train", planned_config(), "--set", "run.steps=2")[0] == 0
     config = planned_config(**{"data.microbatches": 4})
     code, text = raymm("train", config, "--set", "run.steps=3")
@@ -167,6 +167,6 @@ def test_a_module_that_cannot_be_cut_stays_whole():
         ("AMD EPYC", None), ("Tesla V100-SXM2-16GB", None),
     ],
 )
-def test_devices_as_drivers_call_them(name, expected):
+def test_device_names_of_drivers_are_recognized(name, expected):
     found = device_called(name)
     assert (found and found.name) == expected

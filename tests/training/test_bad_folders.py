@@ -94,7 +94,7 @@ def test_grids_that_contradict_patches_are_refused():
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_does_not_go_on_with_another_processor(tmp_path, capsys):
+def test_a_run_does_not_resume_with_another_processor(tmp_path, capsys):
     processor = tmp_path / "processor"
     shutil.copytree(tiny(KIND)[0], processor)
     file = configuration(tmp_path, processor=processor)

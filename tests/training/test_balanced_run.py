@@ -50,7 +50,7 @@ def assert_epoch(rows, samples=ROWS):
 
 
 @pytest.mark.timeout(600)
-def test_killed_and_resumed_with_other_copies_and_microbatches(
+def test_resume_with_other_replicas_and_microbatches(
     balanced, raymm, tmp_path, ray_cluster
 ):
     """Kill the driver in the middle of an epoch; every sample still occurs once.
@@ -82,7 +82,7 @@ def test_killed_and_resumed_with_other_copies_and_microbatches(
     assert sum(row["data_wait_s"] for row in metrics[:taken]) > 0
 
 
-def test_two_halves_equal_the_whole(balanced, raymm, tmp_path, ray_cluster):
+def test_two_halves_equal_an_uninterrupted_run(balanced, raymm, tmp_path, ray_cluster):
     whole = tmp_path / "whole"
     code, text = raymm("train", balanced({"run.steps": 8}), "--set", f"run.storage_path={whole}")
     assert code == 0 and "batching balanced: 41 samples" in text and "balance: " in text
@@ -94,7 +94,7 @@ def test_two_halves_equal_the_whole(balanced, raymm, tmp_path, ray_cluster):
     assert curve(tmp_path / "run") == curve(whole)
 
 
-def test_a_step_may_have_fewer_microbatches_than_copies(balanced, raymm, tmp_path, ray_cluster):
+def test_a_step_may_have_fewer_microbatches_than_replicas(balanced, raymm, tmp_path, ray_cluster):
     """Use five samples: the second step has one microbatch, so one of two replicas has no work."""
     save_rows(tmp_path, "train", 5, seed=5)
     code, _ = raymm("train", balanced(

@@ -13,7 +13,7 @@ from raymm.storage.checkpoint import CheckpointStore
 @pytest.mark.parametrize("rule", [
     {"parameters": "bf16_master"}, {"parameters": "bf16_stochastic", "name": "adamw_8bit"},
 ])
-def test_a_run_goes_on_and_is_exported(ray_cluster, raymm, make_config, tmp_path, rule):
+def test_a_bf16_run_resumes_and_is_exported(ray_cluster, raymm, make_config, tmp_path, rule):
     changes = {
         "run.precision": "bf16", "run.steps": 4, "run.keep_checkpoints": 4,
         **{f"optimizer.{name}": value for name, value in rule.items()},
@@ -44,7 +44,7 @@ def test_a_run_goes_on_and_is_exported(ray_cluster, raymm, make_config, tmp_path
     assert model.state_dict()[name].equal(again[f"llm/module.{name}"])
 
 
-def test_averages_go_on_and_are_exported(ray_cluster, raymm, inputs, make_config, tmp_path):
+def test_averages_resume_and_are_exported(ray_cluster, raymm, inputs, make_config, tmp_path):
     """Check that averages do not change the training itself."""
     changes = {
         "run.steps": 4, "run.keep_checkpoints": 4, "run.eval_every": 2,

@@ -52,7 +52,7 @@ def steps(url):
 
 @pytest.mark.system
 @pytest.mark.timeout(600)
-def test_killed_in_the_middle_of_an_upload_it_goes_on_from_the_last_whole_checkpoint(
+def test_a_killed_upload_resumes_from_the_last_intact_checkpoint(
     s3, cache, finished, make_config, raymm, joins, tmp_path
 ):
     """Check bitwise equality with the run in a folder, including pruning and export."""

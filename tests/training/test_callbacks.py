@@ -67,7 +67,7 @@ def calls():
     CALLS.clear()
 
 
-def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
+def test_callbacks_and_loggers_do_not_change_a_resumed_run(
     finished, make_config, raymm, tmp_path, inputs, calls, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -148,7 +148,7 @@ def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
     scrape(wanted)
 
 
-def test_a_run_that_fails_says_so_to_those_who_watch(make_config, raymm, calls, ray_cluster):
+def test_a_failure_is_reported_to_callbacks_and_loggers(make_config, raymm, calls, ray_cluster):
     """Check that the run's own failure is reported, even if a callback exits the program."""
     config = make_config({
         "run.callbacks": [{FAILING: {"at": 1, "error": "SystemExit"}}, RECORDER],
@@ -174,7 +174,7 @@ def test_callbacks_that_do_not_exist_are_refused_by_name(entry, words):
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_package_that_is_not_there_is_named_with_the_cure(monkeypatch):
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"callbacks\[0\].*wandb.*pip install 'raymm\[wandb\]'"):
         named_callbacks(["wandb"])

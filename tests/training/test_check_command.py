@@ -53,7 +53,7 @@ def test_a_line_per_checkpoint(run, raymm):
     assert one == 0 and len(text.splitlines()) == 1
 
 
-def test_what_is_corrupt_is_named_and_what_is_torn_is_not_an_error(run, raymm):
+def test_check_reports_corrupt_files_and_accepts_torn_saves(run, raymm):
     torn = run / "checkpoints" / "step-00000014"
     torn.mkdir()
     (torn / TORN).touch()
@@ -69,7 +69,7 @@ def test_what_is_corrupt_is_named_and_what_is_torn_is_not_an_error(run, raymm):
     assert str(flipped) in text
 
 
-def test_pruning_keeps_the_newest_whole_ones(run, raymm):
+def test_pruning_keeps_the_newest_intact_checkpoints(run, raymm):
     flipped = next(checkpoint(run, 12).glob("*.safetensors"))
     flip_bit(flipped, 8 * (flipped.stat().st_size - 5))
     code, text = raymm("check", str(run), "--keep", "1")
@@ -80,14 +80,14 @@ def test_pruning_keeps_the_newest_whole_ones(run, raymm):
     assert CheckpointStore(run).newest().folder == checkpoint(run, 10)
 
 
-def test_a_run_that_goes_on_is_not_pruned(run, raymm):
+def test_an_active_run_is_not_pruned(run, raymm):
     with RunOwner(run):
         code, text = raymm("check", str(run), "--keep", "1")
     assert code == 2 and "belongs to an active run" in text
     assert len(list(inspect_checkpoints(run))) == 4
 
 
-def test_two_checkpoints_of_a_run_differ_in_what_was_trained(run, raymm):
+def test_checkpoints_of_a_run_differ_in_trained_parameters(run, raymm):
     code, text = raymm(
         "check", str(checkpoint(run, 6)), "--against", str(checkpoint(run, 12))
     )
@@ -96,7 +96,7 @@ def test_two_checkpoints_of_a_run_differ_in_what_was_trained(run, raymm):
     assert same == 0 and "0 differ" in text
 
 
-def test_layouts_do_not_matter(tmp_path):
+def test_comparison_ignores_layouts(tmp_path):
     tensors = {"llm/a": torch.randn(4, 3), "llm/b": torch.arange(8.0)}
     whole = stored(tmp_path / "step-00000001", tensors)
     parts = stored(tmp_path / "step-00000002", tensors, parts=2)
@@ -104,7 +104,7 @@ def test_layouts_do_not_matter(tmp_path):
     assert found.same and found.equal == 2
 
 
-def test_differences_are_relative_and_say_kinds(tmp_path):
+def test_differences_are_relative_and_grouped_by_kind(tmp_path):
     first = {
         "llm/a": torch.tensor([3.0, 4.0]), "llm/b": torch.zeros(2), "llm/c": torch.zeros(3),
         "llm/d": torch.tensor([float("nan"), 1.0]), "llm/gone": torch.ones(1),

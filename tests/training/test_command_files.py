@@ -74,7 +74,7 @@ def test_files_that_cannot_be_read(reader, command, tmp_path):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_places_that_cannot_be_written(writer, command, tmp_path, monkeypatch):
+def test_paths_that_cannot_be_written(writer, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
     for name in ("plan.json", "f.png", "f.interference.json"):
@@ -96,7 +96,7 @@ def test_places_that_cannot_be_written(writer, command, tmp_path, monkeypatch):
         assert sorted(tmp_path.rglob("*")) == before, place  # new files are removed again
 
 
-def test_a_home_folder_is_that(command, make_config, tmp_path, monkeypatch):
+def test_a_home_folder_in_an_option_is_expanded(command, make_config, tmp_path, monkeypatch):
     """Check a tilde that the shell does not expand: ``--out=~/x``."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

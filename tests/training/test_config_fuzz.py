@@ -152,7 +152,7 @@ def test_the_standard_run_is_accepted(base, run_up_to_ranks):
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_file_runs_or_is_refused_by_file_and_field(base, run_up_to_ranks, data):
+def test_a_config_runs_or_is_rejected_by_file_and_field(base, run_up_to_ranks, data):
     file, code, text = run_up_to_ranks(data.draw(files(base)))
     assert code in (0, 2), text
     assert "Traceback" not in text

@@ -46,7 +46,7 @@ def resign(folder, values):
     (folder / MANIFEST).write_text(json.dumps(values))
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(finished, make_config, tmp_path, capsys):
+def test_a_run_resumes_from_the_newest_intact_checkpoint(finished, make_config, tmp_path, capsys):
     """Corrupt the newest checkpoint's shard and the previous one's manifest.
 
     The resumed run has the numbers of the uninterrupted one.
@@ -127,7 +127,7 @@ def test_the_last_good_checkpoint_is_never_deleted(plan, tmp_path):
     assert (tmp_path / "checkpoints" / "set-aside-step-00000006").is_dir()
 
 
-def test_what_is_not_this_runs_is_left_alone(plan, tmp_path):
+def test_files_of_another_run_are_not_removed(plan, tmp_path):
     """Give the folder to another run while the shards are written: it may be saving there."""
     def refuse():
         if any(checkpoint(tmp_path, 4).glob("*.safetensors")):
@@ -140,7 +140,7 @@ def test_what_is_not_this_runs_is_left_alone(plan, tmp_path):
     assert any(checkpoint(tmp_path, 4).glob("*.safetensors")) and names(store) == ["2"]
 
 
-def test_leftovers_of_torn_saves_are_removed_and_nothing_else(plan, tmp_path):
+def test_only_leftovers_of_torn_saves_are_removed(plan, tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (2, 4):
         store.save(Writer(plan, step), {})
@@ -162,7 +162,7 @@ def test_leftovers_of_torn_saves_are_removed_and_nothing_else(plan, tmp_path):
         store.newest()
 
 
-def test_checkpoints_on_a_disk_that_is_missing_are_not_none(tmp_path):
+def test_checkpoints_on_a_missing_disk_are_an_error(tmp_path):
     """Raise an error: a new run would overwrite the metrics."""
     root = tmp_path / "checkpoints"
     root.symlink_to(tmp_path / "disk")
@@ -174,7 +174,7 @@ def test_checkpoints_on_a_disk_that_is_missing_are_not_none(tmp_path):
         CheckpointStore(tmp_path).newest()
 
 
-def test_a_log_that_cannot_go_on_is_refused_before_ranks_start(
+def test_an_invalid_log_is_rejected_before_ranks_start(
     finished, raymm, make_config, tmp_path, no_new_actors
 ):
     run = finished.copy_until(tmp_path / "run", 10)
@@ -187,7 +187,7 @@ def test_a_log_that_cannot_go_on_is_refused_before_ranks_start(
     assert log.read_text() == before and exporting.is_dir()
 
 
-def test_a_full_disk_is_named_and_earlier_checkpoints_stay(ray_cluster, tmp_path):
+def test_a_full_disk_is_reported_and_old_checkpoints_are_kept(ray_cluster, tmp_path):
     """Limit the rank to files of 10 kB."""
     values = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
     model = MultimodalModule({}, LlamaConfig(vocab_size=64, num_hidden_layers=1, **values))
@@ -210,7 +210,7 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_stay(ray_cluster, tmp_path
     assert store.newest().manifest.step == 1 and not checkpoint(tmp_path, 2).exists()
 
 
-def test_a_log_on_a_full_disk_is_named():
+def test_a_log_on_a_full_disk_is_reported():
     with pytest.raises(RunFileError, match="cannot write /dev/full: No space left on device"):
         append(Path("/dev/full"), "x")
 
@@ -316,7 +316,7 @@ def edit_value(values, draw):
         holder[key] = new
 
 
-def test_no_mutation_changes_what_is_loaded_without_being_named(finished, tmp_path):
+def test_every_effective_mutation_is_reported(finished, tmp_path):
     """Check that each mutation is rejected by name, or loads the same tensors, step and position.
 
     Mutations flip, truncate, swap, delete, duplicate or edit files.
@@ -341,7 +341,7 @@ def test_no_mutation_changes_what_is_loaded_without_being_named(finished, tmp_pa
     assert refused > MUTATIONS / 2  # most of them matter
 
 
-def test_edits_that_are_signed_again_are_refused_or_read_but_never_break(finished, tmp_path):
+def test_edits_with_a_valid_checksum_are_rejected_or_read(finished, tmp_path):
     """Check that edits with a valid checksum are read, or rejected with the path."""
     run = finished.copy_until(tmp_path / "run", 12)
     folder, draw = checkpoint(run, 12), random.Random(14)
@@ -375,7 +375,7 @@ def test_edits_that_are_signed_again_are_refused_or_read_but_never_break(finishe
     (b"", "Expecting value"),
     (b'{"format": 2, "x": ' + b"1" * 5000 + b"}", "digits"),
 ])  # fmt: skip
-def test_a_manifest_that_is_none_is_named(tmp_path, text, reason):
+def test_an_invalid_manifest_is_named(tmp_path, text, reason):
     (tmp_path / MANIFEST).write_bytes(text)
     with pytest.raises(CheckpointError, match=reason) as error:
         read_manifest(tmp_path)

@@ -19,19 +19,19 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 
 
-def test_ray_still_says_which_nodes_end(ray_cluster):
+def test_ray_still_reports_draining_nodes(ray_cluster):
     """Check that a healthy cluster has no notices; ``python -m tests.cluster`` covers real ones."""
     assert isinstance(state, GlobalState)
     assert state.get_draining_nodes() == {}
     assert draining_nodes() == {}
 
 
-def test_a_notice_in_words():
+def test_the_message_of_a_drain_notice():
     assert notice({"ab" * 28: 29.6}) == "the notice that node abababababab ends in 30 s"
     assert notice({"ab" * 28: None}) == "the notice that node abababababab ends"
 
 
-def test_other_nodes_do_not_count(monkeypatch):
+def test_notices_of_other_nodes_are_ignored(monkeypatch):
     monkeypatch.setattr(drain_notices, "INTERVAL_S", 0.01)
     notices: dict[str, float | None] = {"theirs": 5.0}
     monkeypatch.setattr(drain_notices, "draining_nodes", lambda: notices)
@@ -43,7 +43,7 @@ def test_other_nodes_do_not_count(monkeypatch):
     assert told == ["the notice that node mine ends"]
 
 
-def test_a_run_that_leaves_twice_loses_no_step(finished, make_config, raymm, tmp_path, monkeypatch):
+def test_two_drain_notices_lose_no_step(finished, make_config, raymm, tmp_path, monkeypatch):
     """Check that a notice only affects the processes of its attempt."""
     notices: dict[str, float | None] = {}
     heard, due = threading.Event(), [3, 8]
@@ -77,7 +77,7 @@ def test_a_run_that_leaves_twice_loses_no_step(finished, make_config, raymm, tmp
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_leaves_in_order(make_config, tmp_path, monkeypatch, capsys):
+def test_a_drained_run_saves_and_exits_for_a_restart(make_config, tmp_path, monkeypatch, capsys):
     """Check that finished steps are saved; without another node, the exit code requests a restart.
     """
     from ray import get_runtime_context

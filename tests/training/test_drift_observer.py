@@ -54,7 +54,7 @@ def steps(plan, slower):
     return [describe(microbatch, ["a", "b"])] * 2, simulate(full_program(plan), costs)
 
 
-def test_a_drifting_plan_is_named_once_and_planned_anew(observed, config, raymm, tmp_path):
+def test_a_drifting_plan_is_reported_once_and_replanned(observed, config, raymm, tmp_path):
     plan, observer, lines = observed
     rows = [observer.after_step(n, *steps(plan, 5.0)) for n in range(1, 60)]
     assert rows[:WARM_UP_STEPS] == [{}] * WARM_UP_STEPS
@@ -74,7 +74,7 @@ def test_a_drifting_plan_is_named_once_and_planned_anew(observed, config, raymm,
     assert (tmp_path / "planned" / "plan.json").is_file()
 
 
-def test_a_plan_that_holds_is_not_spoken_of(observed, tmp_path):
+def test_a_plan_that_holds_is_not_reported(observed, tmp_path):
     plan, observer, lines = observed
     for number in range(1, 60):  # a few consecutive slow steps now and then, as on real machines
         row = observer.after_step(number, *steps(plan, 5.0 if number % 30 < 3 else 1.0))
@@ -82,7 +82,7 @@ def test_a_plan_that_holds_is_not_spoken_of(observed, tmp_path):
     assert row["plan_drift"]["measured"] < 0.7
 
 
-def test_where_nothing_is_known_nothing_is_said(observed, tmp_path):
+def test_nothing_is_reported_without_predicted_costs(observed, tmp_path):
     plan, _, lines = observed
     for observer in (
         DriftObserver(Plan(plan.graph, plan.stages, 2), tmp_path, lines.append),

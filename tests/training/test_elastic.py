@@ -20,13 +20,13 @@ from raymm.training.trainer import Trainer
     ({"dp": {"min": 2, "max": 1}}, "max_dp is 1"),
     ({"dp": {"min": 1, "max": 2}, "ranks": [0]}, "the number of ranks is not fixed"),
 ])  # fmt: skip
-def test_ranges_that_cannot_be_are_refused(make_config, layout, says):
+def test_impossible_replica_ranges_are_rejected(make_config, layout, says):
     config = load_config(make_config({"parallel": {"language_model": layout}}))
     with pytest.raises(PlanError, match=f"parallel.language_model: .*{says}"):
         build_layouts(config)
 
 
-def test_sizes_are_those_that_divide_the_microbatches(make_config):
+def test_replica_counts_divide_the_microbatches(make_config):
     config = load_config(make_config({
         "data.batch_size": 12, "data.microbatches": 6,
         "parallel": {"language_model": {"dp": {"min": 1, "max": 5}, "pp": 2},
@@ -39,7 +39,7 @@ def test_sizes_are_those_that_divide_the_microbatches(make_config):
     assert sizes == [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
 
 
-def test_room_that_others_have_taken_meanwhile_is_given_up(
+def test_resources_taken_by_others_meanwhile_are_given_up(
     make_config, raymm, ray_cluster, monkeypatch, tmp_path
 ):
     """Report room for three processes when there is room for two."""
@@ -61,7 +61,7 @@ def test_room_that_others_have_taken_meanwhile_is_given_up(
              max_size=4),
     st.integers(0, 2),
 )
-def test_places_are_never_more_than_there_are(nodes, workers):
+def test_placements_never_exceed_the_resources(nodes, workers):
     bundle, beside = {"CPU": 2.0, "GPU": 1.0}, [{"CPU": 1.0}] * workers
     count = count_places(nodes, bundle, beside)
     alone = sum(min(node["CPU"] // 2, node["GPU"]) for node in nodes)

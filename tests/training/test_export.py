@@ -89,7 +89,7 @@ def test_exported_weights_are_the_checkpoints(finished, raymm, tmp_path):
     ])
 
 
-def test_nothing_is_overwritten_and_nothing_comes_from_nowhere(finished, raymm, tmp_path):
+def test_export_overwrites_nothing_and_needs_a_checkpoint(finished, raymm, tmp_path):
     code, text = raymm("export", finished.config, "--out", str(tmp_path))
     assert code == 2 and "output is" in text and str(tmp_path) in text and "exists" in text
     code, text = raymm(
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished, raymm, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_weights_that_are_not_finite_are_not_exported(finished, raymm, tmp_path):
+def test_non_finite_weights_are_not_exported(finished, raymm, tmp_path):
     """Check a checkpoint that is intact otherwise; raymm itself never writes one."""
     run = finished.copy_until(tmp_path / "run", 12)
     folder = CheckpointStore(run).latest()

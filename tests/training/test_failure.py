@@ -68,7 +68,7 @@ class Interrupted:
 
 @pytest.mark.system
 @pytest.mark.timeout(900)  # six starts of a run, with four processes each that import torch
-def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp_path, raymm):
+def test_repeated_interruptions_do_not_change_the_run(finished, make_config, tmp_path, raymm):
     """Interrupt one run with a killed rank, SIGTERM, Ctrl-C, and a killed driver."""
     config = make_config({
         "data.modalities.vision.processor": "run_processors:slow_image", "run.max_failures": 0,
@@ -133,7 +133,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
 
 @pytest.mark.system
 @pytest.mark.timeout(600)
-def test_killed_while_it_writes_it_goes_on_from_a_whole_checkpoint(
+def test_a_run_killed_during_a_save_resumes(
     finished, make_config, tmp_path, raymm
 ):
     """Save in the background of every step, and kill driver and ranks at any moment."""

@@ -48,7 +48,7 @@ def test_decisions(budgets, interruptions, actions, why):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_retries_of_a_shortage_wait_longer_until_a_step_is_done(in_place):
+def test_retries_back_off_until_a_step_finishes(in_place):
     policy = FailurePolicy(9, 0, 9)
     short = [Interruption(SHORT, step, "no memory", 0.0, in_place) for step in (4, 4, 4, 5, 4)]
     decisions = [policy.decide(short[: n + 1]) for n in range(len(short))]

@@ -87,6 +87,6 @@ def test_frozen_first_blocks_run_once_per_item(
     assert all(row["stage_busy"]["vision.1"] for row in rows if "stage_busy" in row)
 
 
-def test_what_cannot_be_kept_is_said(ray_cluster, raymm, changes, make_config):
+def test_features_that_cannot_be_cached_are_reported(ray_cluster, raymm, changes, make_config):
     code, text = raymm("train", make_config({**changes, f"{VISION}.train": "full", "run.steps": 1}))
     assert code == 0 and "features of vision are not kept: its first layer is trained" in text

@@ -108,7 +108,7 @@ def test_errors_come_before_slow_imports(early):
     assert early[1] == []
 
 
-def test_an_unknown_option_names_the_one_that_is_meant(capsys):
+def test_an_unknown_option_suggests_the_nearest_one(capsys):
     with pytest.raises(SystemExit) as end:
         main(["train", "--modle", "x", "--data", "y"])
     assert end.value.code == 2 and "did you mean --model?" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def text_model(inputs, folder):
     return str(folder)
 
 
-def test_run_yaml_has_what_runs(monkeypatch, tmp_path, capsys):
+def test_run_yaml_has_the_effective_values(monkeypatch, tmp_path, capsys):
     model, data = tiny("idefics3")
     given = ["--model", model, "--data", data, "--output", "out"]
     config = start(
@@ -161,7 +161,7 @@ def test_full_training_has_a_lower_rate_and_a_frozen_tower(monkeypatch, tmp_path
     assert config.data.heldout is None  # no held-out rows for small data sets
 
 
-def test_held_out_rows_are_a_fraction_that_is_never_trained_on(monkeypatch, tmp_path):
+def test_held_out_rows_are_never_trained_on(monkeypatch, tmp_path):
     model, data = tiny("idefics3")
     config = start(
         monkeypatch, tmp_path, "--model", model, "--data", data, "--eval-fraction", "0.3",

@@ -10,7 +10,7 @@ from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 
 
-def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
+def test_a_full_disk_loses_no_step_and_no_row(
     finished, make_config, raymm, small_disk
 ):
     """Skip the checkpoint that is due meanwhile, and write later ones."""
@@ -34,7 +34,7 @@ def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_start_on_a_full_disk_ends_with_1_and_leaves_nothing(
+def test_a_start_on_a_full_disk_exits_with_1_and_no_files(
     exists, make_config, raymm, small_disk
 ):
     """Exit with 1: the input is valid, and the same command runs once there is room."""
@@ -49,7 +49,7 @@ def test_a_start_on_a_full_disk_ends_with_1_and_leaves_nothing(
     assert not run.exists() or not list(run.iterdir())
 
 
-def test_a_decision_that_cannot_be_written_is_not_in_the_log(small_disk):
+def test_an_unwritten_decision_is_not_in_the_log(small_disk):
     log = DecisionLog(small_disk.path / "rebalancing.jsonl", "digest")
     small_disk.fill()
     with pytest.raises(RunFileError, match="No space left"):

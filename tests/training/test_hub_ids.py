@@ -119,7 +119,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_hub_refuses_is_explained(hub, commits, tmp_path, name):
+def test_rejections_by_the_hub_are_explained(hub, commits, tmp_path, name):
     hub.commit("models/acme/gated", Path(tiny("idefics3")[0]))
     hub.tokens["models/acme/gated"] = "secret"
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
@@ -154,7 +154,7 @@ def test_a_redirected_download_gets_no_token(hub, tmp_path):
     assert storage.requests and set(storage.authorizations) == {None}
 
 
-def test_without_a_network_the_cache_and_the_command_are_named(hub, tmp_path):
+def test_errors_without_a_network_name_cache_and_command(hub, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     home = tmp_path / "home"
     hub.close()  # the hub is down

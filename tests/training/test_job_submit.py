@@ -178,7 +178,7 @@ def stop_long_job(jobs: Jobs, run: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.timeout(TEST_TIMEOUT_S)
-def test_jobs_at_once_train_as_a_local_run_does_and_can_be_stopped(
+def test_concurrent_jobs_equal_a_local_run_and_can_be_stopped(
     finished, inputs, checkout, tmp_path
 ):
     """Use token authentication; all nodes run the code of the working directory."""

@@ -26,7 +26,7 @@ SENTENCE = "which drove the run in runs/mine, ended without reporting a cause"
     ("raise RuntimeError", 0, False),
     ("sys.exit(75)", 75, False),
 ])
-def test_only_a_process_that_cannot_speak_is_spoken_for(end, code, said):
+def test_only_processes_without_a_message_get_one(end, code, said):
     child = subprocess.run(
         [sys.executable, "-c", BLOCK.format(end=end)], capture_output=True, text=True, timeout=60,
     )

@@ -21,7 +21,7 @@ def speech(tmp_path) -> str:
     return str(tmp_path / "speech")
 
 
-def test_a_cut_encoder_with_layer_drop_trains_as_an_uncut_one(
+def test_a_cut_encoder_with_layer_drop_equals_an_uncut_one(
     make_config, raymm, speech, tmp_path, ray_cluster
 ):
     """Check that dropout, dropped layers and masked frames are identical, also in replicas.

@@ -19,7 +19,7 @@ PATIENCE_S = 300
 @pytest.mark.ray
 @pytest.mark.system
 @pytest.mark.timeout(PATIENCE_S + 10)
-def test_a_node_is_lost_and_the_run_goes_on_in_place(tmp_path):
+def test_a_run_recovers_in_place_from_a_lost_node(tmp_path):
     script = Path(__file__).with_name("lost_node.py")
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True,

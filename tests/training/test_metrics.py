@@ -38,7 +38,7 @@ def test_rows_after_the_resume_step_are_dropped(tmp_path):
     assert not path.with_name("metrics.jsonl.tmp").exists()
 
 
-def test_a_run_from_the_beginning_forgets_an_older_one(tmp_path):
+def test_a_new_run_drops_the_rows_of_an_older_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsLog(path).add({"step": 0, "heldout_loss": 1.0})
     assert MetricsLog(path, resume_step=0).rows == []
@@ -92,7 +92,7 @@ def test_rows_stay_in_memory_while_the_disk_is_read_only(small_disk):
     assert read_metrics(path) == rows(1, 2, 3)
 
 
-def test_a_row_that_is_written_in_part_is_taken_back(tmp_path):
+def test_a_partially_written_row_is_removed(tmp_path):
     """Limit the file size, as if the disk had room for a part of a row."""
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
@@ -112,7 +112,7 @@ def test_a_row_that_is_written_in_part_is_taken_back(tmp_path):
     b"[1]", b'"x"', b"{}", b'{"step": "1"}', b'{"step": null}', b'{"step": true}', b"\xe9",
     b"\0" * 50, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}",
 ])  # fmt: skip
-def test_a_line_that_is_no_row_is_named_and_nothing_is_written(tmp_path, line):
+def test_an_invalid_row_is_reported_and_nothing_is_written(tmp_path, line):
     """Stop, because a resumed log would lose the line; only the last line may be cut off."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(text := b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
@@ -164,7 +164,7 @@ def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
     assert busy["predicted"] == pytest.approx(2 * 2 * 6 * 1000)
 
 
-def test_the_report_keeps_few_steps(plan, tmp_path):
+def test_the_report_keeps_the_last_steps(plan, tmp_path):
     """Check that only recent steps count: the last ones took twice as long."""
     report = RunReport(tmp_path, plan)
     for step in range(1, 3 * COST_STEPS):

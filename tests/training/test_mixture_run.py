@@ -20,7 +20,7 @@ def mixture(tmp_path) -> str:
     return str(tmp_path / "mixture")
 
 
-def test_layouts_train_alike_and_loads_of_experts_are_written_down(
+def test_layouts_agree_and_expert_loads_are_logged(
     make_config, raymm, mixture, tmp_path, ray_cluster
 ):
     layouts = {

@@ -57,7 +57,7 @@ def assert_close(run, other, exactly=0):
         assert abs(mine[1] - due[1]) < 1e-4 and mine[3:] == due[3:]
 
 
-def test_a_run_its_resumption_and_its_export(
+def test_a_multiplexed_run_resumes_and_is_exported(
     finished, raymm, make_config, inputs, tmp_path, mapping
 ):
     """Interrupt after five steps, and resume without the mapping option."""
@@ -95,7 +95,7 @@ def test_a_run_its_resumption_and_its_export(
     )
 
 
-def test_styles_go_on_from_each_others_checkpoints(
+def test_styles_resume_from_each_others_checkpoints(
     finished, raymm, make_config, tmp_path, mapping
 ):
     """Train pipelined for eight steps, multiplexed for two, pipelined to the end."""
@@ -111,7 +111,7 @@ def test_styles_go_on_from_each_others_checkpoints(
     assert checkpoint_tensors(run).keys() == checkpoint_tensors(finished.path).keys()
 
 
-def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, mapping, ray_cluster):
+def test_a_killed_multiplexed_run_resumes_bitwise(inputs, raymm, tmp_path, mapping, ray_cluster):
     """Kill the process of a GPU; the resumed run equals an undisturbed one bitwise.
 
     The message names the rank. It resumes from a checkpoint, and in place from a snapshot.
@@ -146,7 +146,7 @@ def test_options_of_pipelines_are_refused(raymm, make_config, tmp_path, mapping,
 
 
 @pytest.mark.parametrize(("style", "said"), [("multiplexed", "mapping: "), ("auto", "times as")])
-def test_raymm_plans_in_the_style_that_is_asked_for(
+def test_raymm_plans_in_the_requested_style(
     raymm, make_config, tmp_path, ray_cluster, style, said
 ):
     """Use CPUs, which have no quotas, so modules take turns on whole devices."""
@@ -186,7 +186,7 @@ def without_type(values):
     return {name: value for name, value in values.items() if name != "model_type"}
 
 
-def test_a_style_is_for_plans_that_raymm_makes(
+def test_a_style_option_requires_automatic_planning(
     raymm, make_config, tmp_path, mapping, no_new_actors
 ):
     config = make_config({"parallel": {"plan": mapping, "style": "auto"}})

@@ -265,7 +265,7 @@ def test_a_processor_with_more_tokens_gets_rows_on_request(tmp_path, rows, capsy
     assert "> <box>" in capsys.readouterr().out
 
 
-def test_rows_that_the_model_has_in_reserve_are_used(tmp_path, rows):
+def test_spare_embedding_rows_are_used(tmp_path, rows):
     model = AutoModelForImageTextToText.from_pretrained(tiny(UNTIED)[0])
     old = len(model.get_input_embeddings().weight)
     model.resize_token_embeddings(old + 8, mean_resizing=False)
@@ -289,7 +289,7 @@ def test_rows_that_the_model_has_in_reserve_are_used(tmp_path, rows):
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
 
 
-def test_a_plan_knows_the_new_rows(tmp_path, rows):
+def test_plans_include_the_new_rows(tmp_path, rows):
     file = configuration(tmp_path, TIED, rows, LORA)
     values = yaml.safe_load(file.read_text())
     values |= {"parallel": {}, "planning": {"ranks": 2, "device": "cpu"}}
@@ -312,7 +312,7 @@ def test_a_plan_knows_the_new_rows(tmp_path, rows):
     ({"model.train": {"language_model": {"lora": {"targets": ["lm_head"]}}}},
      "is of class AdaptedLinear; accepted: nn.Linear"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(tmp_path, rows, changes, why):
+def test_unsupported_new_tokens_are_rejected_by_name(tmp_path, rows, changes, why):
     file = configuration(tmp_path, UNTIED, rows)
     if changes.get("run.storage_path") == "model":
         (tmp_path / "run" / "model").mkdir(parents=True)
@@ -333,7 +333,7 @@ def test_a_run_keeps_its_new_tokens(tmp_path, rows):
         build_model(load_config(file, [f"model.path={tiny(TIED)[0]}", own]))
 
 
-def test_models_by_parts_take_no_new_tokens(tmp_path, rows):
+def test_models_of_parts_reject_new_tokens(tmp_path, rows):
     file = configuration(tmp_path, UNTIED, rows)
     values = yaml.safe_load(file.read_text())
     values["model"] = {"language_model": {"path": tiny(UNTIED)[0]}, "new_tokens": NEW}

@@ -27,7 +27,7 @@ def train(ray_cluster, make_config, raymm, tmp_path):
     return run
 
 
-def test_one_sample_is_named_and_counted_and_the_run_goes_on(train, tmp_path):
+def test_a_non_finite_sample_is_reported_and_skipped(train, tmp_path):
     """Use the default ``on_error``; a resumed run is bitwise equal."""
     nan = {"data.modalities.vision.processor": "run_processors:image_or_nan"}
     code, text, rows = train(5, **nan)
@@ -60,7 +60,7 @@ def test_one_sample_is_named_and_counted_and_the_run_goes_on(train, tmp_path):
     assert all(again[name].equal(tensor) for name, tensor in tensors.items())
 
 
-def test_too_many_in_a_row_end_the_run(train, tmp_path):
+def test_consecutive_non_finite_steps_end_the_run(train, tmp_path):
     """Use parameters so large that no result is finite."""
     code, text, rows = train(6, **{
         "optimizer.lr": 1e30, "optimizer.schedule": "constant", "run.max_skipped_steps": 3,
@@ -75,7 +75,7 @@ def test_too_many_in_a_row_end_the_run(train, tmp_path):
     assert latest.name == f"step-{sum(applied):08d}" and str(latest) in text
 
 
-def test_parameters_that_are_not_finite_are_never_committed(train, tmp_path):
+def test_non_finite_parameters_are_never_committed(train, tmp_path):
     code, text, rows = train(6, **{
         "optimizer.lr": 1e30, "optimizer.weight_decay": 1e10, "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0, "optimizer.total_steps": None,

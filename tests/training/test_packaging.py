@@ -90,6 +90,6 @@ def test_import_raymm_is_quick(tmp_path):
     assert python(code, tmp_path, REPOSITORY).strip() == "[]"
 
 
-def test_every_public_name_is_there(tmp_path):
+def test_every_public_name_exists(tmp_path):
     code = "import raymm; print(sorted(n for n in raymm.__all__ if getattr(raymm, n, 0) is 0))"
     assert python(code, tmp_path, REPOSITORY).strip() == "[]"

@@ -65,7 +65,7 @@ def train(folder, steps, layout):
     ).fit()
 
 
-def test_a_run_goes_on_and_is_exported_as_its_class_has_it(tmp_path, ray_cluster):
+def test_a_parametrized_run_resumes_and_is_exported(tmp_path, ray_cluster):
     train(tmp_path / "whole", 4, PIPELINE)
     whole = curve(tmp_path / "whole")
     train(tmp_path / "run", 2, PIPELINE)
@@ -89,7 +89,7 @@ def test_a_run_goes_on_and_is_exported_as_its_class_has_it(tmp_path, ray_cluster
     assert torch.allclose(again.eval()(**inputs).last_hidden_state, due, atol=1e-5)
 
 
-def test_what_a_class_computes_itself_stays_computed():
+def test_weights_computed_by_a_class_stay_computed():
     config = Wav2Vec2Config(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         conv_dim=(8,) * 7, num_conv_pos_embedding_groups=2, num_conv_pos_embeddings=8,

@@ -77,7 +77,7 @@ def checkpoint_of(run, step) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_planned_anew(ray_cluster, raymm, make_config, tmp_path):
+def test_each_phase_has_its_own_plan(ray_cluster, raymm, make_config, tmp_path):
     """Omit layouts, so that each phase has its own plan."""
     config = make_config({
         **FROZEN, "parallel": {}, "run.steps": 4, "at": {2: {"vision": "full"}},
@@ -107,7 +107,7 @@ def test_adapters(ray_cluster, raymm, make_config, inputs, tmp_path, base):
     assert moments == [True, False, True]
 
 
-def test_replicas_that_come_and_go(ray_cluster, raymm, make_config, tmp_path):
+def test_phases_with_elastic_replicas(ray_cluster, raymm, make_config, tmp_path):
     """Use as many replicas as there are resources for, which is all, in each phase."""
     many = {**FROZEN, "data.microbatches": 2, "run.steps": 4, "at": {2: {"vision": "full"}}}
     curves = []

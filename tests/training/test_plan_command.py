@@ -43,7 +43,7 @@ def saved_plan(folder):
 
 
 @pytest.mark.system
-def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide, monkeypatch):
+def test_a_32b_model_is_planned_from_its_configuration(raymm, tmp_path, wide, monkeypatch):
     """Plan for fewer ranks than in the example, as the search time grows with them."""
     from tiny_run import REPOSITORY
 
@@ -68,7 +68,7 @@ def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide
         assert f"{out / name}" in text
 
 
-def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
+def test_plans_that_exceed_memory_are_rejected(raymm, tmp_path, wide, monkeypatch):
     """Reject a 32B model in bf16 on three GPUs of 20 GiB."""
     from tiny_run import REPOSITORY
 
@@ -91,7 +91,7 @@ def test_a_benchmark_compares_plans_with_other_planners(make_config, monkeypatch
     assert set(result) == {"machine", "raymm", *(baseline.name for baseline in baselines)}
 
 
-def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide):
+def test_a_given_layout_is_evaluated_unchanged(raymm, make_config, tmp_path, wide):
     config = make_config({
         "parallel": {
             "schedule": "zero_bubble", "recompute": True,
@@ -120,7 +120,7 @@ def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide
         assert "<svg" in (tmp_path / "plan" / name).read_text()
 
 
-def test_a_saved_plan_is_judged_again_and_refused_if_too_full(
+def test_a_saved_plan_is_evaluated_and_rejected_if_too_large(
     raymm, make_config, tmp_path, wide
 ):
     code, _ = raymm("plan", make_config(), "--out", str(tmp_path / "a"))
@@ -196,7 +196,7 @@ def test_bad_options_are_refused(raymm, make_config, tmp_path, wide, arguments, 
     assert not (tmp_path / "plan").exists()
 
 
-def test_a_time_limit_ends_with_the_best_so_far(raymm, make_config, tmp_path, wide):
+def test_a_time_limit_returns_the_best_plan_so_far(raymm, make_config, tmp_path, wide):
     config = make_config({"parallel": None})
     code, text = raymm(
         "plan", config, "--ranks", "4", "--time-limit", "1e-9", "--out", str(tmp_path / "plan")
@@ -243,7 +243,7 @@ def test_only_plans_that_run_differently_are_measured():
         distinct_options(options, 0)
 
 
-def test_tokens_are_module_and_number():
+def test_the_tokens_option_takes_module_and_number():
     assert parse_counts("--tokens", ["llm=4096", "vision=1025"]) == {"llm": 4096, "vision": 1025}
 
 
@@ -270,7 +270,7 @@ def test_degrees_are_searched_shown_and_saved(raymm, make_config, tmp_path, wide
     assert re.search(r"chosen .* vision \d x2, llm \d \(tp 2\); \d ranks, \d devices", text), text
 
 
-def test_a_plan_that_must_straddle_nodes_says_so(raymm, make_config, tmp_path, wide):
+def test_a_plan_that_must_span_nodes_reports_it(raymm, make_config, tmp_path, wide):
     arguments = ["plan", make_config({"parallel": None}), "--ranks", "4", "--device", "H100",
                  "--degrees", "llm.cp=2", "--out", str(tmp_path / "plan")]
     for per_node, straddles in ((1, True), (2, False)):
@@ -290,7 +290,7 @@ def test_a_plan_that_must_straddle_nodes_says_so(raymm, make_config, tmp_path, w
         ("llm.dp=4", ["llm.dp=4", "does not divide 2 microbatches"]),
     ],
 )
-def test_degrees_that_cannot_be(raymm, make_config, tmp_path, wide, degrees, expected):
+def test_impossible_degrees_are_rejected(raymm, make_config, tmp_path, wide, degrees, expected):
     config = make_config({"parallel": None})
     code, text = raymm(
         "plan", config, "--ranks", "4", "--device", "H100", "--degrees", degrees,

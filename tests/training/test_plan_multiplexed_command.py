@@ -66,7 +66,7 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
     assert sorted(p.name for p in out.iterdir()) == ["plan.json", "plan.png", "plan_schedule.png"]
 
 
-def test_what_the_page_plans_is_what_it_trains(
+def test_the_documented_plan_is_the_trained_one(
     raymm, make_config, tmp_path, monkeypatch, no_ray
 ):
     page = (Path(__file__).resolve().parents[2] / "docs" / "sharing-gpus.md").read_text()
@@ -90,7 +90,7 @@ def test_what_the_page_plans_is_what_it_trains(
             build_plan(load_config(config, overrides), build_model(settings))
 
 
-def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide, no_ray):
+def test_a_surface_file_is_accepted_as_profile(raymm, make_config, tmp_path, wide, no_ray):
     file = tmp_path / "surfaces.json"
     file.write_text(surfaces({"vision": 0.2, "llm": 0.4}))
     code, text = raymm(

@@ -34,7 +34,7 @@ def marker(tmp_path):
     return tmp_path / "unpickled"
 
 
-def test_weights_that_are_a_pickle_are_not_read(make_config, raymm, inputs, tmp_path, marker):
+def test_pickled_weights_are_not_read(make_config, raymm, inputs, tmp_path, marker):
     folder = tmp_path / "siglip"
     folder.mkdir()
     (folder / "config.json").write_bytes((inputs / "siglip" / "config.json").read_bytes())
@@ -44,7 +44,7 @@ def test_weights_that_are_a_pickle_are_not_read(make_config, raymm, inputs, tmp_
     assert not marker.exists()
 
 
-def test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits(
+def test_a_pickled_shard_with_a_valid_checksum_is_rejected(
     finished, make_config, raymm, tmp_path, marker
 ):
     run = finished.copy_until(tmp_path / "run", 10)
@@ -61,7 +61,7 @@ def test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits(
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", ".hidden.safetensors"])
-def test_a_manifest_names_files_beside_it_only(finished, tmp_path, name):
+def test_a_manifest_may_only_name_files_in_its_folder(finished, tmp_path, name):
     run = finished.copy_until(tmp_path / "run", 10)
     checkpoint = run / "checkpoints" / "step-00000010"
     manifest = read_manifest(checkpoint)

@@ -53,7 +53,7 @@ def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
     assert curve(run) == whole
 
 
-def test_a_run_that_trains_all_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
+def test_a_fully_trained_preference_run_resumes(ray_cluster, raymm, changes, make_config, tmp_path):
     """Check that the reference is the initial model, also after a resumption."""
     full = {
         "model.language_model.train": "full", "model.encoders.vision.projector_train": "full",
@@ -80,7 +80,7 @@ def test_a_run_that_trains_all_goes_on(ray_cluster, raymm, changes, make_config,
     assert curve(run) == whole
 
 
-def test_what_is_written_of_pairs(ray_cluster, raymm, changes, make_config, tmp_path):
+def test_evaluations_and_best_step_of_pairs(ray_cluster, raymm, changes, make_config, tmp_path):
     """Check that evaluations of pairs equal the held-out loss, and that the best one is kept."""
     asked = {
         "every": 3, "generate": {"max_tokens": 4}, "best": "rewards/margins",

@@ -28,7 +28,7 @@ def profiled(raymm, make_config, tmp_path, ray_cluster):
     return load_config(config), output, load_table(target), target
 
 
-def test_it_measures_saves_prints_and_draws(profiled):
+def test_profile_measures_saves_prints_and_draws(profiled):
     config, output, table, target = profiled
     graph = module_graph(build_model(config))
     profile = table.at()

@@ -25,7 +25,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 
-def test_it_measures_whole_devices_and_the_plan_uses_it(
+def test_whole_devices_are_measured_for_the_plan(
     raymm, make_config, tmp_path, ray_cluster, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "200")
@@ -142,7 +142,7 @@ def made_up(model, monkeypatch):
     return work, requests, times
 
 
-def test_what_becomes_of_measured_quotas(make_config, monkeypatch):
+def test_measured_quotas_become_surfaces(make_config, monkeypatch):
     model = build_model(load_config(make_config()))
     work, requests, times = made_up(model, monkeypatch)
     h100 = find_device("H100")
@@ -159,7 +159,7 @@ def test_what_becomes_of_measured_quotas(make_config, monkeypatch):
         assert found.bandwidth[-1] == pytest.approx(5 * found.bandwidth[0])
 
 
-def test_what_becomes_of_colocations(make_config, monkeypatch):
+def test_colocations_are_measured_at_every_division(make_config, monkeypatch):
     model = build_model(load_config(make_config()))
     work, requests, times = made_up(model, monkeypatch)
     surfaces = tuple(
@@ -174,7 +174,7 @@ def test_what_becomes_of_colocations(make_config, monkeypatch):
         assert own > 0 and other > 0
 
 
-def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
+def test_alone_and_colocated_use_the_same_multiprocessors():
     """Use an H100's 16 groups: a quota of 0.7 alone would have 12, and has 11 next to 0.3."""
     backend = RecordingBackend(Multiprocessors())
     runs = []

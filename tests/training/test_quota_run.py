@@ -10,7 +10,7 @@ from raymm.scheduler.plan.plan import Plan
 QUOTAS = {"parallel.encoders.vision.quota": 0.25, "parallel.language_model.quota": 0.75}
 
 
-def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path):
+def test_quotas_do_not_change_a_run(make_config, raymm, finished, tmp_path):
     """Colocate the encoder with the first language model stage; losses are bitwise equal.
 
     The saved plan has the quotas, of the shared rank only.
@@ -26,7 +26,7 @@ def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path)
     assert any(name.endswith(", vision on 0.25") for name in names)
 
 
-def test_a_layout_with_quotas_is_judged(make_config, raymm, no_new_actors, tmp_path):
+def test_a_layout_with_quotas_is_evaluated(make_config, raymm, no_new_actors, tmp_path):
     """Check that the layout is predicted, shown and saved, and that the saved file is read."""
 
     def plan(config, folder):
@@ -58,7 +58,7 @@ def test_a_layout_with_quotas_is_judged(make_config, raymm, no_new_actors, tmp_p
     ],
     ids=["above 1", "no number", "alone", "sum", "granularity"],
 )  # fmt: skip
-def test_quotas_that_cannot_be_are_refused(make_config, raymm, no_new_actors, changes, words):
+def test_impossible_quotas_are_rejected(make_config, raymm, no_new_actors, changes, words):
     code, text = raymm("train", make_config(changes))
     assert code != 0
     for word in words:

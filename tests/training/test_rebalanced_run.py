@@ -69,7 +69,7 @@ def images(row):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("split", ["microbatches", "samples"])
-def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
+def test_a_slow_replica_gets_less_work_also_after_a_kill(
     rebalanced, raymm, tmp_path, ray_cluster, split
 ):
     changes = {}

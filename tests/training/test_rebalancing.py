@@ -103,7 +103,7 @@ def drifting(step):
     return SLOW if step > 25 else EVEN
 
 
-def test_a_copy_that_gets_slow_is_noticed_and_spared(plan, tmp_path):
+def test_a_slowing_replica_is_detected_and_gets_less_work(plan, tmp_path):
     run = SimulatedRun(tmp_path, plan, drifting).run(70)
     log = run.log(tmp_path)
     assert [row["step"] for row in log] == [10, 20, 30, 40, 50, 60, 70]
@@ -132,7 +132,7 @@ def test_a_copy_that_gets_slow_is_noticed_and_spared(plan, tmp_path):
 
 
 @pytest.mark.parametrize(("killed", "checkpoint"), [(44, 20), (44, 42), (31, 0), (58, 39)])
-def test_after_a_kill_all_is_repeated_whatever_is_measured_now(plan, tmp_path, killed, checkpoint):
+def test_a_resumed_run_repeats_its_decisions(plan, tmp_path, killed, checkpoint):
     """Check that the same samples and decisions are repeated up to the point of the kill."""
     first = SimulatedRun(tmp_path, plan, drifting).run(killed)
     log = first.log(tmp_path)
@@ -151,14 +151,14 @@ def test_after_a_kill_all_is_repeated_whatever_is_measured_now(plan, tmp_path, k
         assert any(row["decision"] for row in more)
 
 
-def test_what_would_gain_too_little_is_left(plan, tmp_path):
+def test_small_gains_are_not_worth_a_change(plan, tmp_path):
     run = SimulatedRun(tmp_path, plan, drifting, gain=0.99).run(60)
     assert [row["decision"] for row in run.log(tmp_path)] == [None] * 6
     assert all("costs" not in after["taken"][-1] for _, after in run.taken if after["taken"])
     assert run.lines == []
 
 
-def test_steps_that_lack_samples_teach_nothing(plan, tmp_path):
+def test_incomplete_steps_are_not_fitted(plan, tmp_path):
     run = SimulatedRun(tmp_path, plan, drifting)
     after_step = run.rebalancing.after_step
     run.rebalancing.after_step = lambda *a: after_step(*a[:3], False, a[4])
@@ -186,7 +186,7 @@ def test_the_log_survives_a_torn_line_and_other_data(tmp_path):
     assert DecisionLog(path, "b").rows == [] and path.read_text() == ""
 
 
-def test_where_it_is_asked_for(make_config, plan, tmp_path):
+def test_options_that_enable_rebalancing(make_config, plan, tmp_path):
     given = load_config(make_config({
         "data.batching": {"method": "balanced", "rebalance": 7}
     })).data  # fmt: skip
@@ -197,7 +197,7 @@ def test_where_it_is_asked_for(make_config, plan, tmp_path):
     assert rebalancing(given, None, *arguments) is None
 
 
-def test_a_slow_copy_of_shared_microbatches_gets_the_lighter_samples(tmp_path):
+def test_a_slow_replica_gets_the_lighter_samples(tmp_path):
     """Slow down one of two replicas of a language model that share every microbatch."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)

@@ -22,7 +22,7 @@ def calls():
     CALLS.clear()
 
 
-def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
+def test_in_place_recovery_does_not_change_any_loss(
     finished, make_config, raymm, tmp_path, calls, inputs
 ):
     """Kill ranks, one of them before the first checkpoint, and a data worker."""
@@ -47,7 +47,7 @@ def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
     assert [kind for kind, _ in calls if kind in ("start", "end")] == ["start", "end"]
 
 
-def test_a_shortage_that_lasts_ends_the_run_after_its_retries(
+def test_a_lasting_shortage_ends_the_run_after_retries(
     make_config, raymm, ray_cluster, monkeypatch
 ):
     """Check that the run retries, as the resource may become available."""
@@ -64,7 +64,7 @@ def test_a_shortage_that_lasts_ends_the_run_after_its_retries(
     assert "MemoryError: no memory for this image" in text[first:] and first > text.index("failed:")
 
 
-def test_shortages_that_pass_change_no_loss(finished, make_config, raymm, tmp_path):
+def test_temporary_shortages_do_not_change_any_loss(finished, make_config, raymm, tmp_path):
     """Fail once to start a thread in a rank, and to open a file in a data worker.
 
     The sample of that file is not skipped.

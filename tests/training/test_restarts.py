@@ -42,7 +42,7 @@ def killed_while_it_restores(monkeypatch):
 
 
 @pytest.mark.usefixtures("killed_while_it_restores")
-def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
+def test_restarts_do_not_change_any_loss(
     finished, make_config, raymm, tmp_path, calls
 ):
     """Kill a rank before the first checkpoint, a data worker, a restoring rank, and any rank.
@@ -77,7 +77,7 @@ def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
     scrape({("raymm_restarts_total", (("run", "started-anew"), ("cause", "failure"))): 3})
 
 
-def test_signals_end_the_wait_for_room(make_config, raymm, tmp_path, ray_cluster):
+def test_signals_end_the_wait_for_resources(make_config, raymm, tmp_path, ray_cluster):
     """Occupy the resources of a rank that was killed."""
     code, text = raymm("train", make_config({
         "run.callbacks": [{KILL: {"after": [3], "take_cpus": True}}],
@@ -89,7 +89,7 @@ def test_signals_end_the_wait_for_room(make_config, raymm, tmp_path, ray_cluster
     assert f"stopped by SIGINT before the run resumed: the last checkpoint is {latest}" in text
 
 
-def test_fewer_places_than_the_fewest_replicas_need_are_refused(make_config, raymm, ray_cluster):
+def test_resources_below_the_minimum_replicas_are_rejected(make_config, raymm, ray_cluster):
     code, text = raymm("train", make_config({
         "parallel": {"language_model": {"dp": {"min": 16, "max": 32}}}, "resources": {"cpus": 1},
         "data.batch_size": 32, "data.microbatches": 32,
@@ -97,7 +97,7 @@ def test_fewer_places_than_the_fewest_replicas_need_are_refused(make_config, ray
     assert code == EXIT_USER_ERROR and "the plan has 17 ranks of 1 CPU each" in text
 
 
-def test_beyond_its_budget_a_run_ends_with_all_that_happened(make_config, raymm, ray_cluster):
+def test_a_run_beyond_its_budget_lists_its_interruptions(make_config, raymm, ray_cluster):
     code, text = raymm("train", make_config({
         "run.callbacks": [{KILL: {"after": [3, 6]}}], "run.max_failures": 1, "parallel": ONE_RANK,
     }))
@@ -108,7 +108,7 @@ def test_beyond_its_budget_a_run_ends_with_all_that_happened(make_config, raymm,
     assert "Run the same command again to resume from" in text and "Traceback" not in text
 
 
-def test_what_happens_again_in_the_same_step_ends_it(make_config, raymm, ray_cluster):
+def test_a_repeated_failure_in_one_step_ends_the_run(make_config, raymm, ray_cluster):
     code, text = raymm("train", make_config({
         "run.callbacks": [{KILL: {"after": [3, 3, 3]}}], "run.steps_in_flight": 1,
         "parallel": ONE_RANK,
@@ -119,7 +119,7 @@ def test_what_happens_again_in_the_same_step_ends_it(make_config, raymm, ray_clu
     assert "The same command would fail in the same way" in text
 
 
-def test_what_code_raises_ends_it_at_once(make_config, raymm, ray_cluster):
+def test_an_exception_in_code_ends_the_run(make_config, raymm, ray_cluster):
     code, text = raymm("train", make_config({
         "model.encoders.vision.preprocess": "killing_callbacks:raises_in_ranks",
         "parallel": ONE_RANK,
@@ -129,7 +129,7 @@ def test_what_code_raises_ends_it_at_once(make_config, raymm, ray_cluster):
     assert "restarting" not in text and "the run's code would raise the same error again" in text
 
 
-def test_without_snapshots_a_shortage_starts_other_processes(
+def test_a_shortage_without_snapshots_restarts_processes(
     finished, make_config, raymm, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(failure_policy, "RETRY_WAITS_S", (0.1, 0.2, 0.3))

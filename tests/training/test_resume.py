@@ -17,7 +17,7 @@ def assert_same_state(run, other):
     assert not different
 
 
-def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tmp_path):
+def test_two_halves_equal_an_uninterrupted_run_bitwise(finished, raymm, make_config, tmp_path):
     config = make_config()
     code, _ = raymm("train", config, "--set", "run.steps=5")
     assert code == 0 and [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4, 5]
@@ -35,7 +35,7 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
     {"language_model": {"dp": 2, "cp": 2, "sharding": "fsdp"},
      "encoders": {"vision": {"dp": 2, "sharding": "fsdp"}}},
 ], ids=["stages", "copies", "pieces", "fsdp"])  # fmt: skip
-def test_another_layout_goes_on_from_the_same_checkpoint(
+def test_another_layout_resumes_from_the_same_checkpoint(
     finished, raymm, make_config, tmp_path, layout
 ):
     """Resume with other stages, two language model replicas, or sharded parameters.
@@ -58,7 +58,7 @@ def test_another_layout_goes_on_from_the_same_checkpoint(
     {"language_model": {"dp": 3, "sharding": "fsdp"},
      "encoders": {"vision": {"pp": 2, "dp": 2, "sharding": "fsdp"}}},
 ], ids=["pieces", "fsdp"])  # fmt: skip
-def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
+def test_a_sharded_checkpoint_resumes_under_any_layout(
     finished, raymm, make_config, tmp_path, pieces
 ):
     """Save sharded parameters, whose optimizer state is at one of several owners.
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
 
 
-def test_rows_after_the_checkpoint_happen_again_once(finished, raymm, make_config, tmp_path):
+def test_rows_after_the_checkpoint_are_repeated_once(finished, raymm, make_config, tmp_path):
     """Resume from step 10 with rows of steps 11 and 12, and with a torn checkpoint.
 
     The torn checkpoint is left by a crash in the middle of a save.
@@ -135,7 +135,7 @@ def test_a_corrupt_shard_is_named_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_packing_changes_nothing_but_rounding(finished, raymm, make_config, tmp_path):
+def test_packing_changes_only_rounding(finished, raymm, make_config, tmp_path):
     """Pack samples into sequences of documents in the second half of the run."""
     run = finished.copy_until(tmp_path / "run", 8)
     code, _ = raymm("train", make_config({"model.packing": True}))
@@ -144,7 +144,7 @@ def test_packing_changes_nothing_but_rounding(finished, raymm, make_config, tmp_
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
 
 
-def test_running_statistics_go_on(raymm, make_config, inputs, tmp_path, ray_cluster):
+def test_running_statistics_are_restored(raymm, make_config, inputs, tmp_path, ray_cluster):
     """Resume a trained encoder from a factory: its batch counts are in checkpoints."""
     config = make_config({
         "model.encoders.vision": {

@@ -59,13 +59,13 @@ def compared(tmp_path, was, now, allowed=()):
         return [], str(error)
 
 
-def test_nothing_is_said_of_the_same_run(described, tmp_path):
+def test_an_unchanged_run_reports_nothing(described, tmp_path):
     was = described()
     assert json.loads(json.dumps(was)) == was
     assert compared(tmp_path, was, described()) == ([], "")
 
 
-def test_policies_of_raymm_are_of_no_file(described, tmp_path):
+def test_raymm_policies_are_compared_without_a_path(described, tmp_path):
     """Check that earlier checkpoints, which record file paths, are compared without them."""
     now = described({"model.merge": {"vision": "<image>"}})
     assert now["model.merge"]["name"] == "raymm:ReplaceTokens"
@@ -126,7 +126,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_may_not_change_is_refused_with_old_and_new(described, tmp_path, case):
+def test_forbidden_changes_are_rejected_with_both_values(described, tmp_path, case):
     changes, field, says = REFUSED[case]
     was, now = described(), described(changes)
     _, error = compared(tmp_path, was, now)
@@ -167,7 +167,7 @@ def test_adapters_without_rslora_resume_from_earlier_versions(described, tmp_pat
     ({"data.num_workers": 3, "run.log_every": 5, "run.checkpoint_every": 1, "resources.cpus": 0.1,
       "parallel": {}}, []),
 ])  # fmt: skip
-def test_what_may_change_is_said_with_old_and_new(described, tmp_path, changes, says):
+def test_allowed_changes_are_reported_with_both_values(described, tmp_path, changes, says):
     said, error = compared(tmp_path, described(), described(changes))
     assert not error and len(said) == len(says)
     for line, text in zip(sorted(said), sorted(says), strict=True):
@@ -181,7 +181,7 @@ def function(body):
     return names["f"]
 
 
-def test_code_is_compared_where_names_are_the_same(described, tmp_path, monkeypatch):
+def test_code_is_compared_if_names_are_equal(described, tmp_path, monkeypatch):
     """Edit the configuration's callback; the field contains only its name."""
     field = "model.encoders.vision.preprocess"
     changes = {field: "run_processors:edited"}
@@ -214,7 +214,7 @@ def test_code_is_compared_where_names_are_the_same(described, tmp_path, monkeypa
     ("{'a': 1, 'b': 2}.get", "{'a': 1, 'b': 3}.get"),
     ("lambda x: [y for y in x]", "lambda x: [-y for y in x]"),
 ])  # fmt: skip
-def test_digests_are_of_what_a_function_does_and_holds(bodies):
+def test_digests_cover_a_functions_code_and_values(bodies):
     first, second = bodies
     assert code_digest(function(first)) == code_digest(function(f" ({first})  # a comment"))
     assert code_digest(function(first)) != code_digest(function(second))
@@ -252,7 +252,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_files_that_were_changed_are_refused(described, folder, tmp_path, case):
+def test_changed_files_are_rejected(described, folder, tmp_path, case):
     edit, field, says = FILES[case]
     was = described()
     edit(folder)
@@ -261,7 +261,7 @@ def test_files_that_were_changed_are_refused(described, folder, tmp_path, case):
     assert compared(tmp_path, was, now, [field])[0]
 
 
-def test_files_that_were_copied_elsewhere_are_the_same(described, folder, tmp_path):
+def test_copied_files_are_equal(described, folder, tmp_path):
     was = described()
     for file in folder.rglob("*"):
         os.utime(file, (1, 1))
@@ -316,7 +316,7 @@ def test_every_field_of_a_run_has_a_rule(described):
 # Through the command line.
 
 
-def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
+def test_a_model_without_a_layer_is_rejected_before_the_start(
     finished, raymm, make_config, tmp_path, no_new_actors
 ):
     run = finished.copy_until(tmp_path / "run", 10)
@@ -333,7 +333,7 @@ def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
     assert curve(run) == curve(finished.path)
 
 
-def test_what_has_changed_is_printed_and_logged(finished, raymm, make_config, tmp_path):
+def test_changes_are_printed_and_logged(finished, raymm, make_config, tmp_path):
     """Resume with changed settings that the option allows."""
     run = finished.copy_until(tmp_path / "run", 10)
     config = make_config({"optimizer.lr": 0.02, "run.seed": 4})

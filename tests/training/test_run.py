@@ -59,7 +59,7 @@ def test_a_run_leaves_pictures_plan_trace_and_checkpoints(finished):
     assert [read_manifest(folder).step for folder in store.committed()] == [6, 8, 10, 12]
 
 
-def test_a_run_prints_what_a_person_wants_to_know(finished):
+def test_a_run_prints_its_progress(finished):
     text = finished.output
     assert "3 stages on 2 ranks (cpu), 2 microbatches per step, fp32" in text
     assert "step    12/12  loss " in text and "tokens/s" in text and "busy: vision.0" in text
@@ -120,7 +120,7 @@ def test_an_edited_plan_runs_and_gives_the_same_losses(finished, raymm, make_con
         assert abs(mine[1] - original[1]) < 1e-5 and abs(mine[2] - original[2]) < 1e-4
 
 
-def test_nothing_to_do_starts_nothing(finished, raymm, no_new_actors):
+def test_a_finished_run_starts_no_process(finished, raymm, no_new_actors):
     before = curve(finished.path)
     code, text = raymm("train", finished.config, "--set", "run.steps=7")
     assert code == 0 and "nothing to do" in text and "has taken 12 steps, run.steps is 7" in text

@@ -111,7 +111,7 @@ def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
 @pytest.mark.ray
 @pytest.mark.system
 @pytest.mark.timeout(600)
-def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, tmp_path):
+def test_a_concurrent_command_is_rejected_with_the_owner(make_config, tmp_path):
     """Start the same command twice in a folder that does not exist yet."""
     config = make_config({
         "parallel": {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}},
@@ -138,7 +138,7 @@ def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, 
     assert not (tmp_path / "run" / OWNER).exists()
 
 
-def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
+def test_a_killed_owner_is_replaced_without_waiting(tmp_path, monkeypatch):
     """Check that a dead process is detected without waiting."""
     with python(HOLDER, tmp_path) as process:
         assert process.stdout.readline() == "owner\n"
@@ -158,7 +158,7 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_that_take_over_at_once_one_gets_it(tmp_path):
+def test_one_of_many_concurrent_takeovers_wins(tmp_path):
     with python(RACE, tmp_path, RACERS, ROUNDS) as process:
         winners = json.loads(process.communicate(timeout=PATIENCE_S)[0])
     assert winners == [1] * ROUNDS
@@ -166,7 +166,7 @@ def test_of_many_that_take_over_at_once_one_gets_it(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [OWNER]
 
 
-def test_a_link_that_nfs_repeats_makes_an_owner(tmp_path, monkeypatch):
+def test_a_link_request_repeated_by_nfs_succeeds(tmp_path, monkeypatch):
     """Repeat a request as NFS clients do after a lost reply; the file then already exists."""
     link = os.link
 
@@ -181,14 +181,14 @@ def test_a_link_that_nfs_repeats_makes_an_owner(tmp_path, monkeypatch):
             pass
 
 
-def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
+def test_a_reused_process_id_is_another_process(tmp_path):
     me = Owner.this_process()
     owned_by(tmp_path, replace(me, started=me.started + 1))
     with RunOwner(tmp_path) as owner:
         owner.check()
 
 
-def test_an_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path, monkeypatch):
+def test_a_remote_owner_is_checked_by_its_heartbeats(tmp_path, monkeypatch):
     monkeypatch.setattr(run_owner, "LOOK_S", 0.01)
     owned_by(tmp_path, elsewhere())
     beats = threading.Event()
@@ -221,7 +221,7 @@ def test_an_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'{"pid": "x"}', b"\xff\xff"])
-def test_a_file_that_names_nobody_has_an_owner_that_can_be_silent(tmp_path, monkeypatch, text):
+def test_an_owner_file_without_a_name_can_expire(tmp_path, monkeypatch, text):
     (tmp_path / OWNER).write_bytes(text)
     monkeypatch.setattr(run_owner, "LOOK_S", 0.01)
     monkeypatch.setattr(run_owner, "GONE_AFTER_S", 0.05)
@@ -229,7 +229,7 @@ def test_a_file_that_names_nobody_has_an_owner_that_can_be_silent(tmp_path, monk
         owner.check()
 
 
-def test_a_claimant_that_was_killed_before_it_was_done_is_followed(tmp_path):
+def test_a_killed_claimant_is_replaced(tmp_path):
     """Kill a process after it linked its claim, before it replaced the owner."""
     gone = [replace(Owner.this_process(), started=number) for number in (1, 2)]
     owned_by(tmp_path, gone[0])
@@ -239,7 +239,7 @@ def test_a_claimant_that_was_killed_before_it_was_done_is_followed(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [OWNER]
 
 
-def test_an_owner_is_renewed_and_one_that_was_replaced_is_told(tmp_path, monkeypatch):
+def test_a_replaced_owner_is_notified(tmp_path, monkeypatch):
     monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.01)
     with RunOwner(tmp_path) as owner:
         os.utime(tmp_path / OWNER, times=(0, 0))
@@ -260,7 +260,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         RunOwner(tmp_path / "none").__enter__()
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_owner_file_is_named(tmp_path):
     with RunOwner(tmp_path) as owner:
         (tmp_path / OWNER).unlink()
         (tmp_path / OWNER).mkdir()

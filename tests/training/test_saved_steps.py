@@ -25,7 +25,7 @@ def test_the_last_step_is_saved_without_frozen_weights(raymm, make_config, tmp_p
     assert names and all("projector" in name for name in names)
 
 
-def test_steps_wait_for_checkpoints_that_are_not_asynchronous(
+def test_steps_wait_for_synchronous_checkpoints(
     raymm, make_config, tmp_path, ray_cluster, calls
 ):
     code, text = raymm("train", make_config({

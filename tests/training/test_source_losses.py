@@ -26,7 +26,7 @@ def test_metrics_and_weights_of_two_sources(inputs, make_config, raymm, tmp_path
         assert total / row["label_tokens"] == pytest.approx(row["loss"], rel=1e-5)
 
 
-def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_path, ray_cluster):
+def test_each_held_out_source_has_its_loss(inputs, make_config, raymm, tmp_path, ray_cluster):
     """Compare each with the held-out loss of a run with this source alone."""
     lines = (inputs / "heldout.jsonl").read_text().splitlines(keepends=True)
     parts = {"first": lines[:2], "second": lines[2:]}
@@ -63,5 +63,5 @@ def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_p
         assert math.log(told["heldout_perplexity"]) == pytest.approx(row["heldout_loss"], rel=1e-4)
 
 
-def test_a_source_alone_is_not_told(finished):
+def test_a_single_source_has_no_separate_loss(finished):
     assert not any("source_losses" in row for row in read_metrics(finished.path / "metrics.jsonl"))

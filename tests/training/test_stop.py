@@ -70,7 +70,7 @@ def train(ray_cluster, make_config, raymm, tmp_path, inputs, handlers, monkeypat
     return run
 
 
-def test_before_the_first_step_there_is_nothing_to_save(train):
+def test_a_signal_before_the_first_step_saves_nothing(train):
     """Signal while ranks are about to start."""
     code, text, steps, latest = train(
         Trainer, "_say_what_runs", lambda *_: me(signal.SIGINT)
@@ -79,7 +79,7 @@ def test_before_the_first_step_there_is_nothing_to_save(train):
     assert "stopped by SIGINT before the first step: nothing was trained, there is no" in text
 
 
-def test_between_steps_and_again_after_the_last(train, raymm, make_config, tmp_path):
+def test_signals_between_steps_and_in_the_last_step(train, raymm, make_config, tmp_path):
     """Send SIGTERM twice, as `timeout` does; after a restart, signal in the last step."""
     code, text, steps, latest = train(
         MetricsLog, "add", lambda _, row: (me(), me()) if row["step"] == 2 else None
@@ -95,7 +95,7 @@ def test_between_steps_and_again_after_the_last(train, raymm, make_config, tmp_p
     assert "stopped" not in text and "loss curve" in text
 
 
-def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
+def test_signals_during_evaluation_and_data_waits(train, inputs, tmp_path):
     """Check that the evaluation is aborted, and the wait for data ends immediately."""
     heldout = {"data.heldout": str(inputs / "heldout.jsonl"), "run.eval_every": 2}
     asked = []
@@ -120,7 +120,7 @@ def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
     assert f"stopped by SIGTERM after step {steps} of 6" in text
 
 
-def test_while_it_saves_and_a_second_signal(train, tmp_path):
+def test_a_signal_during_a_save_and_a_second_one(train, tmp_path):
     """Finish the save after the first signal; abort after a second, later one."""
     code, text, steps, latest = train(CheckpointStore, "start", lambda *_: me())
     assert code == TERMINATED and steps == read_manifest(latest).step == 4
@@ -136,7 +136,7 @@ def test_while_it_saves_and_a_second_signal(train, tmp_path):
     assert "stopped by SIGTERM immediately: 2 unsaved steps are lost, the last che" in text
 
 
-def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
+def test_a_time_limit_stops_the_run(raymm, make_config, ray_cluster, tmp_path):
     """Stop after a time limit in steps, and while waiting for nodes."""
     code, text = raymm("train", make_config({
         "parallel": ONE_RANK, "run.steps": 100_000, "run.checkpoint_every": 100_000,
@@ -160,7 +160,7 @@ def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
     assert "stopped by run.max_seconds (3) before the first step: nothing was trained" in text
 
 
-def test_who_asks_in_which_order():
+def test_priorities_of_stop_requests():
     """Check that a signal has the highest priority, and draining the lowest."""
     stop = StopRequest()
     with stop.asking_after(0.01):
@@ -183,7 +183,7 @@ def test_who_asks_in_which_order():
     assert all(timer.finished.is_set() for timer in timers)  # no timer outlives its run
 
 
-def test_asked_by_a_thread_and_fit_as_a_library(handlers):
+def test_stop_requests_from_threads_and_libraries(handlers):
     """Check that other stop requests behave like signals, and that only the CLI exits."""
     stop = StopRequest()
     stop.ask(StopReason("the time limit"))

@@ -13,7 +13,7 @@ from raymm.monitor.metrics import read_metrics
 SLOW_AFTER = 4
 
 
-def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
+def test_a_spare_replaces_a_slow_rank(
     finished, make_config, raymm, tmp_path, monkeypatch
 ):
     for name in ("STEPS", "BASELINE_STEPS"):
@@ -42,7 +42,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
 
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_of_a_rank_of_several_processes_each_is_replaced_in_turn(
+def test_processes_of_a_slow_rank_are_replaced_in_turn(
     make_config, raymm, tmp_path, monkeypatch
 ):
     """Replace processes until the rank is fast again: the second process is the slow one."""
@@ -69,7 +69,7 @@ def test_of_a_rank_of_several_processes_each_is_replaced_in_turn(
     assert curve(run) == curve(whole)
 
 
-def test_it_needs_a_spare_and_snapshots(make_config, raymm):
+def test_replacement_needs_a_spare_and_snapshots(make_config, raymm):
     code, text = raymm("train", make_config({"run.replace_stragglers": True}))
     assert code == EXIT_USER_ERROR and "spares is 0 and snapshot_every is None" in text
 

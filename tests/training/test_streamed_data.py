@@ -41,7 +41,7 @@ class HeldPicture:
 
 @pytest.mark.system
 @pytest.mark.timeout(600)
-def test_killed_in_a_stream_it_goes_on_at_the_sample(
+def test_a_run_killed_in_a_stream_resumes_at_the_sample(
     s3, finished, inputs, make_config, raymm, joins, tmp_path
 ):
     """Check bitwise equality with a run on local files, and every sample once per epoch."""

@@ -31,7 +31,7 @@ def evaluations(run) -> list[dict]:
     return [row for row in read_metrics(run / "metrics.jsonl") if "texts" in row]
 
 
-def test_texts_in_the_loop(ray_cluster, raymm, inputs, changes, make_config, tmp_path):
+def test_texts_evaluated_in_training(ray_cluster, raymm, inputs, changes, make_config, tmp_path):
     plain = make_config({**changes, "run.storage_path": str(tmp_path / "plain")})
     assert raymm("train", plain)[0] == 0
     evaluate = {
@@ -75,7 +75,7 @@ def test_texts_in_the_loop(ray_cluster, raymm, inputs, changes, make_config, tmp
     assert math.isfinite(best["heldout_perplexity"])
 
 
-def test_the_best_checkpoint_outlives_going_on(
+def test_the_best_checkpoint_survives_a_resumption(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
     """Check that it is kept and named, though checkpoints are saved before the next evaluation."""
@@ -108,7 +108,7 @@ def ids(lines: list[str]) -> list[str]:
     return [json.loads(line)["id"].split("-")[1] for line in lines]
 
 
-def test_a_held_out_sample_that_cannot_be_used_is_left_out(
+def test_an_unusable_held_out_sample_is_skipped(
     ray_cluster, raymm, inputs, changes, make_config, tmp_path
 ):
     """Skip it if the data section permits that; without usable samples there is no evaluation."""
@@ -136,7 +136,7 @@ def test_a_held_out_sample_that_cannot_be_used_is_left_out(
     assert code == 2 and "none of the held-out 2 samples is usable" in " ".join(text.split()), text
 
 
-def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config, tmp_path):
+def test_a_run_without_improvement_ends(ray_cluster, raymm, changes, make_config, tmp_path):
     evaluate = {
         "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],
         "samples": 1, "best": "text_functions:length", "patience": 2, "lower_is_better": True,
@@ -154,7 +154,7 @@ def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config
     assert curve(tmp_path / "run")[-1][0] == last
 
 
-def test_a_run_that_gets_no_better_ends_with_its_phase(
+def test_early_stopping_ends_the_run_at_a_phase(
     ray_cluster, raymm, changes, make_config, tmp_path
 ):
     """End before the next phase if the last evaluation of a phase ends the run."""

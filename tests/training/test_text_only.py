@@ -140,7 +140,7 @@ def test_text_trains_the_language_model_and_leaves_the_tower(kind, tower, parall
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_towers_in_full_are_left_as_they_are_without_items(tmp_path):
+def test_trained_towers_without_items_stay_unchanged(tmp_path):
     file = write(tmp_path, text_rows(12))
     parallel = {"language_model": {}, "encoders": {"vision": {}}}
     check_run(configuration(

@@ -31,7 +31,7 @@ def run_of(make_config, tmp_path):
     return make
 
 
-def test_items_count_as_the_encoders_tokens(run_of):
+def test_items_count_as_encoder_tokens(run_of):
     """Count 8 x 8 pixels in patches of 4 as 4 tokens, which are prepended to the text.
 
     The planner gets sizes divided by their common factors.
@@ -47,13 +47,13 @@ def test_items_count_as_the_encoders_tokens(run_of):
     assert found.sampler.sizes.names == ("vision", "text") and text.min() > 0
 
 
-def test_placeholders_are_in_the_text_already(run_of):
+def test_placeholders_are_already_text_tokens(run_of):
     data, model = run_of({"model.merge": {"vision": "<image>"},
                           "data.modalities.vision.placeholder_tokens": 4})  # fmt: skip
     assert item_tokens(model, {}) == {"vision": ItemTokens(4, 0)}
 
 
-def test_an_unusable_sample_does_not_stop_the_asking(run_of, tmp_path):
+def test_an_unusable_sample_does_not_stop_the_scan(run_of, tmp_path):
     data, model = run_of({"data.on_error": "skip"})
     (tmp_path / "train-1.png").write_bytes(b"no image")
     assert training_data(data, model).tokens == {"vision": ItemTokens(4, 4)}

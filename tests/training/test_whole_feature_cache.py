@@ -36,7 +36,7 @@ def configuration(tmp_path: Path, name: str, features: str) -> str:
     return str(file)
 
 
-def test_features_that_are_kept_change_no_bit(tmp_path, capsys):
+def test_cached_features_do_not_change_a_run(tmp_path, capsys):
     def run(name: str, features: str) -> list:
         assert main(["train", configuration(tmp_path, name, features)]) == 0
         return curve(tmp_path / name)

@@ -80,7 +80,7 @@ def losses_in_one_process(config):
     return losses
 
 
-def test_a_folder_is_trained_gone_on_with_and_written_again(tmp_path):
+def test_a_vlm_folder_is_trained_resumed_and_exported(tmp_path):
     file = configuration(tmp_path)
     assert main(["train", str(file), "--set", "run.steps=2"]) == 0
     assert main(["train", str(file)]) == 0
@@ -160,7 +160,7 @@ def test_adapters_packing_balance_and_shared_tokens_by_configuration(tmp_path):
         assert close(merged(**example).logits, due)
 
 
-def test_a_run_goes_on_under_another_layout(tmp_path):
+def test_a_vlm_run_resumes_under_another_layout(tmp_path):
     shared = {"dp": 2, "sharding": "fsdp"}
     file = configuration(
         tmp_path, parallel={"language_model": shared, "encoders": {"vision": shared}}
@@ -174,7 +174,7 @@ def test_a_run_goes_on_under_another_layout(tmp_path):
     assert losses(tmp_path) == pytest.approx(losses_in_one_process(config), rel=1e-5)
 
 
-def test_texts_are_written_in_the_loop_and_by_the_command(tmp_path, capsys):
+def test_texts_are_generated_in_training_and_by_the_command(tmp_path, capsys):
     folder, data = tiny("idefics3")
     file = configuration(tmp_path)
     evaluate = {
@@ -212,7 +212,7 @@ def test_texts_are_written_in_the_loop_and_by_the_command(tmp_path, capsys):
     assert f"> What is in the picture?\n{due}\n" in capsys.readouterr().out
 
 
-def test_texts_end_where_the_generation_configuration_says(tmp_path, capsys):
+def test_texts_end_at_the_configured_end_token(tmp_path, capsys):
     """Check that other special tokens, which may be part of an answer, do not end a text."""
     folder, data = tiny("idefics3")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -274,12 +274,12 @@ def test_a_plan_is_made_of_a_folder_and_its_data(tmp_path, capsys):
         ({"path": "x", "train": {"vision": "half"}}, "model.train.vision"),
     ],
 )
-def test_sections_that_cannot_be_are_refused(tmp_path, model, why):
+def test_unsupported_sections_are_rejected(tmp_path, model, why):
     with pytest.raises(ConfigError, match=why):
         load_config(configuration(tmp_path, model=model))
 
 
-def test_parts_that_a_model_has_not_are_refused_by_name(tmp_path):
+def test_missing_parts_of_a_model_are_rejected_by_name(tmp_path):
     file = configuration(tmp_path)
     with pytest.raises(ConfigError, match=r"model: train has 'ears'.*vision"):
         build_model(load_config(file, ["model.train.ears=full"]))

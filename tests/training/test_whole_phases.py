@@ -85,7 +85,7 @@ def losses_in_one_process(config):
     return losses
 
 
-def test_phases_of_a_whole_model(tmp_path, capsys):
+def test_phases_of_a_vlm(tmp_path, capsys):
     file = configuration(tmp_path, at=AT)
     assert main(["train", file]) == 0
     text = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_phases_of_a_whole_model(tmp_path, capsys):
     load_into_whole(model, CheckpointStore(tmp_path / "run").latest())
 
 
-def test_a_part_that_is_none_is_refused(tmp_path, capsys):
+def test_an_unknown_part_is_rejected(tmp_path, capsys):
     file = configuration(tmp_path, at={2: {"llm": "frozen"}})
     assert main(["train", file]) == 2
     text = capsys.readouterr()
