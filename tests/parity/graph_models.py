@@ -1,5 +1,7 @@
-"""Graphs of modules with whole transformers in them: encoders that feed encoders, a language model,
-a head that matches flows."""
+"""Graphs of modules that contain transformers.
+
+Encoders that feed encoders, a language model, and a flow-matching head.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ WIDTH, VOCABULARY, LATENT = 12, 17, 5
 
 
 class Compressed(nn.Module):
-    """A CLIP's encoder on feature maps (B, 16, 4, 4) of another encoder, at half their sides."""
+    """CLIP encoder on another encoder's feature maps (B, 16, 4, 4), at half their sides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +37,10 @@ class Compressed(nn.Module):
 
 
 class Reading(nn.Module):
-    """A language model on the features of both encoders, then text; with its samples' losses and
-    its states (B, T, WIDTH)."""
+    """Language model on the features of both encoders, then text.
+
+    Returns its samples' losses and its states (B, T, WIDTH).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class Reading(nn.Module):
     def forward(
         self, maps: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """maps (B, 16, 4, 4), tokens (B, 4, WIDTH), ids (B, T)"""
+        """Run on maps (B, 16, 4, 4), tokens (B, 4, WIDTH) and ids (B, T)."""
         pooled = nn.functional.avg_pool2d(maps, 2).flatten(2).transpose(1, 2)
         image = self.into(torch.cat([pooled, tokens], 2))
         embeds = torch.cat([image, self.model.get_input_embeddings()(ids)], 1)
@@ -63,7 +67,7 @@ class Reading(nn.Module):
 
 
 def reading() -> ModuleDag:
-    """A SAM feeds a CLIP, and both a language model."""
+    """Return a graph in which a SAM feeds a CLIP, and both feed a language model."""
     torch.manual_seed(0)
     sam = hf.SamVisionModel(hf.SamVisionConfig(
         hidden_size=8, output_channels=16, num_hidden_layers=3, num_attention_heads=2,
@@ -93,7 +97,7 @@ def reading_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 class Speaking(nn.Module):
-    """A language model with its samples' losses and its states (B, T, WIDTH)."""
+    """Language model that returns its samples' losses and its states (B, T, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,15 +116,17 @@ class Speaking(nn.Module):
 
 
 class FlowLayer(nn.Linear):
-    """That knows the time."""
+    """Linear layer that also takes the time."""
 
     def forward(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden).tanh() + hidden * at.cos()
 
 
 class Flow(nn.Module):
-    """The velocity from noise to latents (B, LATENT) at a time (B,), given a language model's
-    states: its squared error."""
+    """Squared error of the velocity from noise to latents (B, LATENT) at a time (B,).
+
+    It is conditioned on a language model's states.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +145,7 @@ class Flow(nn.Module):
 
 
 def flowing() -> ModuleDag:
-    """A language model, whose states a flow-matching head reads."""
+    """Return a graph of a language model and a flow-matching head that reads its states."""
     torch.manual_seed(2)
     example = {
         "states": torch.randn(2, 7, WIDTH), "latents": torch.randn(2, LATENT),

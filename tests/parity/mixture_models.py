@@ -1,5 +1,7 @@
-"""Tiny mixtures of experts with a loss for their routers, and one process that trains them on the
-whole batch of a step with transformers' own forward."""
+"""Tiny mixtures of experts with a router loss, and single-process training as reference.
+
+The reference trains on the whole batch of a step with transformers' own forward.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def mixtral(**more: Any) -> hf.PretrainedConfig:
 
 
 def qwen3_moe(**more: Any) -> hf.PretrainedConfig:
-    """The first of its layers has no experts."""
+    """Return a model whose first layer has no experts."""
     sizes = dict(num_experts=6, moe_intermediate_size=16, mlp_only_layers=[0])
     return hf.Qwen3MoeConfig(**(_SIZES | sizes | more))
 
@@ -40,8 +42,10 @@ def gpt_oss(**more: Any) -> hf.PretrainedConfig:
 
 
 def step(seed: int, sizes: Sequence[tuple[int, int]], vocabulary: int = 64) -> list[Batch]:
-    """Microbatches of these numbers of rows and tokens, with padding on the right of all rows but
-    the first, and prompts without labels."""
+    """Return microbatches of these numbers of rows and tokens.
+
+    All rows but the first are padded on the right, and prompts have no labels.
+    """
     generator = torch.Generator().manual_seed(seed)
     microbatches = []
     for rows, tokens in sizes:
@@ -55,7 +59,7 @@ def step(seed: int, sizes: Sequence[tuple[int, int]], vocabulary: int = 64) -> l
 
 
 def one_batch(microbatches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-    """All rows of a step, padded to its longest."""
+    """Return all rows of a step, padded to its longest."""
     longest = max(batch["input_ids"].shape[1] for batch in microbatches)
     fill = {"labels": -100}
     return {
@@ -71,9 +75,9 @@ class OneProcess:
     """transformers' own forward of a whole step's batch, with AdamW.
 
     Args:
-        model: is copied.
-        weight_decay: of the parameters that a Trainer decays.
-        optimizer: further arguments of AdamW.
+        model: copied.
+        weight_decay: for the parameters that a Trainer decays.
+        optimizer: additional arguments of AdamW.
     """
 
     def __init__(self, model: nn.Module, weight_decay: float, **optimizer: Any) -> None:
@@ -84,7 +88,7 @@ class OneProcess:
         )
 
     def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """The step's, with gradients of all parameters afterwards."""
+        """Return the step's loss; afterwards all parameters have gradients."""
         self.optimizer.zero_grad()
         model: Any = self.model
         self.output = output = model(**one_batch(microbatches), use_cache=False)

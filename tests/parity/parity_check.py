@@ -1,4 +1,4 @@
-"""Runs a model on actors and the oracle side by side and compares everything."""
+"""Comparison of a model on actors with the oracle."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.pipelined import MultimodalParallelModule
 from tests.trainer_groups import trainer_groups
 
-# eps keeps elements whose gradient is nothing but rounding from moving at the full rate;
-# the norm makes clipping bite in every step.
+# eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
+# clipping take effect in every step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=0.1)
 LOSS_TOLERANCE = 1e-6
 
@@ -33,7 +33,7 @@ Step = Sequence[Mapping[str, Any]]
 def oracle_of(
     model: MultimodalModule, merge: MergeRow = prepend, visible: Visible | None = None
 ) -> Oracle:
-    """An oracle with copies of the model's weights."""
+    """Return an oracle with copies of the model's weights."""
     model.materialize()
     encoders = {name: (one.module, one.projector) for name, one in model.encoders.items()}
     return Oracle(encoders, model.language_model.module, merge, visible)
@@ -44,7 +44,7 @@ def close(actual: float, expected: float, tolerance: float = LOSS_TOLERANCE) -> 
 
 
 def check_reference(model: MultimodalModule, oracle: Oracle, step: Step) -> None:
-    """``MultimodalModule.forward`` and its gradients equal the oracle's."""
+    """Check that ``MultimodalModule.forward`` and its gradients equal the oracle's."""
     model.zero_grad()
     count = label_tokens(step)
     loss = sum(model(**one, label_tokens=count) for one in step)
@@ -63,8 +63,10 @@ def check_reference(model: MultimodalModule, oracle: Oracle, step: Step) -> None
 def check_gradients(
     parallel: MultimodalParallelModule, oracle: Oracle, *steps: Step
 ) -> list[StepOutput]:
-    """Loss and every gradient, accumulated over ``steps``; evaluation gives the same loss and
-    leaves no gradient."""
+    """Check loss and every gradient, accumulated over ``steps``.
+
+    Evaluation returns the same loss and leaves no gradient.
+    """
     parallel.optimizer.zero_grad()
     oracle.zero_grad()
     outputs = []
@@ -89,11 +91,11 @@ def check_training(
     updates: Sequence[Sequence[Step]],
     config: OptimizerConfig = OPTIMIZER,
 ) -> None:
-    """Loss, gradient norm and parameters over AdamW steps with clipping.
+    """Check loss, gradient norm and parameters over AdamW steps with clipping.
 
     The model must have been started with ``config``. Every update is a list of steps whose
-    gradients add up; one of several steps goes through ``execute`` and ``optimizer.step``,
-    one of a single step through ``train_step``.
+    gradients are accumulated. Updates of several steps use ``execute`` and ``optimizer.step``,
+    those of a single step ``train_step``.
     """
     parallel.optimizer.zero_grad()
     oracle.zero_grad()

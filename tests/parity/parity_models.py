@@ -34,7 +34,7 @@ def qwen3() -> hf.Qwen3Config:
 
 
 def gemma3() -> hf.Gemma3TextConfig:
-    """Tied, with two kinds of layers; the window is shorter than the samples."""
+    """Return a tied model with two kinds of layers; the window is shorter than the samples."""
     return hf.Gemma3TextConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=V, sliding_window=4,
@@ -51,7 +51,7 @@ def gpt2() -> hf.GPT2Config:
 
 
 def opt() -> hf.OPTConfig:
-    """Post-projection widths differ, so there are parameters around the blocks."""
+    """Return a model with parameters around the blocks, because post-projection widths differ."""
     return hf.OPTConfig(
         hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=V,
         max_position_embeddings=64, word_embed_proj_dim=24, dropout=0.0, attention_dropout=0.0,
@@ -103,7 +103,7 @@ MODEL_CLASSES = {
 
 
 def build(config: hf.PretrainedConfig, seed: int = 0) -> nn.Module:
-    """A live model with random weights; biases and norms too, so that none is a special case."""
+    """Return a live model with random weights, including biases and norms."""
     torch.manual_seed(seed)
     made = MODEL_CLASSES.get(type(config), hf.AutoModelForCausalLM.from_config)
     model = made(config)
@@ -124,7 +124,7 @@ class ConvBlock(nn.Module):
 
 
 class PlainCNN(nn.Module):
-    """An encoder without a Hugging Face config: (B, 3, S, S) -> (B, width, S/8, S/8)."""
+    """Encoder without a Hugging Face config: (B, 3, S, S) -> (B, width, S/8, S/8)."""
 
     def __init__(self, width: int = 12, depth: int = 3) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class PlainCNN(nn.Module):
 
 
 def make_cnn(width: int = 12, depth: int = 3) -> PlainCNN:
-    """For ``FactorySource("parity_models:make_cnn")``."""
+    """Build the encoder for ``FactorySource("parity_models:make_cnn")``."""
     return PlainCNN(width, depth)
 
 
@@ -159,11 +159,11 @@ def text(
     seed: int = 0,
     placeholders: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Random text, padded on the right; the first two tokens of a sample have no label.
+    """Return random text, padded on the right; the first two tokens of a sample have no label.
 
     Args:
         lengths: ordinary tokens per sample.
-        placeholders: per sample, runs of (token id, count) that go after its first token.
+        placeholders: per sample, runs of (token id, count) after its first token.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, labels = [], []
@@ -185,8 +185,10 @@ def text(
 def batch(
     lengths: Sequence[int], seed: int = 0, placeholders: Any = None, **items: Sequence[int]
 ) -> dict[str, Any]:
-    """A microbatch. ``items`` give, per modality, the row of each item; the modality named
-    ``audio`` gets sounds, all others get images."""
+    """Return a microbatch.
+
+    ``items`` gives the row of each item per modality; ``audio`` gets audio, others get images.
+    """
     result: dict[str, Any] = text(lengths, seed, placeholders)
     for name, rows in items.items():
         if rows:

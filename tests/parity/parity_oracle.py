@@ -1,8 +1,8 @@
-"""The oracle: one process, one sample at a time, nothing of raymm.
+"""Oracle: one process, one sample at a time, without raymm.
 
-A sample's items are encoded one by one, projected, put before its text (or where its
-placeholders are), and the language model runs on that one unpadded sequence. Slow, and
-obviously right: there is no padding, no batching, no split to get wrong.
+A sample's items are encoded one by one, projected, put before its text (or at its placeholders),
+and the language model runs on that one unpadded sequence. Slow, and obviously right: there is no
+padding, batching or split that could be wrong.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# (kind, item) of two tokens, (0, 0) for text, and whether the second is at or before the first.
+# Arguments: (kind, item) of two tokens, (0, 0) for text, and True if the second is at or before the
+# first.
 Visible = Callable[[tuple[int, int], tuple[int, int], bool], bool]
 Row = dict[str, list[torch.Tensor]]  # modality -> features (tokens, H) of each of its items
 MergeRow = Callable[[Row, torch.Tensor, torch.Tensor, torch.Tensor], tuple]
 
-# Gradients relative to their own norm.
+# Relative to a gradient's own norm.
 GRADIENT_TOLERANCE = 1e-5
-# Softmax ignores a constant added to all keys, so the gradient of a key's bias is zero but
-# for rounding. Only these may differ by more, up to this share of the module's largest
-# gradient norm.
+# Softmax ignores a constant added to all keys, so the gradient of a key's bias is zero up to
+# rounding. Only these may differ by more, up to this share of the module's largest gradient norm.
 ZERO_GRADIENT = re.compile(r"(k_proj|attention\.key)\.bias$")
 ROUNDING_FLOOR = 1e-7
 
 
 def prepend(features: Row, ids: torch.Tensor, embeds: torch.Tensor, labels: torch.Tensor):
-    """All items of a sample, encoder by encoder, then its text."""
+    """Put all items of a sample, encoder by encoder, before its text."""
     items = [item for several in features.values() for item in several]
     extra = labels.new_full((sum(len(item) for item in items),), -100)
     return torch.cat([*items, embeds]), torch.cat([extra, labels])
 
 
 def replace(tokens: Mapping[str, int]) -> MergeRow:
-    """A sample's items where its placeholder tokens are."""
+    """Put a sample's items at its placeholder tokens."""
 
     def merge(features: Row, ids: torch.Tensor, embeds: torch.Tensor, labels: torch.Tensor):
         queues = {tokens[name]: list(torch.cat(items)) for name, items in features.items() if items}
@@ -53,13 +53,14 @@ def replace(tokens: Mapping[str, int]) -> MergeRow:
 
 
 class Oracle(nn.Module):
-    """A copy of the parts of a model, named as raymm names its parameters.
+    """Copy of the modules of a model, with raymm's parameter names.
 
     Args:
         encoders: name -> (encoder, projector or None).
-        language_model: a causal language model.
-        merge: how one sample's features enter its text.
-        visible: which token of a merged sample sees which; default: the language model's mask.
+        language_model: causal language model.
+        merge: merges one sample's features into its text.
+        visible: visibility of one token of a merged sample to another; default: the language
+            model's mask.
     """
 
     def __init__(
@@ -90,8 +91,11 @@ class Oracle(nn.Module):
         return hidden[0] if part.projector is None else part.projector(hidden[0])
 
     def _dense_mask(self, features: Row, ids: torch.Tensor, labels: torch.Tensor) -> dict:
-        """The mask as the model takes it, pair by pair. What a token is comes from merging
-        features that hold nothing but their encoder's and item's number."""
+        """Return the mask as the model takes it, pair by pair.
+
+        The kind of a token is found by merging features that contain only their encoder's and
+        item's number.
+        """
         if self.visible is None:
             return {}
         marks: Row = {
@@ -108,7 +112,7 @@ class Oracle(nn.Module):
         return {"attention_mask": dense[None, None]}
 
     def loss_sum(self, microbatch: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of cross entropies over the label tokens of all samples."""
+        """Return the sum of cross entropies over the label tokens of all samples."""
         llm = self.language_model.module
         total = torch.zeros(())
         for row in range(microbatch["input_ids"].shape[0]):
@@ -135,7 +139,7 @@ class Oracle(nn.Module):
         return total
 
     def loss(self, step: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """Loss of a step of microbatches: per label token of the whole step."""
+        """Return the loss of a step of microbatches, per label token of the whole step."""
         return sum(self.loss_sum(one) for one in step) / label_tokens(step)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -146,7 +150,7 @@ class Oracle(nn.Module):
 
 
 def label_tokens(step: Sequence[Mapping[str, Any]]) -> int:
-    """Label tokens of a step; a sample's first token is none."""
+    """Return the label tokens of a step; a sample's first token has no label."""
     return sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
 
 
@@ -157,10 +161,10 @@ def _module_of(name: str) -> str:
 def gradient_errors(
     actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]
 ) -> list[str]:
-    """What is wrong with ``actual``; empty if nothing is.
+    """Return the errors of ``actual``; empty if there are none.
 
-    Every expected name must be there and no other; None matches only None; the difference
-    is measured against that gradient's own norm, so a zero gradient where one is due fails.
+    The names must be equal, and None matches only None. The difference is measured against that
+    gradient's own norm, so a zero gradient fails unless the expected one is zero.
     """
     problems = [f"{name}: missing" for name in expected if name not in actual]
     problems += [f"{name}: not expected" for name in actual if name not in expected]
@@ -188,8 +192,8 @@ def gradient_errors(
     return sorted(problems)
 
 
-# Share of a parameter's own change over the steps that it may be off by. AdamW divides each
-# element by its own gradient's size, so elements with tiny gradients amplify rounding.
+# Accepted error as a share of a parameter's own change over the steps. AdamW divides each element
+# by its own gradient's size, so elements with tiny gradients amplify rounding.
 PARAMETER_TOLERANCE = 1e-3
 
 
@@ -200,7 +204,7 @@ def parameter_errors(
     learning_rate: float,
     tolerance: float = PARAMETER_TOLERANCE,
 ) -> list[str]:
-    """What is wrong with parameters after some steps, relative to how far each has moved."""
+    """Return the errors of parameters after some steps, relative to the change of each."""
     problems = [f"{name}: missing" for name in expected if name not in actual]
     problems += [f"{name}: not expected" for name in actual if name not in expected]
     for name in expected.keys() & actual.keys():

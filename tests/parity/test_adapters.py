@@ -25,7 +25,7 @@ NARROW = LoraConfig(r=2, targets=r".*layers\.[12]\..*_proj|lm_head")
 
 
 class PeftOracle(Oracle):
-    """One process; a module with adapters is what ``peft`` makes of the same one without."""
+    """Oracle in which stock ``peft`` adds the adapters."""
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {_own_name(name): gradient for name, gradient in super().gradients().items()}
@@ -41,7 +41,7 @@ def _own_name(name: str) -> str:
 
 
 def in_peft(module: torch.nn.Module, lora: LoraConfig) -> torch.nn.Module:
-    """What stock ``peft`` makes of a module, with the adapters' values of now."""
+    """Apply stock ``peft`` to a module, with the adapters' current values."""
     if not has_adapters(module):
         return module
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
@@ -72,8 +72,7 @@ def peft_oracle(model: MultimodalModule) -> Oracle:
 
 
 def noisy(module: ModalityModule) -> ModalityModule:
-    """With adapters as they are some steps later: B begins as zeros, behind which nothing is
-    seen of A."""
+    """Set adapters to values as after some steps; an initially zero B hides the gradient of A."""
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -103,7 +102,7 @@ def check(model: MultimodalModule, spec: MultimodalParallelSpec) -> None:
 
 @pytest.mark.parametrize("live", [True, False], ids=["live", "config"])
 def test_pipeline_of_tensor_parallel_stages(ray_cluster, live):
-    """Adapters on the language model, a full projector, a frozen tower."""
+    """Use adapters on the language model, a full projector, a frozen tower."""
     model = model_of(live=live)
     check(model, MultimodalParallelSpec(
         {"vision": ParallelSpec()}, ParallelSpec(pp=2, tp=2), 2))

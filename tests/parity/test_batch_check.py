@@ -1,4 +1,4 @@
-"""What the driver refuses of batches in memory, without a process; what it accepts runs."""
+"""Batches in memory that the driver rejects without a process; accepted ones run."""
 
 from functools import cache
 
@@ -62,7 +62,7 @@ def test_the_reference_in_one_process_refuses_too():
         if isinstance(batch, dict) and {"input_ids", "labels"} <= set(batch) and name not in (
             "nothing to predict", "only first tokens to predict", "rows that do not divide",
             "a text that is too long", "pixels that want a gradient",
-            # What the encoder says itself, in this process.
+            # The encoder itself raises the error in this process.
             "an argument that nothing reads", "an argument that a callback cannot use",
             "another argument", "images of another size", "images of one channel",
             "images of no channel", "a short sound",
@@ -72,7 +72,7 @@ def test_the_reference_in_one_process_refuses_too():
 
 
 def test_encoders_are_tried_once_per_signature():
-    """Another number of items is nothing new, another dtype is."""
+    """Check that another number of items needs no new trial, and another dtype does."""
     calls = []
     cnn = pm.make_cnn()
     cnn.stem.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -91,7 +91,7 @@ def test_encoders_are_tried_once_per_signature():
 
 
 class LooksAtValues(torch.nn.Module):
-    """An encoder that the meta device has no use for, with a table of ids."""
+    """Encoder with a table of ids that cannot run on the meta device."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ def test_features_that_are_no_items_are_refused():
 
 
 def second_to_last_state(inputs, output):
-    """Of a deep encoder; and nothing that the meta device can give."""
+    """Return a state of a deep encoder that the meta device cannot compute."""
     assert float(output.hidden_states[0].sum()) != 0
     return output.hidden_states[4]
 
@@ -167,8 +167,7 @@ def test_items_that_the_merge_policy_would_drop_are_refused():
 
 
 class Appending:
-    """A merge policy of a user's, without ``check``: encodings after the text, of which there is
-    room for eight."""
+    """User-defined merge policy without ``check``: appends up to eight encodings to the text."""
 
     def __call__(self, features, inputs):
         embeds, labels = inputs["inputs_embeds"], inputs["labels"]
@@ -187,7 +186,7 @@ class Appending:
 
 
 class WithGains(Appending):
-    """It knows how wide embeddings are."""
+    """Merge policy that depends on the width of embeddings."""
 
     def __call__(self, features, inputs):
         merged = super().__call__(features, inputs)
@@ -221,7 +220,7 @@ def test_what_a_merge_policy_must_not_return_is_refused(returned, said):
 
 
 def test_rotary_positions_have_no_end():
-    """Llama goes on beyond what its config states; a microbatch may have no label."""
+    """Accept texts beyond Llama's configured positions, and a microbatch without labels."""
     config = pm.llama()
     config.max_position_embeddings = 8
     check = BatchCheck(MultimodalModule(None, ModalityModule(config)))
@@ -234,8 +233,7 @@ def test_rotary_positions_have_no_end():
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(wb.changes(), max_size=4), split=st.booleans())
 def test_any_batch_is_refused_by_name_or_runs(merge, steps, split):
-    """Nothing but raymm's own error comes out; what is accepted, encoders, merge and language
-    model run on."""
+    """Check that only raymm's own errors are raised, and that accepted batches run."""
     batch = wb.good_batch()
     for change in steps:
         batch = wb.changed(batch, change)

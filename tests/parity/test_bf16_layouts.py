@@ -1,4 +1,4 @@
-"""Weights in bf16: with masters the same bits as weights in fp32 under autocast."""
+"""bf16 weights with master copies are bitwise equal to fp32 weights under autocast."""
 
 import parity_models as pm
 import pytest
@@ -24,7 +24,7 @@ def trained(
     parameters: str, spec: ParallelSpec, microbatches: int, precision: str = "bf16",
     max_grad_norm: float | None = None,
 ):
-    """Parameters after some steps, and losses."""
+    """Return parameters after some steps, and losses."""
     config = OptimizerConfig(
         lr=1e-3, eps=1e-5, max_grad_norm=max_grad_norm, parameters=parameters
     )
@@ -39,7 +39,7 @@ def trained(
     (ParallelSpec(pp=2), None), (ParallelSpec(tp=2), None), (ParallelSpec(pp=2), 0.3),
 ])
 def test_masters_give_the_bits_of_fp32_parameters(ray_cluster, spec, max_grad_norm):
-    """One microbatch: of several, gradients add up in bf16. Clipping does not round again."""
+    """Use one microbatch, as several accumulate gradients in bf16. Clipping adds no rounding."""
     due, losses = trained("fp32", spec, 1, max_grad_norm=max_grad_norm)
     mine, same = trained("bf16_master", spec, 1, max_grad_norm=max_grad_norm)
     assert same == losses

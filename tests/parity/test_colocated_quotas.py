@@ -1,4 +1,4 @@
-"""Encoders colocated on ranks, side by side on quotas, equal one process."""
+"""Encoders colocated on ranks with quotas equal one process."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def model_of(frozen: tuple[str, ...] = ()) -> MultimodalModule:
 
 
 def quotas_seen(outputs) -> dict[str, set[float]]:
-    """Per module the quotas that its work ran on."""
+    """Return the quotas of each module's work."""
     found: dict[str, set[float]] = {}
     for output in outputs:
         for span in output.timeline.compute():
@@ -54,7 +54,7 @@ def quotas_seen(outputs) -> dict[str, set[float]]:
     ids=["1f1b", "zero_bubble, recompute, frozen"],
 )
 def test_colocated(ray_cluster, options, frozen):
-    """A pipeline of two ranks for both encoders; text-only and one-modality microbatches."""
+    """Use a pipeline of two ranks for both encoders; text-only and one-modality microbatches."""
     model = model_of(frozen)
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec(
@@ -66,7 +66,7 @@ def test_colocated(ray_cluster, options, frozen):
         outputs = check_gradients(parallel, oracle, BATCHES)
         seen = quotas_seen(outputs)
         assert 0.5 in seen["vision"] and 0.25 in seen["audio"] and seen["llm"] == {1.0}
-        assert 1.0 in seen["audio"]  # the microbatch that has sounds only
+        assert 1.0 in seen["audio"]  # the microbatch with audio only
         report, _, of_language = parallel.group.call("quotas")
         assert "'vision': requested 0.5" in report and "'audio': requested 0.25" in report
         assert of_language == ""
@@ -74,8 +74,10 @@ def test_colocated(ray_cluster, options, frozen):
 
 
 def test_replicated_with_sharded_optimizer(ray_cluster):
-    """A copy of both encoders on each of the language model's ranks, which has a quota too on one
-    of its own; gradients of the copies are summed after the turns that they were made in."""
+    """Put a replica of both encoders on each of the language model's ranks, one with a quota.
+
+    Gradients of the replicas are summed after the slots in which they were computed.
+    """
     model = model_of()
     oracle = oracle_of(model)
     one = {"dp": 2, "ranks": (0, 1), "sharding": "zero1"}
@@ -90,11 +92,11 @@ def test_replicated_with_sharded_optimizer(ray_cluster):
         check_training(parallel, oracle, [[batches], [batches[::-1]], [batches, batches[:2]]])
 
 
-# -- side by side ---------------------------------------------------------------------------
+# -- concurrent -----------------------------------------------------------------------------
 
 
 class SleepingEncoder(torch.nn.Module):
-    """An encoder whose forward sleeps: (B, ...) -> (B, 1, 8)."""
+    """Encoder whose forward sleeps: (B, ...) -> (B, 1, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,8 @@ def make_sleeper() -> SleepingEncoder:
 
 
 def emulated() -> EmulatedBackend:
-    """Books of an emulated GPU in hundredths; the modules sleep by themselves."""
+    """Return an accounting backend of an emulated GPU in hundredths; the modules sleep themselves.
+    """
     return EmulatedBackend(lambda *_: 0.0, lambda *_: 0.0, Multiprocessors(100, 1))
 
 
@@ -135,7 +138,7 @@ def test_frozen_encoders_are_under_way_at_the_same_time(ray_cluster):
             one[name] = {"x": torch.ones(1, 1), "sample_index": torch.tensor([0])}
         batches.append(one)
     with spec.apply(model, quota_backend=emulated) as parallel:
-        parallel.execute(batches)  # the first one finds out that they draw no random numbers
+        parallel.execute(batches)  # the first step finds that they use no random numbers
         timeline = parallel.execute(batches).timeline
     for microbatch in range(2):
         one, other = (
@@ -149,7 +152,7 @@ def test_frozen_encoders_are_under_way_at_the_same_time(ray_cluster):
     assert timeline.busy(0) < sum(s.end - s.start for s in rank)
 
 
-# -- refused before anything starts ---------------------------------------------------------
+# -- rejected before anything starts --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,8 +177,10 @@ def test_quotas_that_cannot_be(ray_cluster, ended_actors, vision, audio, why):
 
 
 def test_stages_without_company_keep_the_whole_device():
-    """The shorter encoder is on the last of the ranks only, so the other's first stage has rank 0
-    to itself; the plan file says so."""
+    """Put the shorter encoder on the last rank only, so the other's first stage has rank 0 alone.
+
+    The plan file records this.
+    """
     spec = MultimodalParallelSpec(
         {"vision": ParallelSpec(pp=2, ranks=(0, 1), quota=0.5),
          "audio": ParallelSpec(ranks=(1,), quota=0.5)}, ParallelSpec(ranks=(2,)), 2,

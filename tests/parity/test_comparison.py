@@ -1,4 +1,4 @@
-"""The comparison itself: it must reject what it is there to reject."""
+"""The comparison itself rejects wrong gradients and parameters."""
 
 import parity_models as pm
 import pytest
@@ -21,7 +21,7 @@ def test_equal_gradients_pass(gradients):
 
 
 def test_every_zeroed_gradient_is_rejected(gradients):
-    """Except those of key biases, which are zero in exact arithmetic."""
+    """Exclude key biases, whose gradients are zero in exact arithmetic."""
     passed = []
     for name, gradient in gradients.items():
         if gradient is not None:

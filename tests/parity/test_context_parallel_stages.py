@@ -1,4 +1,4 @@
-"""A language model whose ranks share every sample's tokens equals one process."""
+"""A language model with context parallelism equals one process."""
 
 import parity_models as pm
 import pytest
@@ -28,7 +28,7 @@ def model_of(llm, merge=None, mask=None) -> MultimodalModule:
 
 
 def step(placeholders: bool = False) -> list[dict]:
-    """Rows of different lengths, images in some, a microbatch of a few tokens."""
+    """Return rows of different lengths, images in some, a microbatch of a few tokens."""
     image = (pm.IMAGE_TOKEN, 4)
     runs = [[image, image], [], [image]] if placeholders else None
     return [
@@ -40,7 +40,7 @@ def step(placeholders: bool = False) -> list[dict]:
 
 
 def test_causal_with_projector_gradients(ray_cluster):
-    """Prepended images under the model's own mask; two ranks of two processes; tied embeddings."""
+    """Prepend images under the model's own mask; two ranks of two processes; tied embeddings."""
     model = model_of(pm.llama(tied=True))
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2, cp=2), 4)
@@ -53,7 +53,7 @@ def test_causal_with_projector_gradients(ray_cluster):
 
 @pytest.mark.parametrize("llm", [pm.qwen3, pm.gemma3])
 def test_masks_windows_and_copies(ray_cluster, llm):
-    """A mask over placeholders; layers with windows; two copies of two processes."""
+    """Use a mask over placeholders; layers with windows; two replicas of two processes."""
     mask = "multimodal_isolated" if llm is pm.qwen3 else None
     model = model_of(llm(), ReplaceTokens(TOKENS), mask)
     oracle = oracle_of(model, replace(TOKENS), isolated if mask else None)
@@ -85,7 +85,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts():
 def test_a_model_whose_tokens_cannot_be_shared_out_is_refused_by_name(ray_cluster, ended_actors):
     recurrent = hf.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=97, state_size=4)
     own = hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=97)
-    # It counts positions itself, whatever position_ids say.
+    # It counts positions itself and ignores position_ids.
     counting = hf.BartConfig(
         d_model=32, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=48,
         encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48, vocab_size=97,
@@ -102,13 +102,13 @@ def test_a_model_whose_tokens_cannot_be_shared_out_is_refused_by_name(ray_cluste
         (counting, "Bart.*order of tokens besides their position_ids"),
     ):
         with pytest.raises(ProbeError, match=why):
-            # Bart, whose own loss is not shifted, is refused for that otherwise.
+            # Bart, whose own loss is not shifted, is rejected for that otherwise.
             spec.apply(MultimodalModule({}, ModalityModule(config), router_loss="ignore"))
     assert ended_actors() == []
 
 
 def test_a_dense_mask_from_the_merge_policy_is_refused():
-    """One process would obey it; processes that share tokens have none of that size."""
+    """Reject it: one process would use it, but processes that shard tokens have another size."""
 
     def merge(features, inputs):
         merged = Prepend()(features, inputs)

@@ -1,5 +1,7 @@
-"""A language model whose layers attend to images: every stage with such a layer is handed the
-images' tokens, and gives their gradient back; as in one process, sample by sample."""
+"""A language model whose layers attend to images equals one process, sample by sample.
+
+Every stage with such a layer receives the images' tokens, and returns their gradient.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ CROSS = [1, 3, 5, 7]
 
 
 def mllama(layers: int = 8) -> MllamaForCausalLM:
-    """Every second layer attends to images; gates are open."""
+    """Return a model in which every second layer attends to images; gates are open."""
     config = hf.models.mllama.MllamaTextConfig(
         hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, vocab_size=pm.V, cross_attention_layers=CROSS[: layers // 2],
@@ -55,7 +57,7 @@ def model_of(merge: CrossAttend, frozen: bool = False) -> MultimodalModule:
 
 
 class CrossOracle(Oracle):
-    """Sample by sample, as the model's own documentation says."""
+    """Oracle that runs sample by sample, as the model's own documentation describes."""
 
     token_id: int | None = None
 
@@ -104,7 +106,7 @@ def oracle_of(model: MultimodalModule, token_id: int | None = None) -> CrossOrac
 
 
 def step(placeholders: bool = False) -> list[dict]:
-    """Two images in a row, none in another, a microbatch without any."""
+    """Return two images in a row, none in another, and a microbatch without any."""
     image = (pm.IMAGE_TOKEN, 1)
     runs = [[image, image], [], [image]] if placeholders else None
     return [
@@ -129,7 +131,7 @@ def test_four_stages_with_a_cross_layer_each(ray_cluster, placeholders):
     check_reference(model, oracle, steps)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=4), 4, "zero_bubble" if token else "1f1b")
     edges = spec.plan(model).edge_ports
-    assert all(  # each stage takes them from the one before
+    assert all(  # each stage receives them from the previous one
         ports.names == ("cross_attention_states",) and not ports.alone
         for (src, _), ports in edges.items() if src.module == "llm"
     )
@@ -141,13 +143,13 @@ def test_four_stages_with_a_cross_layer_each(ray_cluster, placeholders):
 @pytest.mark.parametrize(
     ("llm", "schedule", "alone"),
     [
-        # Within ranks: nothing is sent for it.
+        # Within ranks: no messages.
         (ParallelSpec(pp=2, chunks=2, dp=2, layers=(1, 4, 2, 1)), "1f1b", {(0, 2), (1, 3)}),
         (ParallelSpec(pp=3, layers=(2, 1, 5)), "zero_bubble", {(0, 2)}),
     ],
 )
 def test_stages_without_a_cross_layer_are_passed_by(ray_cluster, llm, schedule, alone):
-    """A frozen language model hands gradients back."""
+    """Freeze the language model, which still sends gradients back."""
     model = model_of(CrossAttend(), frozen=True)
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec({}, llm, 4, schedule, recompute=schedule == "1f1b")
@@ -171,7 +173,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_in_slots_on_quotas(ray_cluster):
-    """The images' tokens go to the samples' rows, wherever those are."""
+    """Send the images' tokens to the ranks of the samples' rows."""
     model = model_of(CrossAttend())
     oracle, steps = oracle_of(model), step()
     mapping = Mapping(2, 10, (
@@ -186,8 +188,7 @@ def test_in_slots_on_quotas(ray_cluster):
 
 @pytest.mark.parametrize("placeholders", [False, True])
 def test_four_stages_of_two_processes(ray_cluster, placeholders):
-    """Text and visual tokens are shared. Of a row with many images, keys and values are made again
-    in the backward."""
+    """Shard text and visual tokens; recompute keys and values of a row with many images."""
     token = pm.IMAGE_TOKEN if placeholders else None
     model = model_of(CrossAttend(token))
     oracle, steps = oracle_of(model, token), step(placeholders)
@@ -212,7 +213,7 @@ def test_four_stages_of_two_processes(ray_cluster, placeholders):
     ],
 )
 def test_other_degrees(ray_cluster, degrees):
-    """Parameters, samples and tokens shared out among processes."""
+    """Shard parameters, samples and tokens over processes."""
     model = model_of(CrossAttend())
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2, **degrees), 4)

@@ -1,5 +1,8 @@
-"""Copies of modules, of different degrees, equal one process: every microbatch goes through
-one copy of each module, and gradients are summed over copies exactly once."""
+"""Replicas of modules with different degrees equal one process.
+
+Every microbatch runs through one replica of each module, and gradients are summed over replicas
+exactly once.
+"""
 
 from dataclasses import replace
 
@@ -29,7 +32,7 @@ def model_of(frozen: bool = False) -> MultimodalModule:
 
 
 def step() -> list[dict]:
-    """Four microbatches: with both modalities, one, the other, and none."""
+    """Return four microbatches: with both modalities, one, the other, and none."""
     return [
         pm.batch([7, 5], 4, vision=[0, 0], audio=[1]),
         pm.batch([6, 8], 5, vision=[0, 1]),
@@ -63,7 +66,7 @@ def test_degrees(ray_cluster, vision, audio, llm):
 
 @pytest.mark.parametrize("window", [range(2), range(1)], ids=["every rank", "first rank"])
 def test_replicas_of_a_layout_that_shares_ranks(ray_cluster, window):
-    """Encoders next to stages of the language model, in two equal parts, as planned."""
+    """Put encoders next to stages of the language model, in two equal parts, as planned."""
     model = model_of()
     oracle = oracle_of(model)
     graph = module_graph(model)
@@ -80,7 +83,7 @@ def test_replicas_of_a_layout_that_shares_ranks(ray_cluster, window):
 
 
 def test_a_frozen_language_model_in_copies(ray_cluster):
-    """Only projectors learn; gradients pass through each copy to the one encoder."""
+    """Train only projectors; gradients pass through each replica to the one encoder."""
     model = model_of(frozen=True)
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec({}, ParallelSpec(dp=2), 4, "zero_bubble", recompute=True)

@@ -1,4 +1,4 @@
-"""Dropout, and whatever else modules draw, is that of one process under every layout."""
+"""Dropout and other random numbers equal those of one process under every layout."""
 
 import parity_models as pm
 import pytest
@@ -23,21 +23,21 @@ LAYOUTS = {
 
 
 def llama(**options):
-    """Dropout of attention, and of adapters in front of columns and of rows."""
+    """Return a model with dropout of attention, and of column- and row-parallel adapters."""
     config = pm.llama(layers=2)
     config.attention_dropout = options.pop("attention", 0.2)
     return ModalityModule(pm.build(config, 3), lora=LoraConfig(r=4, dropout=0.3), **options)
 
 
 def opt(attention=0.2):
-    """Dropout of embeddings, attention, activations and the residual stream."""
+    """Return a model with dropout of embeddings, attention, activations and residuals."""
     config = pm.opt()
     config.num_hidden_layers, config.dropout, config.attention_dropout = 2, 0.2, attention
     return ModalityModule(pm.build(config, 3))
 
 
 def gpt2(attention=0.2):
-    """Fused projections; the embeddings' dropout is that of tokens."""
+    """Return a model with fused projections and embedding dropout per token."""
     config = pm.gpt2()
     config.resid_pdrop = config.embd_pdrop = 0.2
     config.attn_pdrop = attention
@@ -45,7 +45,7 @@ def gpt2(attention=0.2):
 
 
 def mixtral(attention=0.0):
-    """Noise of the routers' inputs."""
+    """Return a model with noise in the routers' inputs."""
     config = hf.MixtralConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=pm.V, num_local_experts=4, router_jitter_noise=0.3,
@@ -55,7 +55,7 @@ def mixtral(attention=0.0):
 
 
 def dinov2():
-    """Dropout of attention and of hidden states, and whole paths of items."""
+    """Return a model with dropout of attention and hidden states, and drop path per item."""
     config = pm.dinov2()
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = config.drop_path_rate = 0.2
     return ModalityModule(pm.build(config, 2), "mlp", frozen=False)
@@ -65,7 +65,7 @@ LANGUAGE = {"llama": llama, "opt": opt, "gpt2": gpt2, "mixtral": mixtral}
 
 
 def expected(model, step):
-    """Loss and gradients of one process."""
+    """Return loss and gradients of one process."""
     model.materialize().zero_grad()
     model.train()
     total = 0.0

@@ -1,4 +1,4 @@
-"""What every edge is predicted to carry is what processes send on it, gradients and ports too."""
+"""Predicted bytes of every edge equal the sent bytes, including gradients and ports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELEMENT = 4
 
 
 def with_bytes(plan: Plan, outputs: dict[str, int], ports: dict[str, dict[str, int]]) -> Plan:
-    """The plan with bytes of what each module's layers hand on, and of ports."""
+    """Return the plan with bytes of each module's layer outputs, and of ports."""
     costs = {
         node.name: tuple(
             LayerCost(1.0, 1.0, 1.0, output_bytes=outputs[node.name]) for _ in node.trainable
@@ -35,7 +35,7 @@ def with_bytes(plan: Plan, outputs: dict[str, int], ports: dict[str, dict[str, i
 
 
 def test_of_every_kind_of_model_with_analytic_costs():
-    """Features of towers that a language model's later stages read, too."""
+    """Include tower features that a language model's later stages read."""
     for row in message_rows():
         assert row["planned"] == row["sent"] > 0, row
 
@@ -47,7 +47,7 @@ def test_of_features_for_several_layers():
     ports = {port.name: own for port in plan.graph.ports}
     plan = with_bytes(plan, {"vision": 4 * own, "llm": own, "distance": 0}, {"llm": ports})
     due = planned_bytes(plan, microbatches)
-    # Features of layer 0 to stage 0, of layer 1 and the last to stage 1, of layer 2 to stage 2,
+    # Features of layer 0 go to stage 0, of layer 1 and the last to stage 1, of layer 2 to stage 2,
     # which gets the last ones from stage 1: five tensors, two hidden states, and the output.
     assert sum(due.values()) == 2 * microbatches * own * (5 + 2 + 1)
     with DagParallelModule(dag, plan, timeout_s=120) as running:
@@ -57,7 +57,7 @@ def test_of_features_for_several_layers():
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_of_states_for_cross_attention(cp):
-    """All processes of a rank together; tokens divide evenly."""
+    """Sum all processes of a rank; tokens divide evenly."""
     model, rows, tokens, microbatches = model_of(CrossAttend()), 2, 16, 2
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=3, cp=cp, layers=(2, 1, 5)), microbatches)
     hidden, states = rows * tokens * 32 * ELEMENT, rows * 4 * 32 * ELEMENT

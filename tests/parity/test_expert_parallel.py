@@ -1,5 +1,4 @@
-"""Experts that stay where they are, to which tokens go, on Ray actors: as in one process, and their
-checkpoints are those of any layout."""
+"""Expert parallelism on Ray actors equals one process; checkpoints fit any layout."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ EP = ParallelSpec(dp=2, sharding="fsdp", ep=2)
 
 
 def test_experts_of_other_processes():
-    """And tokens shared out, in two stages; tests/actors/experts has other kinds of layers."""
+    """Also shard tokens, in two stages; tests/actors/experts has other kinds of layers."""
     config = mixtral(num_local_experts=3)
     check(config, ParallelSpec(pp=2, cp=2, sharding="fsdp", ep=2), microbatches=2)
 
 
 def run(described, spec, folder, begin_from=None):
-    """What two steps make of the weights; saved after the first, or begun with that."""
+    """Return the weights after two steps, saved after the first or started from a checkpoint."""
     layout = MultimodalParallelSpec(language_model_spec=spec, num_microbatches=len(SIZES))
     store = CheckpointStore(folder)
     with layout.apply(described, optimizer=OPTIMIZER, timeout_s=120) as parallel:

@@ -1,4 +1,4 @@
-"""Awkward families of transformers, cut in two against themselves uncut, in training mode."""
+"""Difficult classes of transformers, cut in two, equal the uncut class in training mode."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Every combination of frozen and trainable encoder, projector and language model.
 
-One model has an encoder for each of the four combinations of encoder and projector; a step
-that uses only one of them is that combination's program. The language model is frozen in
-one start and trainable in the other: eight combinations.
+One model has an encoder for each of the four combinations of encoder and projector; a step that
+uses only one of them is that combination's program. The language model is frozen in one start and
+trainable in the other: eight combinations.
 """
 
 import parity_models as pm
@@ -26,7 +26,7 @@ COMBINATIONS = {  # name -> (encoder frozen, projector frozen)
 def start(llm_frozen: bool):
     encoders = {}
     for seed, name in enumerate(COMBINATIONS):
-        # An encoder in one stage: CNN, not cut. The others in two: SigLIP.
+        # The uncut encoder is a CNN in one stage, the others are SigLIP in two.
         if name == "projector_frozen":
             module = ModalityModule(pm.make_cnn(), "mlp", hidden_size=12)
         else:
@@ -74,7 +74,7 @@ def test_frozen_combinations(ray_cluster, llm_frozen):
 
 
 def test_all_frozen_has_no_gradients_at_all(ray_cluster):
-    """The whole model, not only what a step uses: nothing to train anywhere."""
+    """Freeze the whole model: no module has a gradient."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
         ModalityModule(pm.build(pm.llama(), 2)),
@@ -87,5 +87,5 @@ def test_all_frozen_has_no_gradients_at_all(ray_cluster):
         (output,) = check_gradients(parallel, oracle, step)
         assert parallel.gradients() == {}
         assert {s.op for s in output.timeline.compute()} == {Op.FORWARD_NO_GRAD}
-        update = parallel.train_step(step)  # nothing to update is no error
+        update = parallel.train_step(step)  # nothing to update is not an error
         assert update.grad_norm == 0.0 and update.loss == output.loss

@@ -1,4 +1,4 @@
-"""Modules whose processes deal samples out and keep a part of the parameters equal one process."""
+"""Modules with sharded samples and parameters equal one process."""
 
 import parity_models as pm
 import pytest
@@ -26,7 +26,7 @@ def model_of(llm=None, vision=None, frozen=False) -> MultimodalModule:
 
 
 def uneven() -> list[dict]:
-    """Rows and items that do not divide, one row, one item, and only text."""
+    """Return rows and items that do not divide, one row, one item, and only text."""
     return [
         pm.batch([17, 9, 5], 4, vision=[0, 0, 2]), pm.batch([6], 5),
         pm.batch([8, 3], 6, vision=[1]),
@@ -34,7 +34,10 @@ def uneven() -> list[dict]:
 
 
 def elements(model: MultimodalModule, name: str) -> tuple[int, int]:
-    """Elements that are sharded and that are whole: tied embeddings, norms, patches."""
+    """Return the numbers of sharded and of replicated elements.
+
+    Tied embeddings, norms and patches are replicated.
+    """
     one = model.language_model if name == "llm" else model.encoders[name]
     inside = sum(p.numel() for n, p in one.module.named_parameters() if ".layers." in n)
     around = sum(p.numel() for p in one.module.parameters()) - inside
@@ -44,17 +47,17 @@ def elements(model: MultimodalModule, name: str) -> tuple[int, int]:
 
 
 def check_everything(model, spec) -> list[dict[str, int]]:
-    """Gradients and training; returns how many parameters' elements each process has."""
+    """Check gradients and training; return the number of parameter elements per process."""
     oracle, steps = oracle_of(model), uneven()
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, steps)
-        check_gradients(parallel, oracle, steps[1:2], steps)  # only text, and gradients add up
+        check_gradients(parallel, oracle, steps[1:2], steps)  # only text, and accumulated gradients
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps, steps[:1]]])
         return parallel.group.num_parameters
 
 
 def test_both_modules_and_a_projector(ray_cluster):
-    """Every process has half of every block, and all of what is around them."""
+    """Check that every process has half of every block, and all parameters around them."""
     model = model_of()
     held = check_everything(model, MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3))
     for name in ("vision", "llm"):
@@ -64,7 +67,7 @@ def test_both_modules_and_a_projector(ray_cluster):
 
 
 def test_shares_of_tokens_of_shares_of_samples(ray_cluster):
-    """Two processes per sample; an encoder without gradients, sharded by tokens alone."""
+    """Use two processes per sample; an encoder without gradients, sharded by tokens alone."""
     model = model_of(pm.qwen3(), frozen=True)
     spec = MultimodalParallelSpec({"vision": fsdp(cp=2)}, fsdp(dp=2, cp=2), 3)
     check_everything(model, spec)
@@ -72,7 +75,7 @@ def test_shares_of_tokens_of_shares_of_samples(ray_cluster):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_bf16_is_as_near_to_fp32_either_way(ray_cluster, exact):
-    """Blocks that are gathered in bf16, or cast by autocast; gradients add up in fp32."""
+    """Gather blocks in bf16, or cast them by autocast; gradients are summed in fp32."""
     model, steps = model_of(), uneven()
     spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3)
     found = []
@@ -92,7 +95,7 @@ def test_bf16_is_as_near_to_fp32_either_way(ray_cluster, exact):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pipelines(ray_cluster, recompute):
-    """Tied embeddings at both ends; the projector on its own; several microbatches under way."""
+    """Tie embeddings at both ends; separate projector; several microbatches in flight."""
     model = model_of()
     spec = MultimodalParallelSpec(
         {"vision": fsdp(dp=2, layers=(2, 1), pp=2)}, fsdp(pp=2, dp=2), 3, recompute=recompute
@@ -101,14 +104,14 @@ def test_pipelines(ray_cluster, recompute):
 
 
 def test_modules_on_the_same_ranks(ray_cluster):
-    """Encoder and language model take turns; first dimensions that do not divide by three."""
+    """Alternate encoder and language model; first dimensions that do not divide by three."""
     model = model_of(pm.gpt2(), pm.clip())
     one = fsdp(dp=3, ranks=(0,))
     check_everything(model, MultimodalParallelSpec({"vision": one}, one, 3))
 
 
 def test_embeddings_apart(ray_cluster):
-    """An untied embedding and head are shared out too; odd first dimensions; a frozen encoder."""
+    """Shard an untied embedding and head too; odd first dimensions; a frozen encoder."""
     model = model_of(pm.llama(tied=False), frozen=True)
     spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(pp=2, dp=2), 3)
     held = check_everything(model, spec)
@@ -120,7 +123,7 @@ def test_embeddings_apart(ray_cluster):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_masks_and_another_encoder(ray_cluster, packing):
-    """Masks over placeholders go with their rows; the other encoder has two ordinary copies."""
+    """Shard masks over placeholders with their rows; the other encoder has two replicas."""
     tokens = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
     image, sound = (pm.IMAGE_TOKEN, 4), (pm.AUDIO_TOKEN, pm.AUDIO_FRAMES // 2)
     model = MultimodalModule(
@@ -165,7 +168,7 @@ def test_what_does_not_go_together(ray_cluster, ended_actors, vision, llm, optio
 
 
 class NormOverItems(pm.PlainCNN):
-    """Norms over all items."""
+    """Encoder that normalizes over all items."""
 
     def __init__(self) -> None:
         super().__init__()

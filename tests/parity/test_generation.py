@@ -1,4 +1,4 @@
-"""Greedy tokens of models in pipelines and tensor parallel are those of transformers' generate."""
+"""Greedy tokens of pipelines and tensor parallelism equal those of transformers' generate."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ LAYOUTS = [{"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2, "chunks": 1}]
 
 
 def build(config, seed: int) -> Any:
-    """With weights so large that what is written depends on all that was before."""
+    """Return a model with weights large enough that every token depends on all previous ones."""
     module = pm.build(config, seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -30,7 +30,7 @@ def build(config, seed: int) -> Any:
 
 
 def expected(module, prompts, **inputs) -> list[list[int]]:
-    """One after the other, in one process; the model's own end ends nothing."""
+    """Generate one after the other in one process, without the model's end token."""
     module.eval()
     found = []
     for ids in prompts:
@@ -65,7 +65,7 @@ def test_tokens_of_text(ray_cluster, name, layout):
 
 @pytest.mark.parametrize("mask", [None, "multimodal"])
 def test_tokens_after_images(ray_cluster, mask):
-    """A tiny vision-language model: what transformers' generate makes of merged embeddings."""
+    """Compare a tiny vision-language model with transformers' generate on merged embeddings."""
     vision = ModalityModule(pm.build(pm.siglip(), 1), "mlp")
     module = build(pm.llama(), 3)
     model = MultimodalModule({"vision": vision}, ModalityModule(module), mask=MASKS.get(mask))

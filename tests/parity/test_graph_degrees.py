@@ -1,4 +1,4 @@
-"""Graphs of modules whose ranks are several processes: tensors, tokens and samples shared out."""
+"""Graphs of modules with tensor, token and sample sharding within ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def test_towers_share_tensors_tokens_and_samples(image, text):
 
 
 class Speaker(nn.Module):
-    """A language model that reads what another module makes as if it were its first tokens, has
-    its samples' losses and shows its states."""
+    """Language model that reads another module's output as its first tokens.
+
+    It returns its samples' losses and its states.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Speaker(nn.Module):
 
 
 def speaking() -> ModuleDag:
-    """A tower feeds a language model with a loss, which feeds a decoder with another one."""
+    """Return a graph: a tower, a language model with a loss, and a decoder with another loss."""
     torch.manual_seed(3)
     chain = chained().nodes
     example = {"prefix": torch.randn(3, WIDTH), "ids": torch.randint(0, 6, (3, 7))}
@@ -90,15 +92,17 @@ def speech_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
     {"tp": 2, "pp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2}, {"tp": 2, "dp": 2},
 ])
 def test_one_in_the_middle_that_has_a_loss(speaker):
-    """What it reads has a gradient, of which every process has a part or all; what it hands on is
-    whole. A microbatch of one sample leaves a process without any."""
+    """Check inputs with partial or full gradients per process, and replicated outputs.
+
+    A microbatch of one sample leaves a process without any.
+    """
     dag = speaking()
     plan = dag_plan(dag, {"speaker": ParallelSpec(**speaker)}, 2)
     check(dag, plan, steps_of(speech_batch, 2, sizes=(3, 1)))
 
 
 class Tokens(nn.Module):
-    """What is read, as tokens of its own."""
+    """Module that embeds its input as tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +113,7 @@ class Tokens(nn.Module):
 
 
 def between() -> ModuleDag:
-    """A transformer between a tower and a decoder."""
+    """Return a graph with a transformer between a tower and a decoder."""
     torch.manual_seed(4)
     nodes = speaking().nodes
     model = hf.ModernBertModel(hf.ModernBertConfig(
@@ -117,7 +121,7 @@ def between() -> ModuleDag:
         vocab_size=17, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
         sep_token_id=2, local_attention=4,
     ))  # fmt: skip
-    model.get_input_embeddings().requires_grad_(False)  # nothing is looked up in it
+    model.get_input_embeddings().requires_grad_(False)  # its embedding is not used
     return ModuleDag({
         "first": nodes["first"],
         "tokens": DagModule(Tokens(), inputs={"states": "first"}),
@@ -140,7 +144,7 @@ def test_one_in_the_middle_that_shares_tokens(middle):
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name():
-    """Before any process starts."""
+    """Check that this happens before any process starts."""
     def refused(error: type[Exception], text: str, dag: ModuleDag, **specs: ParallelSpec) -> None:
         with pytest.raises(error, match=re.escape(text)):
             DagParallelModule(dag, dag_plan(dag, specs))

@@ -1,5 +1,7 @@
-"""Models whose layers mix tokens by other means than attention: packed, their samples are what rows
-of their own are, under layouts, too."""
+"""Models whose layers mix tokens by other means than attention.
+
+Packed samples equal separate rows, under layouts, too.
+"""
 
 import parity_models as pm
 import pytest
@@ -52,7 +54,7 @@ def both_in_a_block():
 
 
 def around_a_layer():
-    """A block that has a state-space block within."""
+    """Return a block that contains a state-space block."""
     return hf.Zamba2Config(
         **SIZES, layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=8, n_mamba_heads=8,
         mamba_headdim=8, mamba_ngroups=1, chunk_size=8, num_mem_blocks=1,
@@ -88,8 +90,11 @@ def test_packed_in_one_process(config, mixers):
 
 
 def test_the_delta_rule_packed_in_one_process():
-    """Some of its gradients are small sums of large numbers: more padding alone changes them by
-    more than 1e-5. Packing must not change them by much more than that."""
+    """Accept somewhat larger errors than those of padding.
+
+    Some gradients are small sums of large numbers: more padding alone changes them by more than
+    1e-5.
+    """
     model = model_of(delta_rule())
     assert model.mixers == {"Qwen3_5GatedDeltaNet"}
     rows = MultimodalModule(
@@ -129,7 +134,7 @@ def test_attention_alone_has_none():
 
 @pytest.mark.parametrize("llm", [ParallelSpec(pp=2), ParallelSpec(dp=2, sharding="fsdp")])
 def test_packed_stages_and_shards(ray_cluster, llm):
-    """Recomputed, too, where blocks run again without what is around them."""
+    """Recompute, too: blocks run again without their surroundings."""
     model = model_of(convolutions())
     oracle = oracle_of(model, prepend)
     spec = MultimodalParallelSpec(
@@ -149,8 +154,7 @@ def test_packed_stages_and_shards(ray_cluster, llm):
     ],
 )  # fmt: skip
 def test_shared_tokens(ray_cluster, config, packing, mask):
-    """Two processes have a part of every sample's tokens; layers that mix them otherwise than by
-    attention get all of them."""
+    """Shard every sample's tokens over two processes; other token mixers get all tokens."""
     model = model_of(config(), packing, mask)
     spec = MultimodalParallelSpec(
         {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(pp=2, cp=2), 3, recompute=packing
@@ -163,7 +167,7 @@ def test_shared_tokens(ray_cluster, config, packing, mask):
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_documents_as_rows_and_back(lengths):
-    """Beside going through them one by one."""
+    """Compare with a loop over the documents."""
     total = max(map(sum, lengths))
     lengths = tuple((*row, *([total - sum(row)] if sum(row) < total else [])) for row in lengths)
     rows = DocumentRows(lengths)
@@ -186,7 +190,7 @@ def test_documents_as_rows_and_back(lengths):
     st.integers(1, 3), st.randoms(use_true_random=False),
 )
 def test_shared_rows_are_those_of_one_process(lengths, processes, random):
-    """Whichever tokens each of the processes has."""
+    """Use any assignment of tokens to processes."""
     total = max(max(map(sum, lengths)), processes)
     lengths = tuple((*row, *([total - sum(row)] if sum(row) < total else [])) for row in lengths)
     owners = [*range(processes), *(random.randrange(processes) for _ in range(total - processes))]

@@ -1,7 +1,7 @@
 """Every module with its own tensor, context and data parallelism equals one process.
 
 The matrix is all of encoder (tp, cp, dp) x language model (tp, cp, dp) in {1, 2}^3 that four
-processes can hold, in one step each; a few get the whole training check.
+processes can hold, in one step each; a few get the full training check.
 """
 
 from itertools import product
@@ -21,7 +21,7 @@ DEGREES = list(product((1, 2), repeat=3))
 
 
 def model_of(llm=None) -> MultimodalModule:
-    """GQA with one key head, so that tp 2 has fewer key heads than processes."""
+    """Return a model with GQA and one key head, so that tp 2 has fewer key heads than processes."""
     return MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
         ModalityModule(pm.build(llm or pm.llama(tied=True), 3)),
@@ -29,7 +29,7 @@ def model_of(llm=None) -> MultimodalModule:
 
 
 def step() -> list[dict]:
-    """Images in some microbatches and rows, lengths that do not divide."""
+    """Return a step with images in some microbatches and rows, and lengths that do not divide."""
     return [pm.batch([17, 9], 4, vision=[0, 0]), pm.batch([6], 5)]
 
 
@@ -67,8 +67,10 @@ def test_degrees(ray_cluster, vision, llm):
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("degrees", [{"tp": 2, "cp": 2}, {"tp": 2, "dp": 2}, {"cp": 2, "dp": 2}])
 def test_modules_on_the_same_ranks(ray_cluster, degrees):
-    """Encoder and language model take turns on four processes; a gradient that processes share
-    out is summed without a message."""
+    """Alternate encoder and language model on four processes.
+
+    A sharded gradient is summed without a message.
+    """
     model = model_of(pm.qwen3())
     oracle = oracle_of(model)
     one = ParallelSpec(**degrees, ranks=tuple(range(degrees.get("dp", 1))))
@@ -80,8 +82,10 @@ def test_modules_on_the_same_ranks(ray_cluster, degrees):
 
 
 def test_two_encoders_pipelines_and_what_else_there_is(ray_cluster):
-    """Two encoders with specs of their own, one frozen; text-only microbatches; one key head
-    (fewer than tp); a pipeline; ZeRO-1; B_w apart from B_d; recomputation."""
+    """Use two encoders with separate specs, one frozen; text-only microbatches; one key head.
+
+    Also a pipeline; ZeRO-1; B_w separate from B_d; recomputation.
+    """
     llm = pm.llama(tied=True)
     llm.num_key_value_heads = 1
     model = MultimodalModule(
@@ -109,8 +113,10 @@ def test_two_encoders_pipelines_and_what_else_there_is(ray_cluster):
 
 @pytest.mark.parametrize("llm", [pm.gemma3, pm.gpt2], ids=["gemma3", "gpt2"])
 def test_masks_and_plans_of_other_families(ray_cluster, llm):
-    """Heads beside a shared vocabulary; a family without a plan of its own, with fused
-    projections; ZeRO-1 over copies."""
+    """Use sharded heads with a sharded vocabulary, and a family without its own TP plan.
+
+    That family has fused projections; ZeRO-1 over replicas.
+    """
     model = model_of(llm())
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec(

@@ -1,4 +1,4 @@
-"""The loss of every source is that of its rows alone in one process, whatever the layout."""
+"""The loss of every source equals that of its rows alone in one process, in any layout."""
 
 import parity_models as pm
 import pytest
@@ -14,7 +14,7 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 TOKENS = {"vision": pm.IMAGE_TOKEN}
-# Of every row of the step's microbatches; 2 has no label, 7 is alone in one.
+# Source of every row of the step's microbatches; 2 has no label, 7 is alone in one.
 ROWS = [[0, 1, 0], [1, 2], [7]]
 
 
@@ -30,7 +30,7 @@ def step() -> list[dict]:
 
 
 def of_source(number: int) -> list[dict]:
-    """The step with labels of one source alone."""
+    """Return the step with labels of one source alone."""
     alone = []
     for microbatch, sources in zip(step(), ROWS, strict=True):
         labels = microbatch["labels"].clone()
@@ -61,7 +61,7 @@ def test_stages_processes_and_packed_rows(ray_cluster, llm, packing):
             part["text"][SOURCES] = torch.tensor(sources)
         output = parallel.submit((parts, meta)).result()
         for name, gradient in parallel.gradients().items():
-            same = gradient is gradients[name]  # None, of what nothing reads
+            same = gradient is gradients[name]  # None for unused parameters
             assert same or torch.equal(gradient, gradients[name]), name
     assert output.loss == plain.loss
     assert list(output.source_losses) == [0, 1, 7]

@@ -1,5 +1,7 @@
-"""Modules in slots have what those of pipelines have: tensors, tokens and samples shared among the
-processes of a rank, stages, recomputation, several microbatches."""
+"""Modules in slots support the features of pipelines.
+
+Tensor, token and sample sharding within a rank, stages, recomputation, several microbatches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def in_slots(plan: Plan, slots: dict[str, int]) -> Plan:
-    """The plan's stages one after another: of a module from its slot on."""
+    """Put the plan's stages into consecutive slots, beginning with the slot of each module."""
     stages = tuple(
         replace(stage, slot=slots[stage.module] + stage.index, split="samples")
         if stage.replica or len(plan.replicas(stage.module)) > 1
@@ -29,7 +31,7 @@ def in_slots(plan: Plan, slots: dict[str, int]) -> Plan:
 
 @pytest.mark.cells(2)
 @pytest.mark.parametrize(("specs", "slots"), [
-    # Two ranks of two processes, on each of which both towers take turns.
+    # Two ranks of two processes; both towers alternate on each.
     ({"image": {"tp": 2, "pp": 2, "ranks": (0, 1)}, "text": {"tp": 2, "ranks": (1,)},
       "contrastive": {"ranks": (2,)}}, {"image": 0, "text": 2, "contrastive": 3}),
     ({"image": {"cp": 2, "ranks": (0,)}, "text": {"cp": 2, "pp": 2, "ranks": (0, 1)},

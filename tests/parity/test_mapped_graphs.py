@@ -1,5 +1,7 @@
-"""Graphs of modules in slots on quotas, and in pipelines whose replicas share microbatches by
-samples, on Ray actors: loss, gradients and updates are those of one process."""
+"""Graphs of modules in slots on quotas equal one process, on Ray actors.
+
+So do pipelines whose replicas share microbatches by samples. Compares loss, gradients and updates.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def mapped(dag, gpus: int, *stages, microbatches: int = 1) -> Plan:
-    """A mapping's plan; stages of modules with GPUs and tenths of them."""
+    """Return a mapping's plan; stages have modules with GPUs and tenths of them."""
     mapping = Mapping(gpus, 10, tuple(
         MultiplexStage(tuple(Placement(m, g, q) for m, (g, q) in stage.items()), 1.0)
         for stage in stages
@@ -42,7 +44,7 @@ def mapped(dag, gpus: int, *stages, microbatches: int = 1) -> Plan:
 
 
 def test_clip_in_one_slot_on_quotas():
-    """The loss compares all samples, on the two processes of the second tower."""
+    """Compare all samples in the loss, on the two processes of the second tower."""
     dag = deep_clip()
     plan = mapped(dag, 2, {"image": ((0, 1), 6), "text": ((1,), 4)})
     output = check(dag, plan, steps_of(clip_batch, 1, (7,)))
@@ -75,7 +77,7 @@ def test_encoders_a_backbone_and_decoders():
 
 
 def test_features_of_three_layers_and_a_talker_in_slots():
-    """What layers of a language model read of an encoder's; a loss that another module reads."""
+    """Let a language model's layers read an encoder's; another module reads a loss."""
     dag = deep_stack()
     plan = mapped(dag, 2, {"vision": ((0, 1), 10)}, {"llm": ((0,), 10)}, microbatches=2)
     check(dag, plan, steps_of(deep_batch, 2))
@@ -85,7 +87,7 @@ def test_features_of_three_layers_and_a_talker_in_slots():
 
 
 def split(plan: Plan, *modules: str) -> Plan:
-    """The same plan, but that replicas of these modules share microbatches."""
+    """Return the same plan, with microbatches shared by samples by replicas of these modules."""
     stages = tuple(
         replace(stage, split="samples") if stage.module in modules else stage
         for stage in plan.stages
@@ -95,8 +97,10 @@ def split(plan: Plan, *modules: str) -> Plan:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_pipelines_whose_replicas_share_microbatches(schedule):
-    """A tower in two stages with two replicas by samples, one with two by microbatches, and a
-    loss that compares all of both, on two processes."""
+    """Use a tower in two stages with two replicas by samples, and one by microbatches.
+
+    The loss compares all samples of both, on two processes.
+    """
     dag = deep_clip()
     specs = {
         "image": ParallelSpec(pp=2, dp=2), "text": ParallelSpec(dp=2),

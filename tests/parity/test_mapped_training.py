@@ -1,5 +1,7 @@
-"""Graphs under mappings on Ray actors: whole models as oracles, checkpoints, what modules draw, and
-what goes wrong by name."""
+"""Graphs under mappings on Ray actors.
+
+Oracles are transformers models. Also covers checkpoints, random numbers, and errors by name.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,21 @@ from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 
-# eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
-# norm makes clipping bite.
+# eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
+# clipping take effect.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=0.05)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def running_of(dag, mapping, microbatches=1, **options):
-    """The model on processes of its own."""
+    """Start the model on separate processes."""
     plan = plan_of_mapping(dag, mapping, microbatches)
     return DagParallelModule(dag, plan, timeout_s=120, **options)
 
 
 def test_a_clip_of_transformers_and_what_it_was_granted():
-    """A whole model's own forward is the oracle; ragged batches, and fewer samples than copies."""
+    """Compare with a model's own forward; ragged batches, and fewer samples than replicas."""
     model = clip_model()
     dag = clip_dag(model)
     names = {id(p): n for n, p in dag.materialize().named_parameters()}
@@ -68,7 +70,7 @@ def test_a_clip_of_transformers_and_what_it_was_granted():
 
 
 def test_microbatches_accumulate_gradients():
-    """Of unequal sizes and numbers of labels; the towers of two GPUs sum what they have once."""
+    """Use unequal sizes and numbers of labels; the towers of two GPUs reduce gradients once."""
     model = Unified()
     mapping = mapping_of(
         4, {"vision": ((0, 1), 7), "audio": ((2,), 3)}, {"adapt": ((0, 3), 5)},
@@ -90,7 +92,7 @@ def test_microbatches_accumulate_gradients():
 
 
 def test_a_checkpoint_goes_on_under_another_mapping(tmp_path):
-    """Parameters, optimizer state and steps."""
+    """Restore parameters, optimizer state and steps."""
     model = Unified()
     store = CheckpointStore(tmp_path)
     batches = [unified_batch(5, 60 + i) for i in range(3)]
@@ -131,7 +133,7 @@ def test_dropout_repeats_and_is_off_in_evaluation():
             losses.append(running.execute(batch).loss)
             running.zero_grad()
             assert running.execute(batch).loss == losses[-1]  # the same step
-            assert running.execute(batch).loss != losses[-1]  # another batch of it
+            assert running.execute(batch).loss != losses[-1]  # another batch in it
             running.zero_grad()
             evaluated = running.evaluate(batch).loss
             assert running.train_step(batch).loss == losses[-1]
@@ -177,7 +179,7 @@ def test_shapes_that_differ_between_gpus_are_named():
 
 
 def test_a_module_that_changes_what_others_read_is_named():
-    """Which of the two is first would decide what the other reads."""
+    """Reject it: the result would depend on the order of the two modules."""
     dag = ModuleDag({
         "tower": DagModule(nn.Linear(3, 3), reads={"input": "x"}),
         "doubling": DagLoss(Doubling(), inputs={"x": "tower"}),

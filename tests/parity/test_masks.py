@@ -37,7 +37,7 @@ RULES = {
 
 
 def everything(length, spans, document_lengths):
-    """A mask policy of a user: every token sees every token, padding too."""
+    """Return a user-defined mask: every token sees every token, including padding."""
     return full(length)
 
 
@@ -61,7 +61,7 @@ def batches():
 
 @pytest.mark.parametrize("name", RULES)
 def test_masks_in_one_process(name):
-    """Items among the text and before it, several images in a row, text-only microbatches."""
+    """Put items among the text and before it; several images in a row; text-only microbatches."""
     model = model_of(name, ReplaceTokens(TOKENS))
     check_reference(model, oracle_of(model, replace(TOKENS), RULES[name]), batches())
     model = model_of(name)
@@ -70,14 +70,14 @@ def test_masks_in_one_process(name):
 
 
 def test_masks_across_stages(ray_cluster):
-    """The language model in three stages: the mask reaches every one of them."""
+    """Cut the language model into three stages; all of them need the mask."""
     model = model_of("multimodal_isolated", ReplaceTokens(TOKENS))
     oracle = oracle_of(model, replace(TOKENS), isolated)
     both, images, text = batches()
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=3), 3, recompute=True)
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, [both, images, text])
-        # Equal shapes, other places of the images: nothing is kept from the batch before.
+        # Equal shapes, other positions of the images: nothing is cached from the previous batch.
         here = pm.batch([6, 6], 5, [[(pm.IMAGE_TOKEN, 4)]] * 2, vision=[0, 1])
         moved = {**here, **{name: here[name].roll(2, dims=1) for name in ("input_ids", "labels")}}
         moved["labels"][:, :2] = -100
@@ -86,7 +86,7 @@ def test_masks_across_stages(ray_cluster):
 
 
 def test_a_mask_of_the_user(ray_cluster):
-    """And kernels by choice, of which a CPU has one."""
+    """Select kernels, too; a CPU has only one."""
     model = model_of(everything, ReplaceTokens(TOKENS))
     oracle = oracle_of(model, replace(TOKENS), lambda query, key, past: True)
     images = pm.batch([6, 6], 5, [[(pm.IMAGE_TOKEN, 4)]] * 2, vision=[0, 1])
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
     recurrent = hf.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=97, state_size=4)
     with pytest.raises(ProbeError, match="Mamba"):
         MultimodalModule({}, ModalityModule(recurrent), mask="causal")
-    # Its layer norms take a constant away, and its layers drop the mask on the way to attention.
+    # Its layer norms cancel a constant, and its layers drop the mask before attention.
     deaf = hf.StableLmConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=97,
@@ -119,7 +119,7 @@ def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
         num_key_value_heads=2, vocab_size=97,
         layer_types=["full_attention"] * 3 + ["conv"],
     )
-    # Found, and so called with documents as rows, though the first three layers have none of it.
+    # Detected, and so called with documents as rows, though the first three layers have none.
     assert MultimodalModule({}, ModalityModule(late), mask="causal").mixers == {"Lfm2ShortConv"}
     dropped = pm.llama()
     dropped.attention_dropout = 0.1
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
 
 
 def test_experts_and_dropout_outside_attention_are_not_taken_for_leaks():
-    """Experts change a token's last bits with the number of other tokens that chose them."""
+    """Ignore last-bit changes: experts' rounding depends on the number of routed tokens."""
     sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=97)
     experts = hf.Qwen3MoeConfig(
         **sizes, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32, num_experts=4,
@@ -152,7 +152,7 @@ def test_experts_and_dropout_outside_attention_are_not_taken_for_leaks():
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(change, what):
-    """One row for two would count for both."""
+    """Reject a single row for two, which would be broadcast."""
 
     def merge(features, inputs):
         merged = Prepend()(features, inputs)

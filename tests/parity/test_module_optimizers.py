@@ -34,7 +34,7 @@ def step() -> list[dict]:
 
 
 def optimizers(named):
-    """Torch's, and the rate of each by step."""
+    """Return torch's optimizers, and the rate of each by step."""
     def adamw(names, decay, rate):
         own = [named[name] for name in names]
         return torch.optim.AdamW(own, eps=1e-5, weight_decay=decay), rate
@@ -78,7 +78,7 @@ def test_three_steps(ray_cluster, llm):
                 optimizer.step()
             assert parallel.train_step(step()).learning_rate == LR
         after = {name: p.detach() for name, p in named.items()}
-        # Muon computes in bf16, five products after another: a rounding is a few 2^-8.
+        # Muon computes five successive products in bf16: a rounding error is a few 2^-8.
         assert parameter_errors(parallel.parameters(), after, before, LR, 2e-2) == []
 
 

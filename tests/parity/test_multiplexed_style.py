@@ -1,4 +1,4 @@
-"""The multiplexed style gives the numbers of the oracle, and of the pipelined style."""
+"""The multiplexed style equals the oracle, and the pipelined style."""
 
 import dataclasses
 from contextlib import contextmanager
@@ -34,18 +34,18 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def mapping_of(*stages):
-    """Stages of modules with GPUs and quota."""
+    """Return a mapping from stages of modules with GPUs and quota."""
     return Mapping(GPUS, STEPS, tuple(
         MultiplexStage(tuple(Placement(m, *place) for m, place in one.items()), 1.0)
         for one in stages
     ))
 
 
-# Encoders side by side on one GPU, one of them on another too; the language model on all.
+# Concurrent encoders on one GPU, one of them also on another; the language model on all.
 SIDE_BY_SIDE = mapping_of(
     {"vision": ((0, 1), 6), "audio": ((1,), 4)}, {"llm": ((0, 1), 10)}
 )
-# Images in one stage, sounds in the next, on other numbers of GPUs; one has no text.
+# Images in one stage, audio in the next, on other numbers of GPUs; one has no text.
 IN_TURN = mapping_of(
     {"vision": ((1, 2), 7)}, {"audio": ((0, 1), 10)}, {"llm": ((0, 1), 8)}
 )
@@ -53,7 +53,7 @@ IN_TURN = mapping_of(
 
 @contextmanager
 def running_of(model, mapping, **options):
-    """The model on processes of its own."""
+    """Start the model on separate processes."""
     plan = mapped_plan(module_graph(model), mapping, 3)
     options = {"optimizer": OPTIMIZER, "timeout_s": 120, **options}
     with MultimodalParallelModule(model, plan, **options) as running:
@@ -61,7 +61,7 @@ def running_of(model, mapping, **options):
 
 
 def model_of(llm, frozen=None, merge=None, **options):
-    """Vision and audio in front of a language model."""
+    """Return a model with vision and audio in front of a language model."""
     frozen = frozen or {}
     encoders = {
         "vision": ModalityModule(build(siglip(), 1), "mlp"),
@@ -75,8 +75,11 @@ def model_of(llm, frozen=None, merge=None, **options):
 
 
 def step(seed=0):
-    """A microbatch with everything: two images, one, a sound, both, text alone; one with sounds
-    only; one of text alone, with fewer samples than GPUs."""
+    """Return a step of three microbatches.
+
+    One with two images, one, audio, both, and text alone; one with audio only; one of text alone,
+    with fewer samples than GPUs.
+    """
     return [
         batch([5, 7, 6, 4, 5], seed, vision=[0, 0, 1, 3], audio=[2, 3]),
         batch([6, 4], seed + 1, audio=[1]),
@@ -90,7 +93,7 @@ def test_missing_modalities_and_accumulated_microbatches(mapping):
     oracle = oracle_of(model)
     with running_of(model, mapping) as running:
         check_gradients(running, oracle, step(), [batch([4, 6], 9, vision=[1])])
-        # The second update accumulates; in the last, no sample has a sound.
+        # The second update accumulates; in the last, no sample has audio.
         check_training(running, oracle, [
             [step(20)], [step(30), [batch([5, 5, 5], 40, vision=[2])]],
             [[batch([6, 5], 50, vision=[0, 1])]],
@@ -98,7 +101,7 @@ def test_missing_modalities_and_accumulated_microbatches(mapping):
 
 
 def test_alignment_trains_projectors_only():
-    """Encoders and language model frozen: a microbatch of text alone has no gradient at all."""
+    """Freeze encoders and language model: a microbatch of text alone has no gradient at all."""
     frozen = {"vision": (True, False), "audio": (True, False), "llm": (True, False)}
     model = model_of(opt(), frozen)
     oracle = oracle_of(model)
@@ -107,11 +110,11 @@ def test_alignment_trains_projectors_only():
         output = check_gradients(running, oracle, step())[0]
         assert len(output.peak_bytes) == output.timeline.num_ranks == 2
         check_training(running, oracle, [[step(20)], [step(30)]], clips)
-        assert running.gradients().keys() == oracle.gradients().keys()  # what the optimizer holds
+        assert running.gradients().keys() == oracle.gradients().keys()  # gradients in the optimizer
 
 
 def test_frozen_towers_have_no_backward():
-    """Nothing in or before a tower is trained."""
+    """Train nothing in or before a tower."""
     model = model_of(llama(tied=False), {"vision": (True, True), "audio": (True, False)})
     oracle = oracle_of(model)
     with running_of(model, IN_TURN) as running:
@@ -123,7 +126,7 @@ def test_frozen_towers_have_no_backward():
 
 
 def test_placeholders_masks_and_packing():
-    """Items at placeholder tokens, whole rows packed into one."""
+    """Put items at placeholder tokens, and pack whole rows into one."""
     tokens = {"vision": IMAGE_TOKEN, "audio": AUDIO_TOKEN}
     model = model_of(llama(), merge=ReplaceTokens(tokens), packing=True)
     oracle = oracle_of(model, replace(tokens))
@@ -135,11 +138,12 @@ def test_placeholders_masks_and_packing():
 
 
 def test_both_styles_agree():
-    """The same model, from the same weights, on the same batches."""
+    """Use the same model, weights and batches."""
     config = {"vision": ParallelSpec(pp=1), "audio": ParallelSpec(pp=1)}
     model = model_of(llama())
     plan = MultimodalParallelSpec(config, ParallelSpec(pp=2), 3).plan(model)
-    # All decay, so that biases of keys, whose gradients are rounding alone, move by more than that.
+    # All parameters decay, so that biases of keys, whose gradients are rounding error, move by more
+    # than that.
     decays = dataclasses.replace(OPTIMIZER, no_decay=())
     pipeline = MultimodalParallelModule(model, plan, optimizer=decays)
     with running_of(model, SIDE_BY_SIDE, optimizer=decays) as running, pipeline as pipelined:
@@ -161,7 +165,7 @@ def reading_grid(inputs):
 
 
 def test_items_in_any_order():
-    """Items are sorted by their rows before they are split, so every tensor must be of items."""
+    """Sort items by their rows before the split, which requires tensors with one entry per item."""
     model = model_of(llama())
     oracle = oracle_of(model)
     shuffled = batch([5, 6, 4], 7, vision=[2, 0, 2])
@@ -175,14 +179,16 @@ def test_items_in_any_order():
 
 
 def test_mixed_precision():
-    """bf16 autocast, in every module's own thread: near fp32, but not fp32. Frozen weights that
-    can be read again are kept in bf16."""
+    """Use bf16 autocast in every module's own thread: near fp32, but not equal.
+
+    Frozen weights that can be read again are kept in bf16.
+    """
     model = MultimodalModule(
         {"vision": ModalityModule(siglip(), "mlp", frozen=True)}, ModalityModule(build(llama()))
     )
     mapping = mapping_of({"vision": ((0, 1), 6)}, {"llm": ((0, 1), 10)})
     with running_of(model, mapping, precision="bf16") as running:
-        oracle = oracle_of(model)  # loads the encoder, which is a live module then
+        oracle = oracle_of(model)  # loads the encoder, which then is a live module
         one = [batch([5, 7, 6], 3, vision=[0, 0, 2]), batch([4], 4)]
         loss = oracle.loss(one)
         loss.backward()

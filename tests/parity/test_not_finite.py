@@ -1,4 +1,4 @@
-"""A step that is not finite is not applied, on any process, in any layout, and is explained."""
+"""A non-finite step is skipped on all processes, in any layout, and is explained."""
 
 import math
 import warnings
@@ -24,13 +24,16 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 
 UNCLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=None)
-# Pixels that are finite themselves, and what the traps below make of them.
+# Finite pixels that trigger the traps below.
 FORWARD, BACKWARD = 1e6, 1e8
 
 
 class Trap(nn.LayerNorm):
-    """A norm whose output is infinite for an item of the size of FORWARD. With one of the size of
-    BACKWARD, the output is finite, and the gradients of all items are not numbers."""
+    """Norm that fails for certain pixels.
+
+    With an item of the size of FORWARD, the output is infinite. With one of the size of BACKWARD,
+    the output is finite, and the gradients of all items are NaN.
+    """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         found = super().forward(hidden)
@@ -40,7 +43,7 @@ class Trap(nn.LayerNorm):
 
 
 def model_of() -> MultimodalModule:
-    """The trap is in the vision encoder's second block."""
+    """Return a model with the trap in the vision encoder's second block."""
     tower = pm.build(pm.siglip(), 1)
     (blocks,) = (one for one in tower.modules() if isinstance(one, nn.ModuleList))
     trap = Trap(blocks[1].layer_norm1.normalized_shape)
@@ -52,7 +55,7 @@ def model_of() -> MultimodalModule:
 
 
 def step(seed: int, pixel: float | None = None) -> list[dict]:
-    """Four microbatches. A pixel: of the last image of the second one, which is of its row 1."""
+    """Return four microbatches; ``pixel`` is for the last image of the second one, of its row 1."""
     step = [
         pm.batch([7, 5], seed, vision=[0, 0]), pm.batch([6, 8, 4], seed + 1, vision=[0, 1]),
         pm.batch([4, 9], seed + 2, vision=[1]), pm.batch([10], seed + 3),
@@ -70,7 +73,7 @@ def pipelined(vision: dict, llm: dict, config=OPTIMIZER, **options):
 
 
 def multiplexed():
-    """The encoder on two GPUs, the language model on two others of three."""
+    """Return a mapping with the encoder on two of three GPUs, the language model on two."""
     stages = ({"vision": Placement("vision", (0, 1), 6)}, {"llm": Placement("llm", (1, 2), 10)})
     mapping = Mapping(
         3, 10, tuple(MultiplexStage(tuple(one.values()), 1.0) for one in stages)
@@ -91,7 +94,7 @@ LAYOUTS = {
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint, by file."""
+    """Return all content of a checkpoint, by file."""
     return {
         f"{file.name}/{name}": tensor
         for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
@@ -116,7 +119,7 @@ def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_pa
             with pytest.warns(SkippedStepWarning, match=f"step {number + 2} was not applied"):
                 output = parallel.train_step(step(10, pixel))
             assert not math.isfinite(output.grad_norm) and output.learning_rate is None
-            # Of a gradient that is not a number the loss before it does not tell.
+            # A NaN gradient does not show in the loss before it.
             assert math.isfinite(output.loss) == (pixel == BACKWARD)
             began.append(output.skipped.began)
         assert parallel.steps_taken == 5 and parallel.skipped is output.skipped
@@ -137,7 +140,7 @@ def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_pa
         (origin,) = origins
         first = stage.replace("1", "0", 1) if number < 2 and layout.startswith("pp") else stage
         assert (origin.module, origin.stage, origin.what) == ("vision", first, "output")
-        # Rows of shared samples, or tokens, are not rows of the microbatch.
+        # With sharded samples or tokens, rows are not rows of the microbatch.
         assert origin.microbatch == 1 and "1" in origin.sample_ids
         assert origin.sample_ids == ("1",) or layout == "fsdp"
     if layout.startswith("pp"):
@@ -149,7 +152,7 @@ def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_pa
 
 
 def test_accumulated_batches_and_weights_that_are_not_finite(ray_cluster, tmp_path):
-    """One process; ``optimizer.step`` says which of the batches it was."""
+    """Use one process; ``optimizer.step`` reports the batch."""
     spec = MultimodalParallelSpec(
         {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)), 4
     )
@@ -165,7 +168,7 @@ def test_accumulated_batches_and_weights_that_are_not_finite(ray_cluster, tmp_pa
         assert parallel.skipped.loss is None and parallel.steps_taken == 1
         assert_same(parallel.parameters(), before)
         parallel.execute(step(0, math.nan))
-        parallel.optimizer.zero_grad()  # forgets the loss, too
+        parallel.optimizer.zero_grad()  # also drops the loss
         parallel.execute(step(0))
         assert parallel.optimizer.step() > 0 and parallel.skipped is None
         folder = store.save(parallel, {})
@@ -185,7 +188,7 @@ def test_accumulated_batches_and_weights_that_are_not_finite(ray_cluster, tmp_pa
             store.save(parallel, {})
         assert store.latest() == folder
         assert_same(state(folder), good)
-        parallel.not_finite_tensors = list  # a checkpoint as something else may have written it
+        parallel.not_finite_tensors = list  # a checkpoint as another program may have written it
         bad = store.save(parallel, {})
         del parallel.not_finite_tensors
         with pytest.raises(CheckpointError, match="has tensors that are not finite: vision/module"):

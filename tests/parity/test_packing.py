@@ -1,4 +1,4 @@
-"""Rows packed into one sequence give the loss and the gradients of the rows."""
+"""Rows packed into one sequence have the loss and the gradients of the rows."""
 
 import parity_models as pm
 import pytest
@@ -37,7 +37,7 @@ def model_of(llm, merge=None, mask=None, packing=True) -> MultimodalModule:
 
 
 def step(placeholders: bool = False) -> list[dict]:
-    """Several images and clips in a row, or none; rows of very different lengths; one row."""
+    """Return rows with several images and clips, or none; very different lengths; a single row."""
     image, clip = (pm.IMAGE_TOKEN, 4), (pm.AUDIO_TOKEN, pm.AUDIO_FRAMES // 2)
     runs = [[image, image], [], [image, clip]] if placeholders else None
     return [
@@ -49,7 +49,7 @@ def step(placeholders: bool = False) -> list[dict]:
 
 @pytest.mark.parametrize("llm", [pm.llama, pm.qwen3, pm.gemma3, pm.gpt2])
 def test_in_one_process(llm):
-    """Models with rotary and learned positions, with windows."""
+    """Use models with rotary and learned positions, and with windows."""
     model = model_of(llm())
     check_reference(model, oracle_of(model, prepend), step())
 
@@ -60,7 +60,7 @@ def test_masks_over_placeholders_in_one_process():
 
 
 def test_padding_is_gone():
-    """What goes through the blocks is as long as the rows are."""
+    """Check that the blocks' input is as long as the rows together."""
     seen = {}
     for packing in (False, True):
         model = model_of(pm.llama(), packing=packing).materialize()
@@ -76,7 +76,7 @@ def test_padding_is_gone():
 
 
 def test_stages_processes_and_what_they_share(ray_cluster):
-    """A pipeline; shared tokens and tensors; recomputation."""
+    """Use a pipeline; sharded tokens and tensors; recomputation."""
     model = model_of(pm.llama(tied=True), ReplaceTokens(TOKENS), "multimodal_isolated")
     oracle = oracle_of(model, replace(TOKENS), isolated)
     encoders = {"vision": ParallelSpec(ranks=(0,)), "audio": ParallelSpec(ranks=(0,))}

@@ -1,5 +1,7 @@
-"""Graphs of modules in pipelines, on Ray actors: loss, gradients and updates are those of one
-process that adds up the same microbatches."""
+"""Graphs of modules in pipelines on Ray actors equal one process.
+
+Compares loss, gradients and updates with a process that accumulates the same microbatches.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,21 @@ from tests.actors.multiplex_models import (
     unified_batch,
 )
 
-# eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
-# norm makes clipping bite.
+# eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
+# clipping take effect.
 MAX_NORM = 0.02
-# All decay, so that biases whose gradients are nothing but rounding move, too.
+# All parameters decay, so that biases whose gradients are rounding error move, too.
 OPTIMIZER = OptimizerConfig(
     lr=1e-3, eps=1e-5, weight_decay=0.1, no_decay=(), max_grad_norm=MAX_NORM
 )
-PARAMETER_TOLERANCE = 1e-3  # of how far a parameter has moved
+PARAMETER_TOLERANCE = 1e-3  # relative to the change of a parameter
 STEPS = 3
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def step_loss(dag, batches, step=0):
-    """Of all microbatches, each loss divided by its own count over the whole step."""
+    """Return the loss of all microbatches, each divided by its own count over the whole step."""
     scales, total, first = dag.scales(*batches), torch.zeros(()), 0
     for batch in batches:
         own = dag.scales(batch)
@@ -56,8 +58,10 @@ def step_loss(dag, batches, step=0):
 
 
 def check(dag, plan, steps, unmoved=(), **options):
-    """One step's loss and gradients, accumulated once more; then AdamW steps with clipping, in
-    which all but ``unmoved`` parameters move."""
+    """Check one step's loss and gradients, accumulated twice, then AdamW steps with clipping.
+
+    All parameters except ``unmoved`` change.
+    """
     dag.materialize()
     trained = {n: p for n, p in dag.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
@@ -96,7 +100,7 @@ def check(dag, plan, steps, unmoved=(), **options):
 
 
 def deep_clip() -> ModuleDag:
-    """A CLIP whose towers have three layers each."""
+    """Return a CLIP whose towers have three layers each."""
     torch.manual_seed(0)
     vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3,
                   num_attention_heads=2, image_size=8, patch_size=4)  # fmt: skip
@@ -113,7 +117,7 @@ def deep_clip() -> ModuleDag:
 
 
 def steps_of(batch, microbatches, sizes=(5, 3, 4, 6)):
-    """Microbatches of different numbers of samples."""
+    """Return microbatches of different numbers of samples."""
     return [
         [batch(sizes[m], 10 * step + m) for m in range(microbatches)] for step in range(STEPS)
     ]
@@ -132,7 +136,7 @@ def test_clip_with_towers_in_stages_and_in_replicas(schedule):
 
 
 def test_six_towers_some_of_them_frozen():
-    """Losses share the ranks of what they read, or have one of their own."""
+    """Put losses on the ranks of their inputs, or on a separate one."""
     dag = ImageBind().dag()
     specs = {
         "image": ParallelSpec(dp=2, ranks=(0, 1)), "text": ParallelSpec(ranks=(2,)),
@@ -152,8 +156,10 @@ def test_six_towers_some_of_them_frozen():
 
 
 def test_encoders_a_backbone_and_decoders_with_losses():
-    """A frozen encoder whose projector has a stage of its own; losses of different weights, one
-    divided by its label tokens over the step."""
+    """Freeze an encoder whose projector has a separate stage; losses of different weights.
+
+    One loss is divided by its label tokens over the step.
+    """
     dag = Unified().dag()
     plan = dag_plan(dag, {
         "vision": ParallelSpec(pp=2, layers=(1, 1)), "adapt": ParallelSpec(dp=2),
@@ -164,7 +170,7 @@ def test_encoders_a_backbone_and_decoders_with_losses():
 
 
 class Block(nn.Linear):
-    """(..., WIDTH) to the same."""
+    """Linear layer from (..., WIDTH) to the same shape."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -174,7 +180,7 @@ class Block(nn.Linear):
 
 
 class States(nn.Module):
-    """Named states of two kinds, and a number that has no gradient."""
+    """Named states of two kinds, and a number without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +194,7 @@ class States(nn.Module):
 
 
 class Head(nn.Module):
-    """Distances, for samples that are long enough."""
+    """Distances for samples that are long enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,14 +225,14 @@ def chained() -> ModuleDag:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_encoder_that_feeds_an_encoder_that_feeds_a_head(recompute):
-    """Both encoders in stages; the head reads both. Several named outputs, one of integers."""
+    """Cut both encoders into stages; the head reads both. Several named outputs, one integer."""
     dag = chained()
     specs = {"first": ParallelSpec(pp=2), "second": ParallelSpec(pp=3)}
     check(dag, dag_plan(dag, specs, 3, recompute=recompute), steps_of(chain_batch, 3))
 
 
 class Thinker(nn.Module):
-    """Predicts its next input, and shows its states."""
+    """Module that predicts its next input, and returns its states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +250,7 @@ class Thinker(nn.Module):
 
 
 class Talker(nn.Module):
-    """Says what a thinker thinks."""
+    """Module that reads the states of a thinker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +284,7 @@ def talking() -> ModuleDag:
 
 
 def test_a_talker_that_reads_a_thinkers_states():
-    """The thinker computes a loss and is read, from its last stage."""
+    """Let the thinker compute a loss and be read, from its last stage."""
     dag = talking()
     plan = dag_plan(dag, {"thinker": ParallelSpec(pp=2), "talker": ParallelSpec(dp=2)}, 4)
     check(dag, plan, steps_of(talk_batch, 4))
@@ -304,7 +310,7 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
 
 
 def test_what_cannot_run_is_refused_by_name():
-    """Before any process starts."""
+    """Check that this happens before any process starts."""
     dag = talking()
     with pytest.raises(PlanError, match="specs name \\['listener'\\]"):
         dag_plan(dag, {"listener": ParallelSpec()})
@@ -327,7 +333,7 @@ def test_what_cannot_run_is_refused_by_name():
 
 
 class Compared(nn.Module):
-    """Samples with the mean of all."""
+    """Samples compared with the mean of all."""
 
     def __init__(self) -> None:
         super().__init__()

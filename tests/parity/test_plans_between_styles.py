@@ -1,5 +1,8 @@
-"""Plans between the styles give the numbers of one process: encoders on quotas beside each other, a
-guest of a pipeline, copies of its stages that share samples, all under 1F1B."""
+"""Plans between the styles equal one process.
+
+Colocated encoders on quotas, a guest of a pipeline, replicas of its stages that share samples, all
+under 1F1B.
+"""
 
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of

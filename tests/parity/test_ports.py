@@ -1,5 +1,4 @@
-"""Tensors that layers of several stages read (ports), on Ray actors: loss, gradients and updates
-are those of one process."""
+"""Tensors that layers of several stages read (ports) equal one process, on Ray actors."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 class Layer(nn.Linear):
-    """(..., WIDTH) to the same."""
+    """Linear layer from (..., WIDTH) to the same shape."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -28,7 +27,7 @@ class Layer(nn.Linear):
 
 
 class Vision(nn.Module):
-    """Features of all its layers."""
+    """Tower that returns features of all its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Vision(nn.Module):
 
 
 class DeepStack(nn.Module):
-    """Features of three layers go into the first three of its own; after the last one a norm."""
+    """Model whose first three layers read features of three layers; the last is a norm."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class DeepStack(nn.Module):
         self, x: torch.Tensor, deep0: torch.Tensor, deep1: torch.Tensor, deep2: torch.Tensor,
         last: torch.Tensor,
     ) -> torch.Tensor:
-        """Layers 0, 1 and 2 are given features of one layer each; 1 and 3 the last ones."""
+        """Read features of one layer each in layers 0, 1 and 2, and the last ones in 1 and 3."""
         hidden = self.embed(x)
         deep = deep0, deep1, deep2
         for number, layer in enumerate(self.layers):
@@ -68,7 +67,7 @@ class DeepStack(nn.Module):
 
 
 class Distance(nn.Module):
-    """Of what is to be."""
+    """Distance to the target."""
 
     def forward(self, states: torch.Tensor, due: torch.Tensor) -> torch.Tensor:
         return (states - due).square().mean(1)

@@ -33,7 +33,8 @@ STEP = [
 
 
 def rows(pairs: Any) -> dict[str, torch.Tensor]:
-    """A microbatch: the answers of a pair are rows one after another, their tokens labels."""
+    """Return a microbatch: the answers of a pair are adjacent rows, with labels for their tokens.
+    """
     texts = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
     longest = max(len(prompt) + len(answer) for prompt, answer in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.int64)
@@ -56,7 +57,7 @@ def model_of(
 
 
 class Trl:
-    """TRL's trainer of a model that stock ``peft`` has put adapters in."""
+    """TRL's trainer of a model with adapters from stock ``peft``."""
 
     def __init__(self, model: MultimodalModule, folder: Any, lora: LoraConfig = LORA) -> None:
         from datasets import Dataset
@@ -67,7 +68,7 @@ class Trl:
         save_tokenizer(folder / "tokenizer")
         module = model.language_model.materialize()
         base = plain_copy(module, merged=False)
-        # It makes the adapters: those of a model that has some would be its reference.
+        # It creates the adapters: existing ones would become its reference.
         self._trainer = DPOTrainer(
             base, peft_config=in_peft(module, lora).peft_config["default"],
             processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
@@ -92,7 +93,7 @@ class Trl:
         return self._trainer._compute_loss(self.module, batch, False)
 
     def rewards(self) -> dict[str, float]:
-        """Of the one loss that was asked for."""
+        """Return the metrics of the last loss."""
         metrics = self._trainer._metrics["eval" if not self.module.training else "train"]
         found = {name: values[0] for name, values in metrics.items() if name.startswith("rewards")}
         assert set(found) == {
@@ -152,7 +153,7 @@ def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
 
 
 def test_dropout_is_off_as_in_trl(ray_cluster, tmp_path):
-    """TRL disables the dropout of adapters and of all dropout layers by default."""
+    """Check TRL's default, which disables the dropout of adapters and of all dropout layers."""
     lora = replace(LORA, dropout=0.4)
     model = model_of(lora)
     trl = Trl(model, tmp_path, lora)
@@ -182,7 +183,7 @@ def test_dropout_can_be_left_on():
     st.floats(0, 0.49),
 )
 def test_the_loss_is_the_papers(pairs, beta, smoothing):
-    """Equation 7, a pair at a time, in float64."""
+    """Compute Equation 7, a pair at a time, in float64."""
     values = torch.tensor(pairs, dtype=torch.float64)
     due = torch.zeros((), dtype=torch.float64)
     for chosen, rejected, of_chosen, of_rejected in values:
@@ -204,8 +205,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(layout, options, says)
 
 
 def test_a_model_that_is_all_trained(ray_cluster):
-    """Its reference is what it said before it was trained; the oracle is two models in one
-    process."""
+    """Use the initial model as reference; the oracle is two models in one process."""
     model = model_of(lora=None, reference="initial")
     reference, trained = (pm.build(pm.llama(tied=False, layers=4), 3) for _ in range(2))
 

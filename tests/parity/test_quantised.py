@@ -1,4 +1,4 @@
-"""Adapters on quantised weights equal stock ``peft`` on what ``torchao`` makes of the same."""
+"""Adapters on quantised weights equal stock ``peft`` on ``torchao``'s weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model_of(lora: LoraConfig, config: Any = None) -> MultimodalModule:
 
 
 def torchao_oracle(model: MultimodalModule, config: Any) -> Oracle:
-    """The linear layers' weights are the values that ``torchao`` has of them."""
+    """Return an oracle whose linear layers have the values of ``torchao``."""
     module: Any = model.language_model.module
     written_out = {name: layer for name, layer in pm.build(config, 3).named_modules()}
     for name, layer in module.named_modules():
@@ -82,7 +82,7 @@ def test_layouts(ray_cluster, lora, layout, schedule):
 
 
 def wide(config: Any) -> Any:
-    """Of widths that tp 2 leaves whole groups of 32 inputs of."""
+    """Return a config with widths that tp 2 splits into whole groups of 32 inputs."""
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
     return config
 
@@ -104,7 +104,7 @@ def test_layouts_of_int4(ray_cluster, lora, layout, schedule):
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
 def test_numbers_of_int4_are_those_of_torchao(out, groups, seed):
-    """In half a byte each; products and the gradient of the input are those of the values."""
+    """Store half a byte each; products and the input gradient are those of the values."""
     torch.manual_seed(seed)
     linear = torch.nn.Linear(32 * groups, out, bias=False)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_numbers_of_int4_are_those_of_torchao(out, groups, seed):
     LoraConfig(r=4, targets=("c_fc", "c_proj"), base=base) for base in ("int8", "int4")
 ], ids=lambda lora: lora.base)  # fmt: skip
 def test_transposed_weights(ray_cluster, lora):
-    """Of GPT-2."""
+    """Use GPT-2."""
     config = pm.gpt2()
     config.n_embd = 64
     model = model_of(lora, config)
@@ -139,7 +139,7 @@ def test_transposed_weights(ray_cluster, lora):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_those_of_torchao(dtype):
-    """Codes, scales and products, bit by bit; the gradient of the input is that of the values."""
+    """Compare codes, scales and products bit by bit; the input gradient is that of the values."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(48, 20, bias=False)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_what_is_refused():
 
 
 def test_int4_is_written_out_with_and_without_adapters():
-    """As an ordinary model."""
+    """Write an ordinary model."""
     module: Any = model_of(INT4, wide(pm.llama(tied=False, layers=4))).language_model.module
     ids = torch.arange(10)[None]
     merged, plain = plain_copy(module.eval(), merged=True), plain_copy(module, merged=False)

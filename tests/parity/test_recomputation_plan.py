@@ -1,4 +1,4 @@
-"""A plan for little memory, run by real actors: within the limit, and the same losses."""
+"""Plan for little memory, run by real actors: within the limit, and the same losses."""
 
 import json
 import os
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.ray
 @pytest.mark.system
-@pytest.mark.timeout(650)  # minutes of planning and profiling; the command has a limit of its own
+@pytest.mark.timeout(650)  # minutes of planning and profiling; the command has its own limit
 def test_actors_stay_within_the_limit_with_the_same_losses():
-    """Profiled, planned and run; resident memory of the actors, losses bit for bit."""
+    """Profile, plan and run; check resident memory of the actors, and losses bit for bit."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.recomputation", "--json", "--only", "measured",
          "--steps", "1"],

@@ -1,4 +1,4 @@
-"""Blocks that make activations again: the same bits, and less memory."""
+"""Recomputed blocks: bitwise equal results, and less memory."""
 
 import parity_models as pm
 import pytest
@@ -29,7 +29,7 @@ def step() -> list[dict]:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("mask", [None, "multimodal"])
 def test_the_same_bits_and_fewer_activations(option, mask):
-    """In one process, with dropout, through torch's attention and raymm's."""
+    """Compare in one process, with dropout, with torch's attention and raymm's."""
     config = pm.gpt2()
     config.resid_pdrop = 0.3
     found = {}
@@ -64,7 +64,7 @@ def test_the_same_bits_and_fewer_activations(option, mask):
     ("option", "times"), [("keep", 1), ("matmuls", 1), ("attention", 1), ("all", 2)]
 )
 def test_attention_that_is_kept_does_not_run_again(option, times, monkeypatch):
-    """raymm's own, of which torch knows nothing but the operator."""
+    """Check raymm's attention, which is a single operator for torch."""
     from raymm.kernels.flash.cpu import attention as attention_cpu
 
     model = model_of(mask="multimodal").materialize()

@@ -1,5 +1,7 @@
-"""A refused batch leaves a model that runs as it was, in both styles: gradients that have
-accumulated, the next loss, the processes."""
+"""A rejected batch leaves a running model unchanged, in both styles.
+
+Accumulated gradients, the next loss, and the processes stay as they were.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +29,7 @@ SHARED = Mapping(2, 10, (
 
 @pytest.fixture(scope="module", params=["pipelined", "multiplexed"])
 def running(request, ray_cluster):
-    """A model, the same that runs, and its loss of the good batch."""
+    """Return a model, its running replica, and its loss for the good batch."""
     model = wb.small_model()
     if request.param == "pipelined":
         parallel = PIPELINED.apply(model)
@@ -94,7 +96,7 @@ def test_dtypes_that_torch_pickles_for_nobody_arrive(running, dtype):
     lambda: torch.autocast("cpu"),
 ], ids=["default device", "inference mode", "no grad", "autocast"])  # fmt: skip
 def test_what_holds_in_the_program_around_changes_nothing(running, around):
-    """Nor do inputs of dtypes that are tried there for the first time."""
+    """Check also inputs of dtypes that are first tried in such a context."""
     _, parallel, loss = running
     batch, other = wb.good_batch(), wb.good_batch()
     other["vision"]["pixel_values"] = other["vision"]["pixel_values"].half()
@@ -107,7 +109,7 @@ def test_what_holds_in_the_program_around_changes_nothing(running, around):
 
 
 def test_steps_of_several_threads_do_not_mix(running):
-    """All ranks take them in the same order, whichever that is."""
+    """Check that all ranks run them in the same order."""
     _, parallel, _ = running
     batches = [wb.good_batch(seed) for seed in range(3, 7)]
     alone = [parallel.evaluate(batch).loss for batch in batches]

@@ -1,5 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the longest text: in every layout those of a fresh
-model that is given the whole microbatch, whatever was computed before."""
+"""Rotary embeddings whose frequencies depend on the longest text.
+
+In every layout they equal those of a new model that gets the whole microbatch, whatever was
+computed before.
+"""
 
 import copy
 
@@ -22,8 +25,8 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
-TRAINED = 24  # positions that the model was trained with
-# Longer than that and shorter, the longest row in any place; the last has one row of each kind.
+TRAINED = 24  # trained positions of the model
+# Longer and shorter rows than that, with the longest at any position; the last has one of each.
 STEP = [
     pm.batch([40, 9], 4), pm.batch([12, 20], 5), pm.batch([8, 60, 30], 6), pm.batch([30, 5], 7),
 ]
@@ -54,7 +57,7 @@ def config(kind: str, **changes) -> hf.LlamaConfig:
 
 
 def oracle(model: torch.nn.Module, step: list[dict]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The step's loss and gradients by transformers, in one process, fresh for each microbatch."""
+    """Return the step's loss and gradients by transformers, with a new model per microbatch."""
     total, gradients = 0.0, {}
     for one in step:
         fresh = type(model)(copy.deepcopy(model.config))
@@ -71,7 +74,7 @@ def oracle(model: torch.nn.Module, step: list[dict]) -> tuple[float, dict[str, t
 
 
 def check(kind: str, layout: ParallelSpec, packing: bool = False, recompute: bool = False, **more):
-    """Compare a step, the same after other texts, and the other way round."""
+    """Compare a step, the same step after other texts, and the other way round."""
     llm = pm.build(config(kind, **more), 3)
     model = MultimodalModule({}, ModalityModule(llm), packing=packing)
     spec = MultimodalParallelSpec({}, layout, len(STEP), recompute=recompute)
@@ -99,7 +102,7 @@ def test_layouts(ray_cluster, kind, layout, packing, recompute):
     check(kind, layout, packing, recompute)
 
 
-ROTARY = {  # a plain one; one per type of layer; positions in three dimensions; complex numbers
+ROTARY = {  # plain; one per type of layer; positions in three dimensions; complex numbers
     "llama": (hf.LlamaConfig, LlamaRotaryEmbedding, None),
     "gemma3": (hf.Gemma3TextConfig, Gemma3RotaryEmbedding, "full_attention"),
     "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding, None),
@@ -110,7 +113,7 @@ ROTARY = {  # a plain one; one per type of layer; positions in three dimensions;
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("name", ROTARY)
 def test_a_part_of_a_text_has_the_frequencies_of_all(name, kind):
-    """After longer and shorter texts, too; and afterwards the module is as it was."""
+    """Check after longer and shorter texts, too, and that the module is restored."""
     config_class, rotary_class, layer_type = ROTARY[name]
     parameters = {"rope_type": kind, "rope_theta": 100.0, **PARAMETERS[kind]}
     if name == "qwen2_vl":

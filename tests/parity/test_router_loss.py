@@ -1,5 +1,8 @@
-"""Mixtures of experts with a loss for their routers on Ray actors: loss, every gradient and
-AdamW's steps are those of transformers' own forward of the whole step's batch in one process."""
+"""Mixtures of experts with a router loss on Ray actors equal one process.
+
+Loss, every gradient and AdamW steps are those of transformers' own forward of the whole step's
+batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ STEPS = 3
 
 
 def check_loads(output, oracle: OneProcess, batch) -> None:
-    """How many tokens each expert got, of the routers' logits of one process."""
+    """Check the number of tokens per expert against the routers' logits of one process."""
     logits = oracle.output.router_logits
     real = one_batch(batch)["attention_mask"].flatten().bool()
     loads = [output.expert_loads[name] for name in sorted(output.expert_loads)]
@@ -56,7 +59,8 @@ def check(config, spec: ParallelSpec, microbatches: int = 4, *, plan=None, **mod
             parallel.optimizer.step()
             oracle.optimizer.step()
         after = parallel.parameters()
-        assert parallel.evaluate(batch).loss < parallel.execute(batch).loss  # by the routers' loss
+        # the router loss makes the difference
+        assert parallel.evaluate(batch).loss < parallel.execute(batch).loss
     for name, due in oracle.trained.items():
         moved = (due.detach() - before[name]).norm()
         difference = (after[f"language_model.module.{name}"] - due.detach()).norm()
@@ -71,7 +75,7 @@ def check(config, spec: ParallelSpec, microbatches: int = 4, *, plan=None, **mod
         (qwen3_moe(), ParallelSpec(pp=2, cp=2), {}),
         (mixtral(), ParallelSpec(dp=2, sharding="fsdp"), {}),
         (qwen3_moe(), ParallelSpec(pp=2, tp=2), {"packing": True}),
-        # The last stage has no experts, and adds no part.
+        # The last stage has no experts, and contributes nothing.
         (
             qwen3_moe(mlp_only_layers=[2, 3]), ParallelSpec(pp=2),
             {"plan": {"schedule": "zero_bubble"}},

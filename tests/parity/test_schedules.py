@@ -22,7 +22,7 @@ from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 
-# What is frozen: of vision, its 2 blocks; its projector; all 4 blocks of the language model.
+# Frozen modules: vision with its 2 blocks; its projector; all 4 blocks of the language model.
 TRAINING = {
     "projectors_only": {"encoders": True, "projectors": False, "llm": True},
     "encoders_frozen": {"encoders": True, "projectors": False, "llm": False},
@@ -51,13 +51,14 @@ def vision_and_llm(**frozen: bool) -> MultimodalModule:
 
 
 def planned(plan: Plan, schedule: str, *recompute: str) -> Plan:
-    """The plan with another schedule; stages of the modules ``recompute`` keep only inputs."""
+    """Return the plan with another schedule; stages of the modules ``recompute`` keep only inputs.
+    """
     stages = tuple(replace(stage, recompute=stage.module in recompute) for stage in plan.stages)
     return replace(plan, stages=stages, schedule=schedule)
 
 
 def ops(output: StepOutput) -> dict[StageId, set[str]]:
-    """Per stage, the compute ops that ran."""
+    """Return the compute ops that ran, per stage."""
     seen: dict[StageId, set[str]] = {}
     for span in output.timeline.compute():
         seen.setdefault(span.stage, set()).add(span.op)
@@ -67,8 +68,10 @@ def ops(output: StepOutput) -> dict[StageId, set[str]]:
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("training", TRAINING)
 def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
-    """Two ranks; rank i holds vision.i and the language model's stages i and i + 2, whose first
-    and last one, on different ranks, share the tied embedding."""
+    """Use two ranks; rank i holds vision.i and the language model's stages i and i + 2.
+
+    The first and the last one, on different ranks, share the tied embedding.
+    """
     model = vision_and_llm(**TRAINING[training])
     oracle = oracle_of(model)
     spec = MultimodalParallelSpec(
@@ -101,8 +104,10 @@ def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
 
 
 def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
-    """Copies take turns; each has a part of the gradient, or none at all. SigLIP's pooling head
-    never has one: it must not move, not even by weight decay."""
+    """Alternate two replicas; each has a part of the gradient, or none at all.
+
+    SigLIP's pooling head never has one: it must not move, not even by weight decay.
+    """
     model = vision_and_llm()
     oracle = oracle_of(model)
     plan = MultimodalParallelSpec(
@@ -124,7 +129,7 @@ def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
         }
         parallel.reschedule(planned(plan, "zero_bubble", "vision"))
         check_gradients(parallel, oracle, STEP)
-        # Only the first copy sees an image in the second update, none does in the third.
+        # Only the first replica sees an image in the second update, none does in the third.
         check_training(parallel, oracle, [[STEP], [STEP[2:3]], [TEXT], [STEP[:4], STEP[2:]]])
         held = parallel.group.call("parameters", True)
         for name, tensor in held[0].items():
@@ -139,7 +144,7 @@ def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
         manifest = restore(parallel, folder)
         names = [name for name in manifest.index if name.startswith("vision/")]
         assert set(names) == {f"vision/{name}" for name in model.encoders["vision"].state_dict()}
-        # Each tensor is in one file only: the second copy writes nothing.
+        # Each tensor is in one file only: the second replica writes nothing.
         assert [manifest.index[n] for n in names if ".layers.0." in n][0] == (
             "model-rank0.safetensors"
         )
@@ -149,7 +154,7 @@ def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
 
 
 def test_dropout_is_the_same_when_recomputed(ray_cluster):
-    """Bit for bit, in both modules, under every schedule."""
+    """Compare bit for bit, in both modules, under every schedule."""
     gpt2 = pm.gpt2()
     gpt2.resid_pdrop = gpt2.embd_pdrop = gpt2.attn_pdrop = 0.3
     whisper = pm.whisper()
@@ -165,7 +170,7 @@ def test_dropout_is_the_same_when_recomputed(ray_cluster):
     with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
         expected = parallel.execute(step).loss
         due = parallel.gradients()
-        assert abs(parallel.evaluate(step).loss - expected) > 1e-4  # there is dropout
+        assert abs(parallel.evaluate(step).loss - expected) > 1e-4  # dropout is active
         for schedule in ("1f1b", "gpipe", "zero_bubble"):
             parallel.reschedule(planned(plan, schedule, "audio", LANGUAGE_MODEL))
             parallel.optimizer.zero_grad()
@@ -175,9 +180,9 @@ def test_dropout_is_the_same_when_recomputed(ray_cluster):
             mine = parallel.gradients()
             for name, gradient in due.items():
                 assert (gradient is None) == (mine[name] is None)
-                if gradient is not None:  # schedules add microbatches up in the same order
+                if gradient is not None:  # schedules sum microbatches in the same order
                     assert torch.equal(mine[name], gradient), name
-        # What is accumulated next draws numbers of its own: those of the whole model, again.
+        # The next accumulated step uses other random numbers, the same as the whole model.
         second = parallel.execute(step).loss
         tokens = sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
         for batch, loss in enumerate((expected, second)):
@@ -190,7 +195,7 @@ def test_dropout_is_the_same_when_recomputed(ray_cluster):
 
 
 def test_colocated_encoders(ray_cluster):
-    """Two encoders side by side on the same two ranks, the language model on another."""
+    """Put two encoders on the same two ranks, the language model on another."""
     model = MultimodalModule(
         {
             "vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp"),

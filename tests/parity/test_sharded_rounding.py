@@ -1,4 +1,4 @@
-"""Moments of a byte, and weights that are rounded at random, are those of one process."""
+"""8-bit moments, and stochastically rounded weights, equal those of one process."""
 
 import parity_models as pm
 import pytest
@@ -16,8 +16,11 @@ STEPS = 3
 
 
 def model() -> MultimodalModule:
-    """Embeddings have 97 * 64 elements, which whole blocks and halves of them do not fill; and
-    feed-forwards 64 * 96, whose halves have fewer than are quantised and end within blocks."""
+    """Return a model whose parameters do not fill quantisation blocks.
+
+    Embeddings have 97 * 64 elements; halves of the feed-forwards of 64 * 96 have fewer than are
+    quantised and end within blocks.
+    """
     config = pm.llama(tied=False, layers=2)
     config.hidden_size, config.intermediate_size, config.vocab_size = 64, 96, 96
     return MultimodalModule({}, ModalityModule(pm.build(config, 3)))
@@ -28,7 +31,7 @@ def step() -> list[dict]:
 
 
 def run(spec, config, store=None, begin=False, precision="fp32", steps=STEPS):
-    """Parameters before and after steps, of which some may be those after a checkpoint."""
+    """Return parameters before and after steps, some of them optionally after a checkpoint."""
     layout = MultimodalParallelSpec({}, spec, 2)
     with layout.apply(model(), optimizer=config, seed=7, precision=precision) as parallel:
         if begin:
@@ -42,7 +45,7 @@ def run(spec, config, store=None, begin=False, precision="fp32", steps=STEPS):
 
 
 def distances(mine, due, before):
-    """Of each parameter, relative to how far it moved."""
+    """Return the error of each parameter, relative to its change."""
     return {n: float((mine[n] - p).norm() / (p - before[n]).norm()) for n, p in due.items()}
 
 
@@ -63,7 +66,7 @@ def test_moments_of_a_byte(ray_cluster, spec, tmp_path):
 
 
 def test_rounding_at_random(ray_cluster):
-    """One step, as sums of products in bf16 differ slightly, and later steps begin with that."""
+    """Use one step: products in bf16 differ slightly, and later steps would start from that."""
     config = OptimizerConfig(lr=1e-3, eps=1e-5, parameters="bf16_stochastic")
     _, due = run(ParallelSpec(), config, precision="bf16", steps=1)
     _, mine = run(ParallelSpec(tp=2), config, precision="bf16", steps=1)

@@ -1,4 +1,4 @@
-"""Where weights come from: configs, factories, checkpoint folders; precision; schedules."""
+"""Sources of weights: configs, factories, checkpoint folders; precision; schedules."""
 
 import parity_models as pm
 import pytest
@@ -16,7 +16,7 @@ CUT = ParallelSpec(pp=2, ranks=(0, 1))
 
 
 def assert_same_bits(parallel, model):
-    """Every parameter on the ranks is the one of the whole model in this process."""
+    """Check that every parameter on the ranks equals that of the whole model in this process."""
     mine = parallel.parameters(trainable_only=False)
     due = dict(model.materialize().named_parameters())
     assert mine.keys() == due.keys()
@@ -37,13 +37,13 @@ def test_configs_and_factories_start_from_the_same_bits_in_any_layout(ray_cluste
     step = [pm.batch([7, 5], 3, vision=[0, 1, 1], audio=[1]), pm.batch([6], 4)]
     spec = MultimodalParallelSpec({"vision": CUT, "audio": CUT}, CUT, 2)
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
-        assert model.language_model.module is None  # starting needed no weights here
+        assert model.language_model.module is None  # the start needed no weights here
         assert_same_bits(parallel, model)
         check_gradients(parallel, oracle_of(model), step)
 
 
 def test_checkpoint_folders_are_read_by_the_ranks_only(ray_cluster, tmp_path):
-    """The driver's model holds no weights; frozen and trainable parts; a factory's weights."""
+    """Keep no weights on the driver; frozen and trainable modules; a factory's weights."""
     vision, llm = pm.build(pm.siglip(), 1), pm.build(pm.gpt2(), 2)
     cnn = pm.make_cnn()
     vision.save_pretrained(tmp_path / "vision")
@@ -77,7 +77,7 @@ def test_checkpoint_folders_are_read_by_the_ranks_only(ray_cluster, tmp_path):
 
 
 def test_bf16_is_close_and_schedules_set_the_rate(ray_cluster):
-    """bf16 autocast with fp32 parameters; a cosine schedule with warm-up, rate by rate."""
+    """Use bf16 autocast with fp32 parameters; a cosine schedule with warm-up, rate by rate."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
         ModalityModule(pm.build(pm.llama(), 2)),

@@ -20,8 +20,10 @@ from raymm.scheduler.plan.stage import StageId
 
 
 def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
-    """SigLIP and tied Llama on four ranks: one batch cut into microbatches, accumulation over
-    two executes, and training."""
+    """Run SigLIP and tied Llama on four ranks.
+
+    One batch is cut into microbatches; gradients accumulate over two executes; and training.
+    """
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
         ModalityModule(pm.build(pm.llama(tied=True), 2)),
@@ -44,8 +46,10 @@ def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
 
 
 def test_vision_audio_and_llm_in_1_2_3_stages(ray_cluster):
-    """SigLIP, Whisper and Qwen3 on six ranks, placeholders, modalities missing here and there,
-    and microbatches of different lengths."""
+    """Run SigLIP, Whisper and Qwen3 on six ranks.
+
+    Placeholders, modalities that are partly missing, and microbatches of different lengths.
+    """
     tokens = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
     model = MultimodalModule(
         {
@@ -65,7 +69,7 @@ def test_vision_audio_and_llm_in_1_2_3_stages(ray_cluster):
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         assert parallel.plan.num_ranks == 6
         check_gradients(parallel, oracle, [both, only_images, only_text, only_sounds])
-        check_gradients(parallel, oracle, [only_text, only_images])  # no sound in the whole step
+        check_gradients(parallel, oracle, [only_text, only_images])  # no audio in the whole step
         check_gradients(parallel, oracle, [only_text])  # no encoder at all
         check_training(
             parallel, oracle,
@@ -78,7 +82,7 @@ def two_ranks(vision: ParallelSpec, llm: ParallelSpec) -> MultimodalParallelSpec
 
 
 def check_pair(model, spec, ray_cluster):
-    """Gradients and training of a vision and language model, mixed and text-only."""
+    """Check gradients and training of a vision and language model, mixed and text-only."""
     oracle = oracle_of(model)
     mixed = pm.batch([7, 5], 3, vision=[0, 0])
     text = pm.batch([4, 12, 6], 4)
@@ -90,7 +94,7 @@ def check_pair(model, spec, ray_cluster):
 
 
 def test_clip_and_gemma3_with_a_projector_on_a_rank_of_its_own(ray_cluster):
-    """Tied embeddings, sliding-window layers on both sides of the cut."""
+    """Tie embeddings; sliding-window layers on both sides of the cut."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.clip(), 1), "mlp")},
         ModalityModule(pm.build(pm.gemma3(), 2)),
@@ -103,7 +107,7 @@ def test_clip_and_gemma3_with_a_projector_on_a_rank_of_its_own(ray_cluster):
 
 
 def test_dinov2_and_gpt2_with_stages_sharing_ranks(ray_cluster):
-    """Tied embeddings; a rank that holds an early and a late stage."""
+    """Tie embeddings; a rank holds an early and a late stage."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.dinov2(), 1), "mlp")},
         ModalityModule(pm.build(pm.gpt2(), 2)),
@@ -113,7 +117,7 @@ def test_dinov2_and_gpt2_with_stages_sharing_ranks(ray_cluster):
 
 
 def test_cut_cnn_and_opt(ray_cluster):
-    """A plain encoder cut in two; embeddings narrower than the hidden state."""
+    """Cut a plain encoder in two; embeddings are narrower than the hidden state."""
     cnn = ModalityModule(
         pm.make_cnn(), "linear", hidden_size=12, example_inputs=pm.images(1)
     )
@@ -123,7 +127,7 @@ def test_cut_cnn_and_opt(ray_cluster):
 
 
 class TextThenModalities:
-    """A user's merge policy: all of a sample's features after its first token."""
+    """User-defined merge policy: all of a sample's features after its first token."""
 
     def __call__(self, encoder_outputs, inputs):
         if not encoder_outputs:
@@ -146,7 +150,7 @@ class TextThenModalities:
 
 
 def after_first_token(features, ids, embeds, labels):
-    """The oracle's version of :class:`TextThenModalities`."""
+    """Merge like :class:`TextThenModalities`, for the oracle."""
     items = [item for several in features.values() for item in several]
     extra = labels.new_full((sum(len(item) for item in items),), -100)
     return (

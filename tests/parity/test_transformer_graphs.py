@@ -1,5 +1,8 @@
-"""Encoders that feed encoders that feed a language model, and a language model with a flow-matching
-head, on Ray actors in pipelines and in slots: the numbers of one process."""
+"""Graphs of transformers on Ray actors, in pipelines and in slots, equal one process.
+
+Encoders that feed encoders that feed a language model, and a language model with a flow-matching
+head.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def test_a_sam_a_clip_and_a_language_model_in_slots():
     ({"pp": 2, "dp": 2, "sharding": "fsdp"}, {"pp": 3}, "1f1b"),
 ])  # fmt: skip
 def test_a_flow_matching_head_in_stages(llm, flow, schedule):
-    """Its noise is each sample's own; times go on to later stages."""
+    """Draw noise per sample; times are passed to later stages."""
     dag = flowing()
     specs = {"llm": ParallelSpec(**llm), "flow": ParallelSpec(**flow)}
     plan = dag_plan(dag, specs, 2, schedule, recompute=schedule == "1f1b")
@@ -47,14 +50,14 @@ def test_a_flow_matching_head_in_stages(llm, flow, schedule):
 
 
 def test_a_flow_matching_head_in_slots():
-    """On quotas beside each other, in two microbatches; and with fewer samples than processes."""
+    """Colocate on quotas, in two microbatches; and with fewer samples than processes."""
     dag = flowing()
     plan = mapped(dag, 2, {"llm": ((0, 1), 10)}, {"flow": ((0, 1), 10)}, microbatches=2)
     check(dag, plan, steps_of(flow_batch, 2, (3, 1)))
 
 
 def test_noise_is_that_of_the_step_whatever_its_microbatches():
-    """Of two microbatches, of replicas that share them, of several batches, and of evaluation."""
+    """Compare two microbatches, replicas that share them, several batches, and evaluation."""
     dag = flowing()
     parts = [flow_batch(size, size) for size in (2, 3)]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,4 +1,7 @@
-"""What is handed on and not used has no gradient, as in one process, and so no weight decay."""
+"""Outputs that are sent but not used have no gradient, as in one process.
+
+So they have no weight decay either.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ POOL = {f"{tower}.pool.{kind}" for tower in ("tower", "other") for kind in ("wei
 
 
 def pooled_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Whose pooled states nobody uses but in the second microbatch of the second step."""
+    """Return a batch whose pooled states are used only in the second microbatch of step two."""
     torch.manual_seed(9000 + seed)
     return {"x": torch.randn(size, 3), "used": torch.full((size,), float(seed == 11))}
 
@@ -36,7 +39,7 @@ def never(size: int, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("batch", [never, pooled_batch])
 @pytest.mark.parametrize("specs", [
-    {},  # a rank each
+    {},  # one rank each
     {"tower": {"ranks": (0,)}, "error": {"ranks": (0,)}},
     {"tower": {"dp": 2}},
     {"error": {"dp": 2}},
@@ -50,7 +53,7 @@ def test_outputs_that_nobody_uses(specs, batch):
 
 @pytest.mark.parametrize("batch", [never, pooled_batch])
 def test_outputs_that_nobody_uses_by_samples(batch):
-    """In slots, and in zero bubble with replicas that share samples."""
+    """Use slots, and zero bubble with replicas that share samples."""
     unmoved = {name for name in POOL if batch is never or name.startswith("other")}
     dag = pooled_dag()
     plan = mapped(dag, 2, {"tower": ((0, 1), 5), "other": ((1,), 5)}, microbatches=2)
@@ -62,13 +65,12 @@ def test_outputs_that_nobody_uses_by_samples(batch):
 
 
 class PooledReader(hf.ModernBertModel):
-    """A transformer over states, to which it adds what was pooled only where a sample has it used.
-    """
+    """Transformer over states; uses the pooled input only in samples that request it."""
 
     def __init__(self, config: hf.ModernBertConfig) -> None:
         super().__init__(config)
         self.widen = nn.Linear(2, WIDTH)
-        self.get_input_embeddings().requires_grad_(False)  # nothing is looked up in it
+        self.get_input_embeddings().requires_grad_(False)  # its embedding is not used
 
     def forward(
         self, states: torch.Tensor, pooled: torch.Tensor, used: torch.Tensor
@@ -79,7 +81,7 @@ class PooledReader(hf.ModernBertModel):
             states = states + (used[:, None] * self.widen(pooled))[:, None]
         output = super().forward(inputs_embeds=states).last_hidden_state
         assert output is not None
-        # Of states with a norm the mean square has hardly a gradient.
+        # The mean square of normalized states has hardly any gradient.
         return output.mean(1) * torch.arange(1.0, 1.0 + WIDTH, device=states.device)
 
 
@@ -102,7 +104,7 @@ def read_pools() -> ModuleDag:
 
 
 def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Of which only one process has the sample whose pooled state is used."""
+    """Return a batch in which only one process has the sample that uses its pooled state."""
     batch = pooled_batch(size, seed)
     batch["used"][:-1] = 0
     return batch
@@ -114,7 +116,7 @@ def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
 ], ids=["cp", "fsdp", "tp", "stages"])  # fmt: skip
 @pytest.mark.parametrize("batch", [never, last_sample])
 def test_outputs_that_no_process_uses(spec, batch):
-    """Processes that share a microbatch agree on what any of them has used."""
+    """Check that processes that share a microbatch agree on the used outputs."""
     dag = read_pools()
     plan = dag_plan(dag, {"reader": ParallelSpec(**spec)}, 2)
     parameters = {f"reader.widen.{kind}" for kind in ("weight", "bias")}
@@ -123,13 +125,15 @@ def test_outputs_that_no_process_uses(spec, batch):
 
 
 class Deep(hf.ModernBertModel):
-    """Two layers over states made of x (b, 3); their means (b, WIDTH) are a tensor without a name,
-    alone or as the first of two."""
+    """Two layers over states made of x (b, 3).
+
+    The means (b, WIDTH) are an unnamed tensor, alone or as the first of two.
+    """
 
     def __init__(self, config: hf.ModernBertConfig) -> None:
         super().__init__(config)
         self.widen = nn.Linear(3, WIDTH)
-        self.get_input_embeddings().requires_grad_(False)  # nothing is looked up in it
+        self.get_input_embeddings().requires_grad_(False)  # its embedding is not used
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         place = torch.arange(1.0, 6.0, device=x.device)
@@ -140,7 +144,7 @@ class Deep(hf.ModernBertModel):
 
 
 class DeepError(nn.Module):
-    """Looks at what the deep tower returns only where a sample has it used."""
+    """Error that reads the deep tower's output only in samples that use it."""
 
     def forward(
         self, x: torch.Tensor, deep: torch.Tensor | tuple[torch.Tensor, ...], used: torch.Tensor
@@ -169,7 +173,7 @@ def deep_dag(several: bool) -> ModuleDag:
 @pytest.mark.parametrize("several", [False, True], ids=["tensor", "tuple"])
 @pytest.mark.parametrize("batch", [never, pooled_batch])
 def test_a_module_in_stages_that_nobody_uses(batch, several, schedule):
-    """Nor has its first stage a gradient, which hears of it from the second alone."""
+    """Check that its first stage has no gradient either, as the second one reports."""
     dag = deep_dag(several)
     dag.materialize()
     unmoved = {name for name, p in dag.named_parameters() if "deep" in name and p.requires_grad}
@@ -178,12 +182,12 @@ def test_a_module_in_stages_that_nobody_uses(batch, several, schedule):
 
 
 def text_alone(features: dict, inputs: dict) -> dict:
-    """A merge policy that leaves images alone."""
+    """Return the text alone, as a merge policy that ignores images."""
     return {name: inputs[name] for name in ("inputs_embeds", "attention_mask", "labels")}
 
 
 def test_an_encoder_that_a_merge_policy_leaves_alone():
-    """Its parameters, in two stages and a projector's, stay as they were, to the last bit."""
+    """Check that its parameters, in two stages and a projector, stay bitwise unchanged."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
         ModalityModule(pm.build(pm.llama(), 2)), text_alone,

@@ -1,5 +1,4 @@
-"""Greedy tokens of whole models in pipelines and tensor parallel are those of transformers'
-generate on the same model in one process."""
+"""Greedy tokens of VLMs in pipelines and tensor parallelism equal transformers' generate."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 TOKENS = 7
-# Positions in three dimensions; features into layers of both stages; images that are seen in both
-# directions and windows; sound.
+# Positions in three dimensions; features into layers of both stages; bidirectional images and
+# windows; audio.
 QWEN2_5, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 GEMMA3, AUDIO = "Gemma3ForConditionalGeneration", "GlmAsrForConditionalGeneration"
 
 
 def rows_of(model, batch, items_in_last):
-    """Rows by themselves, without padding.
+    """Return separate rows without padding.
 
     Args:
-        items_in_last: whether the last row has all items; else every row has one.
+        items_in_last: True if the last row has all items; False if every row has one.
     """
     towers = {tower.name: tuple(entry for _, entry in tower.arguments) for tower in model.towers}
     rows = len(batch["input_ids"])
@@ -41,8 +40,10 @@ def rows_of(model, batch, items_in_last):
 
 
 def prompts_of(name, folder):
-    """A model with weights so large that what it writes depends on all before, and prompts: with
-    an item each, of text alone, with two items."""
+    """Return a model with large weights, and prompts with one item, text alone, and two items.
+
+    The weights are so large that every token depends on all previous ones.
+    """
     model_class = getattr(transformers, name)
     config, batches = runnable(Family(KIND, model_class, model_class.config_class))
     config.architectures = [name]

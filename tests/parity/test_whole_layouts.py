@@ -1,4 +1,4 @@
-"""Modules of whole models that processes share, beside the models' own forward in one process."""
+"""Sharded modules of VLMs equal the models' own forward in one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def ranks():
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        (QWEN2_5, "fsdp 2, pp 2"),  # images of any grid, of which processes have some
+        (QWEN2_5, "fsdp 2, pp 2"),  # images of any grid, sharded over processes
         (QWEN3, "cp 2, pp 2, tower fsdp 2"),  # features into layers of both stages
         (QWEN3, "tp 2, lora"),
         (EXPERTS, "tp 2"),
-        (GEMMA3, "packing, cp 2"),  # images are seen in both directions, windows
+        (GEMMA3, "packing, cp 2"),  # bidirectional images, windows
         (GEMMA3, "fsdp 2, tower frozen"),
-        (PALIGEMMA, "packing, cp 2"),  # makes the masks of its text model itself
+        (PALIGEMMA, "packing, cp 2"),  # builds the masks of its text model itself
         (AUDIO, "packing, fsdp 2, pp 2"),
     ],
 )
@@ -39,10 +39,10 @@ def test_a_shared_model_is_exact(ranks, name, layout):
     assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
 
 
-@pytest.mark.parametrize("name", [QWEN2_5, AUDIO])  # of positions in three dimensions, and in one
+@pytest.mark.parametrize("name", [QWEN2_5, AUDIO])  # positions in three dimensions, and in one
 @pytest.mark.parametrize("layout", ["cp 2", "packing, fsdp 2, pp 2"])
 def test_frequencies_follow_the_longest_text_of_all(ranks, name, layout):
-    """Some processes have no token beyond the positions that the model was trained with."""
+    """Give some processes no token beyond the trained positions."""
     every = ranks.run(outcome, name=name, layout=replace(LAYOUTS[layout], longrope=20))
     assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
 

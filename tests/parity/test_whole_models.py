@@ -1,4 +1,4 @@
-"""Whole models in towers and a language model of two stages each, against their own forward."""
+"""VLMs with two stages per tower and language model equal their own forward."""
 
 import copy
 import re
@@ -30,17 +30,17 @@ def one_thread():
 @pytest.mark.parametrize(
     "name",
     [
-        "LlavaForConditionalGeneration",  # features of the last block but one
+        "LlavaForConditionalGeneration",  # features of the second to last block
         "Qwen2_5_VLForConditionalGeneration",  # patches of any grid, positions in three dimensions
         "Qwen3VLForConditionalGeneration",  # features of several blocks into several layers
-        "Idefics3ForConditionalGeneration",  # images per row, whose values say which are padding
+        "Idefics3ForConditionalGeneration",  # images per row, with padding marked by their values
         "GlmAsrForConditionalGeneration",  # audio
-        "FunAsrNanoForConditionalGeneration",  # a block that is wider than the one before
-        "GraniteSpeechForConditionalGeneration",  # changes what a block returned in place
+        "FunAsrNanoForConditionalGeneration",  # a block that is wider than the previous one
+        "GraniteSpeechForConditionalGeneration",  # changes a block's output in place
         "MllamaForConditionalGeneration",  # cross attention
-        "Qwen2AudioForConditionalGeneration",  # masks that its forward makes of lengths
-        "VoxtralRealtimeForConditionalGeneration",  # features that are no field of its output
-        "Qwen2_5OmniThinkerForConditionalGeneration",  # images and sound
+        "Qwen2AudioForConditionalGeneration",  # masks that its forward derives from lengths
+        "VoxtralRealtimeForConditionalGeneration",  # features that are not a field of its output
+        "Qwen2_5OmniThinkerForConditionalGeneration",  # images and audio
         "Mistral4ForCausalLM",  # no tower
     ],
 )
@@ -103,7 +103,7 @@ def test_a_tower_whose_blocks_return_other_shapes_is_taken(name, vision, image, 
     stage = TowerStage.build(spec, 0, spec.num_blocks)
     message = stage.run(split.tower("vision").inputs(batch), {}, MicrobatchContext(1))
     due = whole.model.get_image_features(batch["pixel_values"]).pooler_output
-    parts = [due] if isinstance(due, torch.Tensor) else due  # of each image
+    parts = [due] if isinstance(due, torch.Tensor) else due  # one per image
     assert len(parts) == 1
     assert any(torch.equal(tensor, parts[0]) for tensor in message.tensors)
 

@@ -1,5 +1,7 @@
-"""Whole models on Ray actors: loss, gradients and updates are those of their own forward in one
-process."""
+"""VLMs on Ray actors equal their own forward in one process.
+
+Compares loss, gradients and updates.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
 from tests.actors.multiplex_models import gradient_problems
 from tests.trainer_groups import trainer_groups
 
-# eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
-# norm makes clipping bite.
+# eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
+# clipping take effect.
 MAX_NORM = 0.02
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=MAX_NORM)
-PARAMETER_TOLERANCE = 1e-3  # of how far a parameter has moved
-ROUNDING = 1e-8  # of what a softmax takes away again
+PARAMETER_TOLERANCE = 1e-3  # relative to the change of a parameter
+ROUNDING = 1e-8  # for gradients that a softmax cancels
 STEPS = 3
 TWO = ParallelSpec(pp=2)
 
@@ -126,10 +128,11 @@ def test_a_model_is_tried_on_copies_with_fewer_layers_and_a_small_vocabulary(mon
     for batch in microbatches:
         ids = batch["input_ids"] * 10
         batch["input_ids"] = torch.where(batch["input_ids"] == token, 4000, ids)
-    monkeypatch.setattr(small_model, "_MOST_PARAMETERS", 0)  # it is itself too large to be tried
+    # the model itself is too large for a trial
+    monkeypatch.setattr(small_model, "_MOST_PARAMETERS", 0)
     model = from_pretrained(config, microbatches[0])
     cut = cut_tower(model.tower_spec("vision"), model.towers[0].inputs(microbatches[0]))
-    assert cut.cut.relayed == (1, 4, 5)  # as the model numbers them, not the copy
+    assert cut.cut.relayed == (1, 4, 5)  # numbered as in the model, not in the small replica
     check(model, whole_plan(model, {"vision": TWO, "llm": TWO}, 3), microbatches)
 
 

@@ -1,5 +1,4 @@
-"""A small model with two encoders, a good batch of it, batches that are none, and changes of
-batches, drawn."""
+"""A small model with two encoders, a good batch, invalid batches, and random changes."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 
 IMAGE_TOKENS, SOUND_TOKENS = 4, pm.AUDIO_FRAMES // 2
-POSITIONS = 64  # that the language model has
+POSITIONS = 64  # of the language model
 
 
 def reading_scale(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A callback with an argument of its own, which not every batch has."""
+    """Scale by an additional argument of the callback, which not every batch has."""
     scale = inputs.pop("scale", None)
     if scale is not None:
         inputs["pixel_values"] = inputs["pixel_values"] * scale.view(-1, 1, 1, 1)
@@ -44,14 +43,14 @@ def replacing() -> ReplaceTokens:
 
 
 def good_batch(seed: int = 3) -> dict[str, Any]:
-    """Four rows: an image; two; none; one and a sound."""
+    """Return four rows: with an image; with two; with none; with one and audio."""
     image, sound = (pm.IMAGE_TOKEN, IMAGE_TOKENS), (pm.AUDIO_TOKEN, SOUND_TOKENS)
     runs = [[image], [image, image], [], [image, sound]]
     return pm.batch([7, 5, 9, 6], seed, runs, vision=[0, 1, 1, 3], audio=[3])
 
 
 def _with(**changes: Any) -> dict[str, Any]:
-    """The good batch with some keys changed, by a function of the value or to a value."""
+    """Return the good batch with some keys changed, by a function of the value or to a value."""
     batch = good_batch()
     for name, change in changes.items():
         batch[name] = change(batch.get(name)) if callable(change) else change
@@ -86,7 +85,7 @@ def _longest_row(tokens: int) -> dict[str, Any]:
 
 ROWS, T = good_batch()["input_ids"].shape
 
-# Per case: the batch, and what the error must say.
+# Per case: the batch, and required parts of the error.
 WRONG: dict[str, tuple[Any, list[str]]] = {
     "int32 labels": (
         _with(labels=lambda v: v.int()), ["labels", "int32", f"({ROWS}, {T})", "int64"]
@@ -236,7 +235,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     ),
 }
 
-# Where placeholders say where items go.
+# Cases with placeholders for items.
 WRONG_PLACES: dict[str, tuple[Any, list[str]]] = {
     "a placeholder too few": (
         _with(input_ids=_put(0, 1, 5)), ["3 placeholder tokens", "'vision'", "4 features"]
@@ -255,7 +254,7 @@ WRONG_PLACES: dict[str, tuple[Any, list[str]]] = {
 
 
 def equal_numbers() -> dict[str, dict[str, Any]]:
-    """Batches that say the same as the good one."""
+    """Return batches with the same meaning as the good one."""
     good = good_batch()
     mask = good["attention_mask"]
     order = torch.argsort(mask, dim=1, stable=True)
@@ -313,7 +312,9 @@ def _put_at(value: torch.Tensor, place: int, number: int) -> torch.Tensor:
 
 
 def changes() -> st.SearchStrategy:
-    """One change of a batch: (tensor, function of it), or (key, value) to put into the batch."""
+    """Return one change of a batch: (tensor, function of it), or (key, value) to put into the
+    batch.
+    """
     numbers = st.integers(-3, 9)
     functions = st.one_of(
         st.builds(lambda value: lambda _: value, _VALUES),
@@ -330,7 +331,7 @@ def changes() -> st.SearchStrategy:
 
 
 def changed(batch: dict[str, Any], change: tuple[str, Any]) -> dict[str, Any]:
-    """A batch with a change, as far as it makes sense."""
+    """Apply a change to a batch as far as possible."""
     name, how = change
     if not callable(how):
         return {**batch, name: how}
