@@ -30,7 +30,7 @@ def assert_refused(batch, expected: list[str], merge: str) -> None:
 
 
 @pytest.mark.parametrize("name", wb.WRONG)
-def test_wrong_batches_are_refused_by_key_value_and_what_is_accepted(name):
+def test_wrong_batches_are_rejected_by_key_and_value(name):
     assert_refused(*wb.WRONG[name], "prepend")
 
 
@@ -56,7 +56,7 @@ def test_what_means_the_same_gives_the_same(merge):
         ), name
 
 
-def test_the_reference_in_one_process_refuses_too():
+def test_the_single_process_reference_rejects_too():
     model = checked()[0]
     for name, (batch, _) in wb.WRONG.items():
         if isinstance(batch, dict) and {"input_ids", "labels"} <= set(batch) and name not in (
@@ -103,7 +103,7 @@ class LooksAtValues(torch.nn.Module):
         return self.table(codes)
 
 
-def test_encoders_that_look_at_values_and_ids_of_encoders():
+def test_encoders_that_read_values_and_ids():
     model = MultimodalModule(
         {"sound": ModalityModule(LooksAtValues(), "linear", hidden_size=8)},
         ModalityModule(pm.llama()),
@@ -123,7 +123,7 @@ def test_encoders_that_look_at_values_and_ids_of_encoders():
         check.microbatches(codes(torch.full((2, 4), -1)), 1)
 
 
-def test_features_that_are_no_items_are_refused():
+def test_features_without_one_row_per_item_are_rejected():
     def pooled(inputs, output):
         return output.last_hidden_state.flatten(0, 1)[None]
 
@@ -146,7 +146,7 @@ def second_to_last_state(inputs, output):
     return output.hidden_states[4]
 
 
-def test_callbacks_that_a_shallow_copy_cannot_try_are_left_to_the_ranks():
+def test_callbacks_that_cannot_be_tried_are_left_to_the_ranks():
     config = pm.siglip(layers=5)
     config.output_hidden_states = True
     vision = ModalityModule(
@@ -213,13 +213,13 @@ def test_merge_policies_without_a_check_are_tried(policy):
     (lambda given: {**given, "inputs_embeds": given["inputs_embeds"][..., :1]}, "wide"),
     (lambda given: {**given, "labels": given["labels"].fill_(-100)}, "label tokens into 0"),
 ])
-def test_what_a_merge_policy_must_not_return_is_refused(returned, said):
+def test_invalid_results_of_merge_policies_are_rejected(returned, said):
     check = BatchCheck(wb.small_model(lambda features, inputs: returned(inputs)))
     with pytest.raises(DataError, match=said):
         check.microbatches([wb.good_batch()], 1)
 
 
-def test_rotary_positions_have_no_end():
+def test_rotary_positions_are_unlimited():
     """Accept texts beyond Llama's configured positions, and a microbatch without labels."""
     config = pm.llama()
     config.max_position_embeddings = 8
@@ -232,7 +232,7 @@ def test_rotary_positions_have_no_end():
 @pytest.mark.parametrize("merge", ["prepend", "replace"])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(wb.changes(), max_size=4), split=st.booleans())
-def test_any_batch_is_refused_by_name_or_runs(merge, steps, split):
+def test_any_batch_runs_or_is_rejected_by_name(merge, steps, split):
     """Check that only raymm's own errors are raised, and that accepted batches run."""
     batch = wb.good_batch()
     for change in steps:

@@ -38,7 +38,7 @@ def trained(
 @pytest.mark.parametrize(("spec", "max_grad_norm"), [
     (ParallelSpec(pp=2), None), (ParallelSpec(tp=2), None), (ParallelSpec(pp=2), 0.3),
 ])
-def test_masters_give_the_bits_of_fp32_parameters(ray_cluster, spec, max_grad_norm):
+def test_master_weights_equal_fp32_parameters_bitwise(ray_cluster, spec, max_grad_norm):
     """Use one microbatch, as several accumulate gradients in bf16. Clipping adds no rounding."""
     due, losses = trained("fp32", spec, 1, max_grad_norm=max_grad_norm)
     mine, same = trained("bf16_master", spec, 1, max_grad_norm=max_grad_norm)

@@ -117,7 +117,7 @@ def emulated() -> EmulatedBackend:
     return EmulatedBackend(lambda *_: 0.0, lambda *_: 0.0, Multiprocessors(100, 1))
 
 
-def test_frozen_encoders_are_under_way_at_the_same_time(ray_cluster):
+def test_frozen_encoders_run_concurrently(ray_cluster):
     def encoder():
         return ModalityModule(
             FactorySource("test_colocated_quotas:make_sleeper"), None, frozen=True,
@@ -165,7 +165,7 @@ def test_frozen_encoders_are_under_way_at_the_same_time(ray_cluster):
         ({"quota": 0.5, "tp": 2}, {"quota": 0.5, "tp": 2}, "its tp 2; accepted: quotas on ranks"),
     ],
 )
-def test_quotas_that_cannot_be(ray_cluster, ended_actors, vision, audio, why):
+def test_impossible_quotas(ray_cluster, ended_actors, vision, audio, why):
     specs = {
         name: ParallelSpec(**{"ranks": (0,), **one})
         for name, one in (("vision", vision), ("audio", audio))
@@ -176,7 +176,7 @@ def test_quotas_that_cannot_be(ray_cluster, ended_actors, vision, audio, why):
     assert ended_actors() == []
 
 
-def test_stages_without_company_keep_the_whole_device():
+def test_stages_alone_keep_the_whole_device():
     """Put the shorter encoder on the last rank only, so the other's first stage has rank 0 alone.
 
     The plan file records this.

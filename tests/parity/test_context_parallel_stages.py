@@ -52,7 +52,7 @@ def test_causal_with_projector_gradients(ray_cluster):
 
 
 @pytest.mark.parametrize("llm", [pm.qwen3, pm.gemma3])
-def test_masks_windows_and_copies(ray_cluster, llm):
+def test_masks_windows_and_replicas(ray_cluster, llm):
     """Use a mask over placeholders; layers with windows; two replicas of two processes."""
     mask = "multimodal_isolated" if llm is pm.qwen3 else None
     model = model_of(llm(), ReplaceTokens(TOKENS), mask)
@@ -72,7 +72,7 @@ def test_three_processes_and_zero_bubble(ray_cluster):
         check_gradients(parallel, oracle, step())
 
 
-def test_what_cannot_be_split_is_refused_before_anything_starts():
+def test_unsplittable_models_are_rejected_before_the_start():
     model = model_of(pm.llama())
     with pytest.raises(PlanError, match="cp of stage .* all stages of rank 0"):
         MultimodalParallelSpec(
@@ -82,7 +82,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts():
         ParallelSpec(cp=0)
 
 
-def test_a_model_whose_tokens_cannot_be_shared_out_is_refused_by_name(ray_cluster, ended_actors):
+def test_models_that_cannot_shard_tokens_are_rejected_by_name(ray_cluster, ended_actors):
     recurrent = hf.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=97, state_size=4)
     own = hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=97)
     # It counts positions itself and ignores position_ids.

@@ -117,7 +117,7 @@ def step(placeholders: bool = False) -> list[dict]:
     ]
 
 
-def test_which_layers_read():
+def test_layers_that_read_the_images():
     (port,) = module_graph(model_of(CrossAttend())).ports
     assert (port.name, port.layers) == ("cross_attention_states", tuple(CROSS))
     assert port.producers == ("vision",) and port.output is None
@@ -148,7 +148,7 @@ def test_four_stages_with_a_cross_layer_each(ray_cluster, placeholders):
         (ParallelSpec(pp=3, layers=(2, 1, 5)), "zero_bubble", {(0, 2)}),
     ],
 )
-def test_stages_without_a_cross_layer_are_passed_by(ray_cluster, llm, schedule, alone):
+def test_stages_without_a_cross_layer_are_skipped(ray_cluster, llm, schedule, alone):
     """Freeze the language model, which still sends gradients back."""
     model = model_of(CrossAttend(), frozen=True)
     oracle = oracle_of(model)

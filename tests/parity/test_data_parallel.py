@@ -65,7 +65,7 @@ def test_degrees(ray_cluster, vision, audio, llm):
 
 
 @pytest.mark.parametrize("window", [range(2), range(1)], ids=["every rank", "first rank"])
-def test_replicas_of_a_layout_that_shares_ranks(ray_cluster, window):
+def test_replicas_of_a_layout_with_shared_ranks(ray_cluster, window):
     """Put encoders next to stages of the language model, in two equal parts, as planned."""
     model = model_of()
     oracle = oracle_of(model)
@@ -82,7 +82,7 @@ def test_replicas_of_a_layout_that_shares_ranks(ray_cluster, window):
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
 
 
-def test_a_frozen_language_model_in_copies(ray_cluster):
+def test_a_frozen_language_model_in_replicas(ray_cluster):
     """Train only projectors; gradients pass through each replica to the one encoder."""
     model = model_of(frozen=True)
     oracle = oracle_of(model)
@@ -92,7 +92,7 @@ def test_a_frozen_language_model_in_copies(ray_cluster):
         check_training(parallel, oracle, [[step()], [step()], [step()]])
 
 
-def test_the_former_name_still_works_and_says_so():
+def test_the_former_name_works_and_warns():
     with pytest.warns(FutureWarning, match="replicas is now called dp"):
         spec = ParallelSpec(replicas=2)
     assert spec == ParallelSpec(dp=2)

@@ -34,13 +34,13 @@ def with_bytes(plan: Plan, outputs: dict[str, int], ports: dict[str, dict[str, i
     return replace(plan, profile=CostProfile(costs, ports=ports))
 
 
-def test_of_every_kind_of_model_with_analytic_costs():
+def test_bytes_of_every_kind_of_model():
     """Include tower features that a language model's later stages read."""
     for row in message_rows():
         assert row["planned"] == row["sent"] > 0, row
 
 
-def test_of_features_for_several_layers():
+def test_bytes_of_features_for_several_layers():
     dag, rows, microbatches = deep_stack(), 4, 3
     plan = dag_plan(dag, {"llm": ParallelSpec(pp=3, layers=(1, 1, 2))}, microbatches)
     own = rows * WIDTH * ELEMENT
@@ -56,7 +56,7 @@ def test_of_features_for_several_layers():
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_of_states_for_cross_attention(cp):
+def test_bytes_of_states_for_cross_attention(cp):
     """Sum all processes of a rank; tokens divide evenly."""
     model, rows, tokens, microbatches = model_of(CrossAttend()), 2, 16, 2
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=3, cp=cp, layers=(2, 1, 5)), microbatches)

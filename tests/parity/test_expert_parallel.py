@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 EP = ParallelSpec(dp=2, sharding="fsdp", ep=2)
 
 
-def test_experts_of_other_processes():
+def test_experts_on_other_processes():
     """Also shard tokens, in two stages; tests/actors/experts has other kinds of layers."""
     config = mixtral(num_local_experts=3)
     check(config, ParallelSpec(pp=2, cp=2, sharding="fsdp", ep=2), microbatches=2)
@@ -37,7 +37,7 @@ def run(described, spec, folder, begin_from=None):
         return parallel.parameters(), store.latest()
 
 
-def test_checkpoints_are_of_any_layout(tmp_path):
+def test_checkpoints_fit_any_layout(tmp_path):
     described = MultimodalModule({}, mixtral(num_local_experts=3))
     by_ep, of_ep = run(described, EP, tmp_path / "ep")
     by_pp, of_pp = run(described, ParallelSpec(pp=2), tmp_path / "pp")
@@ -48,7 +48,7 @@ def test_checkpoints_are_of_any_layout(tmp_path):
             assert torch.allclose(after[name], due, atol=1e-5), name
 
 
-def test_what_ep_goes_with():
+def test_combinations_with_expert_parallelism():
     with pytest.raises(PlanError, match="ep is 2, with dp 2, cp 1 and sharding 'none'; accepted"):
         ParallelSpec(dp=2, ep=2)
     layout = MultimodalParallelSpec(language_model_spec=ParallelSpec(

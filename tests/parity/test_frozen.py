@@ -73,7 +73,7 @@ def test_frozen_combinations(ray_cluster, llm_frozen):
         check_training(parallel, oracle, [[everything], [some], [some]])
 
 
-def test_all_frozen_has_no_gradients_at_all(ray_cluster):
+def test_a_fully_frozen_model_has_no_gradients(ray_cluster):
     """Freeze the whole model: no module has a gradient."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},

@@ -66,7 +66,7 @@ def test_both_modules_and_a_projector(ray_cluster):
         assert parts == [inside // 2 + around] * 2  # all first dimensions are even
 
 
-def test_shares_of_tokens_of_shares_of_samples(ray_cluster):
+def test_token_shards_of_sample_shards(ray_cluster):
     """Use two processes per sample; an encoder without gradients, sharded by tokens alone."""
     model = model_of(pm.qwen3(), frozen=True)
     spec = MultimodalParallelSpec({"vision": fsdp(cp=2)}, fsdp(dp=2, cp=2), 3)
@@ -74,7 +74,7 @@ def test_shares_of_tokens_of_shares_of_samples(ray_cluster):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_bf16_is_as_near_to_fp32_either_way(ray_cluster, exact):
+def test_bf16_errors_do_not_depend_on_sharding(ray_cluster, exact):
     """Gather blocks in bf16, or cast them by autocast; gradients are summed in fp32."""
     model, steps = model_of(), uneven()
     spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3)
@@ -110,7 +110,7 @@ def test_modules_on_the_same_ranks(ray_cluster):
     check_everything(model, MultimodalParallelSpec({"vision": one}, one, 3))
 
 
-def test_embeddings_apart(ray_cluster):
+def test_untied_embeddings(ray_cluster):
     """Shard an untied embedding and head too; odd first dimensions; a frozen encoder."""
     model = model_of(pm.llama(tied=False), frozen=True)
     spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(pp=2, dp=2), 3)
@@ -160,7 +160,7 @@ def test_masks_and_another_encoder(ray_cluster, packing):
         ({"dp": 2, "ranks": (0, 1)}, {}, {}, r"ranks is \(0, 1\); it needs one entry per rank"),
     ],
 )
-def test_what_does_not_go_together(ray_cluster, ended_actors, vision, llm, options, why):
+def test_unsupported_combinations(ray_cluster, ended_actors, vision, llm, options, why):
     with pytest.raises(PlanError, match=why):
         spec = MultimodalParallelSpec({"vision": fsdp(**vision)}, fsdp(**llm), 3, **options)
         spec.apply(model_of())
@@ -184,7 +184,7 @@ class NormOverItems(pm.PlainCNN):
         (lambda: torch.nn.Conv2d(3, 12, 8, stride=8), None, "no list of blocks"),
     ],
 )  # fmt: skip
-def test_encoders_whose_items_or_parameters_cannot_be_shared_out(
+def test_encoders_that_cannot_be_sharded(
     ray_cluster, ended_actors, encoder, example, why
 ):
     vision = ModalityModule(

@@ -38,7 +38,7 @@ TEXT = dict(hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=3, num_at
     ({"dp": 2, "sharding": "fsdp", "pp": 2}, {"tp": 2}),
     ({"cp": 2, "dp": 2, "sharding": "fsdp"}, {"dp": 2, "sharding": "zero1"}),
 ])  # fmt: skip
-def test_towers_share_tensors_tokens_and_samples(image, text):
+def test_towers_shard_tensors_tokens_and_samples(image, text):
     dag = deep_clip()
     plan = dag_plan(dag, {"image": ParallelSpec(**image), "text": ParallelSpec(**text)}, 2)
     check(dag, plan, steps_of(clip_batch, 2))
@@ -91,7 +91,7 @@ def speech_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("speaker", [
     {"tp": 2, "pp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2}, {"tp": 2, "dp": 2},
 ])
-def test_one_in_the_middle_that_has_a_loss(speaker):
+def test_a_middle_module_with_a_loss(speaker):
     """Check inputs with partial or full gradients per process, and replicated outputs.
 
     A microbatch of one sample leaves a process without any.
@@ -137,13 +137,13 @@ def between() -> ModuleDag:
 @pytest.mark.parametrize("middle", [
     {"cp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2, "sharding": "fsdp"}, {"cp": 2, "tp": 2},
 ])
-def test_one_in_the_middle_that_shares_tokens(middle):
+def test_a_middle_module_that_shards_tokens(middle):
     dag = between()
     plan = dag_plan(dag, {"middle": ParallelSpec(**middle)}, 2)
     check(dag, plan, steps_of(speech_batch, 2, sizes=(3, 1)))
 
 
-def test_what_cannot_be_shared_out_is_refused_by_name():
+def test_unshardable_modules_are_rejected_by_name():
     """Check that this happens before any process starts."""
     def refused(error: type[Exception], text: str, dag: ModuleDag, **specs: ParallelSpec) -> None:
         with pytest.raises(error, match=re.escape(text)):

@@ -127,7 +127,7 @@ def test_masks_of_documents_in_one_process():
     check_reference(model, oracle_of(model, prepend), step())
 
 
-def test_attention_alone_has_none():
+def test_pure_attention_has_no_mixers():
     model = ModalityModule(pm.build(pm.llama(), 3))
     assert find_mixers(model.source(ModuleKind.LANGUAGE_MODEL)) == frozenset()
 
@@ -166,7 +166,7 @@ def test_shared_tokens(ray_cluster, config, packing, mask):
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_documents_as_rows_and_back(lengths):
+def test_documents_are_unpacked_to_rows_and_back(lengths):
     """Compare with a loop over the documents."""
     total = max(map(sum, lengths))
     lengths = tuple((*row, *([total - sum(row)] if sum(row) < total else [])) for row in lengths)
@@ -189,7 +189,7 @@ def test_documents_as_rows_and_back(lengths):
     st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(1, 3), st.randoms(use_true_random=False),
 )
-def test_shared_rows_are_those_of_one_process(lengths, processes, random):
+def test_sharded_rows_equal_one_process(lengths, processes, random):
     """Use any assignment of tokens to processes."""
     total = max(max(map(sum, lengths)), processes)
     lengths = tuple((*row, *([total - sum(row)] if sum(row) < total else [])) for row in lengths)

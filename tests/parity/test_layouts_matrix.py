@@ -81,7 +81,7 @@ def test_modules_on_the_same_ranks(ray_cluster, degrees):
         check_training(parallel, oracle, [[step()], [step()], [step()]])
 
 
-def test_two_encoders_pipelines_and_what_else_there_is(ray_cluster):
+def test_two_encoders_with_all_features(ray_cluster):
     """Use two encoders with separate specs, one frozen; text-only microbatches; one key head.
 
     Also a pipeline; ZeRO-1; B_w separate from B_d; recomputation.
@@ -136,7 +136,7 @@ def test_masks_and_plans_of_other_families(ray_cluster, llm):
         ({"dp": 3}, {}, "dp of 'vision' is 3, which does not divide"),
     ],
 )
-def test_degrees_that_the_model_does_not_allow(ray_cluster, ended_actors, vision, llm, why):
+def test_degrees_that_the_model_does_not_support(ray_cluster, ended_actors, vision, llm, why):
     with pytest.raises(PlanError, match=why):
         MultimodalParallelSpec({"vision": ParallelSpec(**vision)}, ParallelSpec(**llm), 2).apply(
             model_of()

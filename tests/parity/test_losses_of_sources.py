@@ -71,7 +71,7 @@ def test_stages_processes_and_packed_rows(ray_cluster, llm, packing):
         assert close(loss, oracle.loss(alone).item())
 
 
-def test_a_source_alone_costs_no_second_look():
+def test_a_single_source_needs_no_second_pass():
     calls = []
 
     def function(values, targets):

@@ -110,7 +110,7 @@ def test_pipelines_whose_replicas_share_microbatches(schedule):
     check(dag, plan, steps_of(clip_batch, 4, (5, 3, 1, 6)))
 
 
-def test_several_outputs_and_a_loss_that_is_read_by_samples():
+def test_several_outputs_and_a_loss_read_by_samples():
     dag = chained()
     specs = {
         "first": ParallelSpec(pp=2, dp=2), "second": ParallelSpec(pp=2),

@@ -45,7 +45,7 @@ def running_of(dag, mapping, microbatches=1, **options):
     return DagParallelModule(dag, plan, timeout_s=120, **options)
 
 
-def test_a_clip_of_transformers_and_what_it_was_granted():
+def test_a_transformers_clip_and_its_granted_quotas():
     """Compare with a model's own forward; ragged batches, and fewer samples than replicas."""
     model = clip_model()
     dag = clip_dag(model)
@@ -91,7 +91,7 @@ def test_microbatches_accumulate_gradients():
         assert running.train_step(parts).grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_checkpoint_goes_on_under_another_mapping(tmp_path):
+def test_a_checkpoint_resumes_under_another_mapping(tmp_path):
     """Restore parameters, optimizer state and steps."""
     model = Unified()
     store = CheckpointStore(tmp_path)
@@ -178,7 +178,7 @@ def test_shapes_that_differ_between_gpus_are_named():
         running.execute(batch)
 
 
-def test_a_module_that_changes_what_others_read_is_named():
+def test_a_module_that_changes_shared_inputs_is_named():
     """Reject it: the result would depend on the order of the two modules."""
     dag = ModuleDag({
         "tower": DagModule(nn.Linear(3, 3), reads={"input": "x"}),

@@ -85,7 +85,7 @@ def test_masks_across_stages(ray_cluster):
         check_training(parallel, oracle, [[[both, text]], [[images, here, moved]], [[text, both]]])
 
 
-def test_a_mask_of_the_user(ray_cluster):
+def test_a_user_defined_mask(ray_cluster):
     """Select kernels, too; a CPU has only one."""
     model = model_of(everything, ReplaceTokens(TOKENS))
     oracle = oracle_of(model, replace(TOKENS), lambda query, key, past: True)
@@ -94,7 +94,7 @@ def test_a_mask_of_the_user(ray_cluster):
         check_gradients(parallel, oracle, [images])
 
 
-def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
+def test_models_without_mask_support_are_rejected_by_name():
     with pytest.raises(ModelError, match="'diagonal'.*multimodal_isolated"):
         model_of("diagonal")
     sinks = hf.GptOssConfig(
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
         MultimodalModule({}, ModalityModule(dropped), mask="causal")
 
 
-def test_experts_and_dropout_outside_attention_are_not_taken_for_leaks():
+def test_experts_and_dropout_do_not_count_as_leaks():
     """Ignore last-bit changes: experts' rounding depends on the number of routed tokens."""
     sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=97)
     experts = hf.Qwen3MoeConfig(
@@ -163,7 +163,7 @@ def test_a_layout_that_does_not_fit_is_refused(change, what):
 
 
 @pytest.mark.parametrize("given", [None, full(3)])
-def test_a_mask_policy_that_returns_no_mask_of_the_row_is_refused(given):
+def test_an_invalid_mask_of_a_policy_is_rejected(given):
     def wrong(length, spans, document_lengths):
         return given
 

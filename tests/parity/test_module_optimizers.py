@@ -60,7 +60,7 @@ def optimizers(named):
 
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("llm", [{"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"cp": 2}])
-def test_three_steps(ray_cluster, llm):
+def test_three_steps_equal_torch_optimizers(ray_cluster, llm):
     described = model()
     oracle = oracle_of(described)
     named = {name: p for name, p in oracle.named_parameters() if p.requires_grad}

@@ -108,7 +108,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_path, layout):
+def test_a_non_finite_step_is_skipped_and_explained(ray_cluster, tmp_path, layout):
     start, stage = LAYOUTS[layout]
     store = CheckpointStore(tmp_path, keep=9)
     with start() as parallel:
@@ -151,7 +151,7 @@ def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_pa
         assert {(one.module, one.what) for one in began[3]} == {("vision", "parameters")}
 
 
-def test_accumulated_batches_and_weights_that_are_not_finite(ray_cluster, tmp_path):
+def test_accumulated_batches_and_non_finite_weights(ray_cluster, tmp_path):
     """Use one process; ``optimizer.step`` reports the batch."""
     spec = MultimodalParallelSpec(
         {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)), 4

@@ -59,7 +59,7 @@ def test_masks_over_placeholders_in_one_process():
     check_reference(model, oracle_of(model, replace(TOKENS), isolated), step(True))
 
 
-def test_padding_is_gone():
+def test_padding_is_removed():
     """Check that the blocks' input is as long as the rows together."""
     seen = {}
     for packing in (False, True):
@@ -75,7 +75,7 @@ def test_padding_is_gone():
     assert seen == {False: (3, 30), True: (1, 7 + 30 + 2 + 2 * 4)}
 
 
-def test_stages_processes_and_what_they_share(ray_cluster):
+def test_stages_and_sharded_processes(ray_cluster):
     """Use a pipeline; sharded tokens and tensors; recomputation."""
     model = model_of(pm.llama(tied=True), ReplaceTokens(TOKENS), "multimodal_isolated")
     oracle = oracle_of(model, replace(TOKENS), isolated)
@@ -89,7 +89,7 @@ def test_stages_processes_and_what_they_share(ray_cluster):
                 oracle = oracle_of(model, replace(TOKENS), isolated)
 
 
-def test_models_that_cannot_are_refused_by_name():
+def test_models_without_packing_are_rejected_by_name():
     bloom = hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=97)
     bert = hf.BertConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -100,7 +100,7 @@ def test_models_that_cannot_are_refused_by_name():
             MultimodalModule({}, ModalityModule(config), packing=True)
 
 
-def test_what_belongs_to_tokens_and_is_not_known_is_refused():
+def test_unknown_per_token_inputs_are_rejected():
     def merge(features, inputs):
         merged = Prepend()(features, inputs)
         return {**merged, "token_type_ids": torch.zeros_like(merged["labels"])}

@@ -290,7 +290,7 @@ def test_a_talker_that_reads_a_thinkers_states():
     check(dag, plan, steps_of(talk_batch, 4))
 
 
-def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
+def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     dag = talking()
     steps = steps_of(talk_batch, 2)
     plan = dag_plan(dag, {"thinker": ParallelSpec(pp=2)}, 2)
@@ -309,7 +309,7 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
             torch.testing.assert_close(value, due[name], rtol=1e-5, atol=1e-7)
 
 
-def test_what_cannot_run_is_refused_by_name():
+def test_unsupported_graphs_are_rejected_by_name():
     """Check that this happens before any process starts."""
     dag = talking()
     with pytest.raises(PlanError, match="specs name \\['listener'\\]"):
@@ -343,7 +343,7 @@ class Compared(nn.Module):
         return (self.layers(x)[own] - x.mean(0)).square().mean(1)
 
 
-def test_batches_that_do_not_fit_are_refused_and_the_next_one_runs():
+def test_unfit_batches_are_rejected_and_the_next_one_runs():
     dag = talking()
     plan = dag_plan(dag, {"talker": ParallelSpec(ranks=(0,)), "thinker": ParallelSpec(ranks=(0,))},
                     2)  # fmt: skip

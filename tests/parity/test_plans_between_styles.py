@@ -23,7 +23,7 @@ GUESTS = Layout((Block(("vision",)), Block(("llm",), 2, 2, (), (Guest("audio", 2
 
 
 @pytest.mark.parametrize("layout", [ON_QUOTAS, GUESTS], ids=["on quotas", "a guest"])
-def test_layouts_of_blocks_give_the_numbers_of_one_process(layout):
+def test_layouts_of_blocks_equal_one_process(layout):
     model = model_of(llama())
     graph = module_graph(model)
     sharing = DeviceSharing(tuple(

@@ -93,7 +93,7 @@ def deep_stack(frozen: bool = False) -> ModuleDag:
     })
 
 
-def test_a_probe_says_which_layers_read_what():
+def test_a_probe_finds_the_layers_that_read_ports():
     ports = deep_stack().graph_with_ports(["llm"]).ports
     assert {port.name: port.layers for port in ports} == {
         "deep1": (1,), "deep2": (2,), "last": (1, 3)

@@ -114,7 +114,7 @@ class Trl:
     {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2}, {"dp": 2, "sharding": "fsdp"}, {"pp": 2, "cp": 2},
     {"pp": 2, "packing": True}, {"cp": 2, "dp": 2, "sharding": "fsdp", "packing": True},
 ], ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))  # fmt: skip
-def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
+def test_loss_gradients_and_steps_equal_trl(ray_cluster, tmp_path, layout):
     layout = dict(layout)
     model = model_of(packing=layout.pop("packing", False))
     trl = Trl(model, tmp_path)
@@ -182,7 +182,7 @@ def test_dropout_can_be_left_on():
     st.lists(st.tuples(*[st.floats(-30, 0)] * 4), min_size=1, max_size=4), st.floats(0.01, 2),
     st.floats(0, 0.49),
 )
-def test_the_loss_is_the_papers(pairs, beta, smoothing):
+def test_the_loss_is_equation_7_of_the_paper(pairs, beta, smoothing):
     """Compute Equation 7, a pair at a time, in float64."""
     values = torch.tensor(pairs, dtype=torch.float64)
     due = torch.zeros((), dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(layout, options, says)
         MultimodalParallelSpec({}, ParallelSpec(**layout), 1).apply(model)
 
 
-def test_a_model_that_is_all_trained(ray_cluster):
+def test_a_fully_trained_model(ray_cluster):
     """Use the initial model as reference; the oracle is two models in one process."""
     model = model_of(lora=None, reference="initial")
     reference, trained = (pm.build(pm.llama(tied=False, layers=4), 3) for _ in range(2))
@@ -249,7 +249,7 @@ def _score(module: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
     return sum(logs[len(prompt) + n - 1, token] for n, token in enumerate(answer))
 
 
-def test_rows_that_are_no_pairs(ray_cluster):
+def test_rows_that_are_not_pairs(ray_cluster):
     with MultimodalParallelSpec({}, ParallelSpec(), 1).apply(model_of()) as parallel:
         with pytest.raises(DataError, match="has 3 rows; accepted: pairs"):
             parallel.train_step([{k: v[:3] for k, v in rows(STEP[0]).items()}])
@@ -259,6 +259,6 @@ def test_rows_that_are_no_pairs(ray_cluster):
     ({"reference": "none"}, "reference is 'none'"),
     ({"beta": 0.0}, "beta is 0.0"), ({"label_smoothing": 0.5}, "label_smoothing is 0.5"),
 ])  # fmt: skip
-def test_values_that_are_none(values, says):
+def test_invalid_values(values, says):
     with pytest.raises(ValueError, match=says):
         PreferenceLoss(**values)

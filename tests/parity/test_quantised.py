@@ -103,7 +103,7 @@ def test_layouts_of_int4(ray_cluster, lora, layout, schedule):
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
-def test_numbers_of_int4_are_those_of_torchao(out, groups, seed):
+def test_int4_values_equal_torchao(out, groups, seed):
     """Store half a byte each; products and the input gradient are those of the values."""
     torch.manual_seed(seed)
     linear = torch.nn.Linear(32 * groups, out, bias=False)
@@ -138,7 +138,7 @@ def test_transposed_weights(ray_cluster, lora):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_those_of_torchao(dtype):
+def test_quantised_values_equal_torchao(dtype):
     """Compare codes, scales and products bit by bit; the input gradient is that of the values."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(48, 20, bias=False)
@@ -178,7 +178,7 @@ def test_what_is_refused():
         stage_builders(model, spec.plan(model))
 
 
-def test_int4_is_written_out_with_and_without_adapters():
+def test_int4_is_exported_with_and_without_adapters():
     """Write an ordinary model."""
     module: Any = model_of(INT4, wide(pm.llama(tied=False, layers=4))).language_model.module
     ids = torch.arange(10)[None]

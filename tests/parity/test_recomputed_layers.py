@@ -28,7 +28,7 @@ def step() -> list[dict]:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("mask", [None, "multimodal"])
-def test_the_same_bits_and_fewer_activations(option, mask):
+def test_recomputation_is_bitwise_equal_with_less_memory(option, mask):
     """Compare in one process, with dropout, with torch's attention and raymm's."""
     config = pm.gpt2()
     config.resid_pdrop = 0.3
@@ -63,7 +63,7 @@ def test_the_same_bits_and_fewer_activations(option, mask):
 @pytest.mark.parametrize(
     ("option", "times"), [("keep", 1), ("matmuls", 1), ("attention", 1), ("all", 2)]
 )
-def test_attention_that_is_kept_does_not_run_again(option, times, monkeypatch):
+def test_kept_attention_is_not_recomputed(option, times, monkeypatch):
     """Check raymm's attention, which is a single operator for torch."""
     from raymm.kernels.flash.cpu import attention as attention_cpu
 

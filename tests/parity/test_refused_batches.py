@@ -80,7 +80,7 @@ def test_what_means_the_same_gives_the_same(running):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.float8_e4m3fn], ids=str)
-def test_dtypes_that_torch_pickles_for_nobody_arrive(running, dtype):
+def test_dtypes_without_pickle_support_arrive(running, dtype):
     _, parallel, _ = running
     batch = wb.good_batch()
     whole = torch.randint(0, 5, batch["vision"]["pixel_values"].shape).float()
@@ -95,7 +95,7 @@ def test_dtypes_that_torch_pickles_for_nobody_arrive(running, dtype):
     lambda: torch.device("meta"), torch.inference_mode, torch.no_grad,
     lambda: torch.autocast("cpu"),
 ], ids=["default device", "inference mode", "no grad", "autocast"])  # fmt: skip
-def test_what_holds_in_the_program_around_changes_nothing(running, around):
+def test_the_callers_torch_modes_change_nothing(running, around):
     """Check also inputs of dtypes that are first tried in such a context."""
     _, parallel, loss = running
     batch, other = wb.good_batch(), wb.good_batch()
@@ -121,7 +121,7 @@ def test_steps_of_several_threads_do_not_mix(running):
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(wb.changes(), min_size=1, max_size=2), split=st.booleans())
-def test_any_batch_is_refused_or_gives_the_references_loss(running, steps, split):
+def test_any_batch_is_rejected_or_has_the_reference_loss(running, steps, split):
     model, parallel, loss = running
     batch = wb.good_batch()
     for change in steps:

@@ -88,7 +88,7 @@ def check(kind: str, layout: ParallelSpec, packing: bool = False, recompute: boo
             assert gradient_errors(parallel.gradients(), due) == []
 
 
-def test_all_types_are_tried():
+def test_all_rotary_types_are_covered():
     assert set(PARAMETERS) == set(ROPE_INIT_FUNCTIONS)
 
 
@@ -112,7 +112,7 @@ ROTARY = {  # plain; one per type of layer; positions in three dimensions; compl
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("name", ROTARY)
-def test_a_part_of_a_text_has_the_frequencies_of_all(name, kind):
+def test_token_shards_have_the_frequencies_of_the_text(name, kind):
     """Check after longer and shorter texts, too, and that the module is restored."""
     config_class, rotary_class, layer_type = ROTARY[name]
     parameters = {"rope_type": kind, "rope_theta": 100.0, **PARAMETERS[kind]}

@@ -84,5 +84,5 @@ def check(config, spec: ParallelSpec, microbatches: int = 4, *, plan=None, **mod
         (mixtral(), ParallelSpec(), {"microbatches": 1}),
     ],
 )
-def test_a_router_loss_is_that_of_one_batch(config, spec, model):
+def test_a_router_loss_equals_that_of_one_batch(config, spec, model):
     check(config, spec, **model)

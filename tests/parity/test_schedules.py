@@ -103,7 +103,7 @@ def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
             parallel.reschedule(replace(spec, language_model_spec=ParallelSpec()).plan(model))
 
 
-def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
+def test_two_replicas_of_an_encoder(ray_cluster, tmp_path):
     """Alternate two replicas; each has a part of the gradient, or none at all.
 
     SigLIP's pooling head never has one: it must not move, not even by weight decay.

@@ -52,7 +52,7 @@ def distances(mine, due, before):
 @pytest.mark.parametrize("spec", [
     ParallelSpec(tp=2), FULLY, ParallelSpec(tp=2, dp=2, sharding="zero1"),
 ], ids=["tp", "fsdp", "tp-zero1"])
-def test_moments_of_a_byte(ray_cluster, spec, tmp_path):
+def test_8_bit_moments(ray_cluster, spec, tmp_path):
     config = OptimizerConfig(
         name="adamw_8bit", lr=1e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=None
     )
@@ -65,7 +65,7 @@ def test_moments_of_a_byte(ray_cluster, spec, tmp_path):
     assert max(distances(mine, due, at).values()) < 1e-2
 
 
-def test_rounding_at_random(ray_cluster):
+def test_stochastic_rounding(ray_cluster):
     """Use one step: products in bf16 differ slightly, and later steps would start from that."""
     config = OptimizerConfig(lr=1e-3, eps=1e-5, parameters="bf16_stochastic")
     _, due = run(ParallelSpec(), config, precision="bf16", steps=1)

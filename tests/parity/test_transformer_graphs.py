@@ -56,7 +56,7 @@ def test_a_flow_matching_head_in_slots():
     check(dag, plan, steps_of(flow_batch, 2, (3, 1)))
 
 
-def test_noise_is_that_of_the_step_whatever_its_microbatches():
+def test_noise_does_not_depend_on_the_microbatches():
     """Compare two microbatches, replicas that share them, several batches, and evaluation."""
     dag = flowing()
     parts = [flow_batch(size, size) for size in (2, 3)]

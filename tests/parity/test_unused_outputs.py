@@ -44,7 +44,7 @@ def never(size: int, seed: int) -> dict[str, torch.Tensor]:
     {"tower": {"dp": 2}},
     {"error": {"dp": 2}},
 ], ids=["apart", "on one rank", "replicas", "readers"])  # fmt: skip
-def test_outputs_that_nobody_uses(specs, batch):
+def test_unused_outputs(specs, batch):
     dag = pooled_dag()
     plan = dag_plan(dag, {name: ParallelSpec(**spec) for name, spec in specs.items()}, 2)
     unmoved = {name for name in POOL if batch is never or name.startswith("other")}
@@ -52,7 +52,7 @@ def test_outputs_that_nobody_uses(specs, batch):
 
 
 @pytest.mark.parametrize("batch", [never, pooled_batch])
-def test_outputs_that_nobody_uses_by_samples(batch):
+def test_unused_outputs_of_shared_samples(batch):
     """Use slots, and zero bubble with replicas that share samples."""
     unmoved = {name for name in POOL if batch is never or name.startswith("other")}
     dag = pooled_dag()
@@ -115,7 +115,7 @@ def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
     {"cp": 2}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2},
 ], ids=["cp", "fsdp", "tp", "stages"])  # fmt: skip
 @pytest.mark.parametrize("batch", [never, last_sample])
-def test_outputs_that_no_process_uses(spec, batch):
+def test_outputs_unused_by_all_processes(spec, batch):
     """Check that processes that share a microbatch agree on the used outputs."""
     dag = read_pools()
     plan = dag_plan(dag, {"reader": ParallelSpec(**spec)}, 2)
@@ -172,7 +172,7 @@ def deep_dag(several: bool) -> ModuleDag:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("several", [False, True], ids=["tensor", "tuple"])
 @pytest.mark.parametrize("batch", [never, pooled_batch])
-def test_a_module_in_stages_that_nobody_uses(batch, several, schedule):
+def test_an_unused_module_in_stages(batch, several, schedule):
     """Check that its first stage has no gradient either, as the second one reports."""
     dag = deep_dag(several)
     dag.materialize()
@@ -186,7 +186,7 @@ def text_alone(features: dict, inputs: dict) -> dict:
     return {name: inputs[name] for name in ("inputs_embeds", "attention_mask", "labels")}
 
 
-def test_an_encoder_that_a_merge_policy_leaves_alone():
+def test_an_encoder_that_a_merge_policy_ignores():
     """Check that its parameters, in two stages and a projector, stay bitwise unchanged."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},

@@ -65,7 +65,7 @@ def prompts_of(name, folder):
     [(QWEN3, {"pp": 2}), (QWEN3, {"tp": 2}), (QWEN2_5, {"pp": 2}), (GEMMA3, {"pp": 2, "tp": 2}),
      (AUDIO, {"pp": 2})],
 )  # fmt: skip
-def test_tokens_are_those_of_generate(tmp_path, name, layout):
+def test_tokens_equal_transformers_generate(tmp_path, name, layout):
     model, batches = prompts_of(name, tmp_path / "folder")
     whole = model.materialize().eval()
     due = [
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_generate(tmp_path, name, layout):
         assert parallel.evaluate([batches[0]]).loss == before
 
 
-def test_layouts_that_do_not_write_are_refused(tmp_path):
+def test_layouts_without_generation_are_rejected(tmp_path):
     model, _ = prompts_of(GEMMA3, tmp_path / "folder")
     parallel = WholeParallelModule.__new__(WholeParallelModule)
     parallel.model = model

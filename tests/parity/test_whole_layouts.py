@@ -34,14 +34,14 @@ def ranks():
         (AUDIO, "packing, fsdp 2, pp 2"),
     ],
 )
-def test_a_shared_model_is_exact(ranks, name, layout):
+def test_a_sharded_vlm_is_exact(ranks, name, layout):
     every = ranks.run(outcome, name=name, layout=LAYOUTS[layout])
     assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
 
 
 @pytest.mark.parametrize("name", [QWEN2_5, AUDIO])  # positions in three dimensions, and in one
 @pytest.mark.parametrize("layout", ["cp 2", "packing, fsdp 2, pp 2"])
-def test_frequencies_follow_the_longest_text_of_all(ranks, name, layout):
+def test_frequencies_follow_the_globally_longest_text(ranks, name, layout):
     """Give some processes no token beyond the trained positions."""
     every = ranks.run(outcome, name=name, layout=replace(LAYOUTS[layout], longrope=20))
     assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
@@ -54,7 +54,7 @@ def test_frequencies_follow_the_longest_text_of_all(ranks, name, layout):
         ("MllamaForConditionalGeneration", "packing", "packing is true; accepted: false"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_name(ranks, name, layout, why):
+def test_unshardable_vlms_are_rejected_by_name(ranks, name, layout, why):
     for one in ranks.run(outcome, name=name, layout=LAYOUTS[layout]):
         assert one.result == REFUSED
         assert why in one.sentence

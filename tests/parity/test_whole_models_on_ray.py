@@ -87,7 +87,7 @@ def check(model: WholeModel, plan, microbatches):
         ),
     ],
 )  # fmt: skip
-def test_steps_are_those_of_the_models_own_forward(name, specs, train):
+def test_steps_equal_the_models_own_forward(name, specs, train):
     model, microbatches = whole(name, train)
     microbatches = [*microbatches, microbatches[0]]
     check(model, whole_plan(model, specs, len(microbatches)), microbatches)
@@ -96,7 +96,7 @@ def test_steps_are_those_of_the_models_own_forward(name, specs, train):
 @pytest.mark.parametrize(
     "llm", [ParallelSpec(pp=2, cp=2), ParallelSpec(pp=2, dp=2, sharding="fsdp", ep=2)]
 )
-def test_a_mixtures_loss_for_its_routers_is_that_of_the_whole_step(llm):
+def test_a_vlms_router_loss_is_that_of_the_whole_step(llm):
     model, microbatches = whole("Qwen3VLMoeForConditionalGeneration")
     text = model.source.config.text_config
     text.output_router_logits, text.router_aux_loss_coef = True, 0.1
@@ -109,14 +109,14 @@ def test_a_mixtures_loss_for_its_routers_is_that_of_the_whole_step(llm):
     check(model, whole_plan(model, {"llm": llm}, len(microbatches)), microbatches)
 
 
-def test_a_folder_is_trained_with_its_own_weights(tmp_path):
+def test_a_folder_is_trained_from_its_weights(tmp_path):
     model, microbatches = whole("LlavaForConditionalGeneration")
     model.materialize().save_pretrained(tmp_path / "folder")
     read = from_pretrained(tmp_path / "folder", microbatches[0])
     check(read, whole_plan(read, {"vision": TWO, "llm": TWO}, 3), microbatches)
 
 
-def test_a_model_is_tried_on_copies_with_fewer_layers_and_a_small_vocabulary(monkeypatch):
+def test_a_model_is_probed_on_small_replicas(monkeypatch):
     model, microbatches = whole("Qwen3VLForConditionalGeneration")
     config, text = model.source.config, model.source.config.text_config
     token, text.vocab_size = config.image_token_id, 5000
@@ -136,7 +136,7 @@ def test_a_model_is_tried_on_copies_with_fewer_layers_and_a_small_vocabulary(mon
     check(model, whole_plan(model, {"vision": TWO, "llm": TWO}, 3), microbatches)
 
 
-def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
+def test_unfit_batches_are_rejected_before_the_ranks():
     with pytest.raises(ModelError, match="train has 'ears'"):
         whole("LlavaForConditionalGeneration", {"ears": "full"})
     model, (first, *_) = whole("LlavaForConditionalGeneration")
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
         model.check({**first, "pixel_values": first["pixel_values"][1:]})
 
 
-def test_a_batch_is_split_by_rows_with_their_items_whole():
+def test_a_batch_is_split_by_rows_with_their_items():
     model, (first, _, third) = whole("Qwen2_5_VLForConditionalGeneration")
     batch = {
         n: torch.cat([first[n], third[n]]) for n in first
