@@ -62,7 +62,7 @@ class Colocation:
     def run(self, works: Mapping[str, Work], quotas: Mapping[str, float]) -> dict[str, Output]:
         """Run works concurrently; see :meth:`raymm.actors.quota.ConcurrentModules.run`. ``quotas``
         must be contained in one of the sets."""
-        name = next(n for n, own in self._sets.items() if quotas.items() <= own.items())
+        name = next(n for n, shares in self._sets.items() if quotas.items() <= shares.items())
         return self._concurrent.run(self._pool.select(name), works)
 
     @contextmanager

@@ -92,7 +92,7 @@ class Task(NamedTuple):
     def messages(self) -> list[int]:
         """Return the slots of outputs and gradients on all edges of the task."""
         ends = (*self.producers, *self.consumers)
-        return [place for end in ends for place in (end.output, end.gradient)]
+        return [slot for end in ends for slot in (end.output, end.gradient)]
 
 
 class CompiledProgram(NamedTuple):
@@ -135,18 +135,18 @@ def compile_program(
     carried: dict[Op, dict[Edge, tuple[int, ...]]] = {Op.RECV: {}, Op.SEND: {}}
     for i in instructions:
         if i.op in carried:
-            before = carried[i.op].get(i.edge, ())
-            carried[i.op][i.edge] = (*before, i.microbatch)
+            earlier = carried[i.op].get(i.edge, ())
+            carried[i.op][i.edge] = (*earlier, i.microbatch)
     groups, begins, index = [], [], 0
     ahead = deque(Issue(*issue) for issue in issues)
     while index < len(tasks):
-        after = group_end(tasks, index)
-        groups.append(tuple(tasks[index:after]))
+        end = group_end(tasks, index)
+        groups.append(tuple(tasks[index:end]))
         first: list[Issue] = []
-        while ahead and ahead[0].before < after:
+        while ahead and ahead[0].before < end:
             first.append(ahead.popleft())
         begins.append(tuple(first))
-        index = after
+        index = end
     return CompiledProgram(
         tuple(groups), tuple(begins), carried[Op.RECV], carried[Op.SEND],
         frozenset(resolver.last) if resolver.reduces else None, bound,
@@ -193,11 +193,11 @@ class _Resolver:
             quota=i.quota, samples=i.samples,
         )
         if i.op in (Op.SEND, Op.RECV):
-            places, parts = self._shared(i)
-            return task._replace(message=places[0], further=places[1:], parts=parts)
+            slots, ranges = self._shared(i)
+            return task._replace(message=slots[0], further=slots[1:], parts=ranges)
         if i.op not in COMPUTE:
             return task
-        place = self.activations.setdefault((i.stage, m), len(self.activations))
+        slot = self.activations.setdefault((i.stage, m), len(self.activations))
         producers = tuple(
             Producer(
                 src, _received_name(src, i.stage),
@@ -216,21 +216,21 @@ class _Resolver:
             for src, dst in self.edges
             if src == i.stage and (samples := self._gets(src, dst, m)) is not None
         )
-        return task._replace(activations=place, producers=producers, consumers=consumers)
+        return task._replace(activations=slot, producers=producers, consumers=consumers)
 
     def _reads(
         self, producer: StageId, consumer: StageId, microbatch: int
     ) -> tuple[Range, ...] | None:
         """Return the samples of an output on this rank that one of its stages reads; None for
         nothing."""
-        place = producer, microbatch
-        has = self.arrivals.get(place, self.forwards.get(place))
+        key = producer, microbatch
+        has = self.arrivals.get(key, self.forwards.get(key))
         if has is None or (consumer, microbatch) not in self.forwards:
             return None
-        own = self.forwards[consumer, microbatch]
-        if not has or not own or (producer.module, consumer.module) in self.every:
+        samples = self.forwards[consumer, microbatch]
+        if not has or not samples or (producer.module, consumer.module) in self.every:
             return has
-        return overlap(has, own) or None
+        return overlap(has, samples) or None
 
     def _gets(
         self, producer: StageId, consumer: StageId, microbatch: int

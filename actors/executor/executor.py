@@ -104,10 +104,12 @@ class Executor:
         self._senders = senders
         self._receivers = receivers
         self._collectives = collectives
-        of_module: dict[str, list[StageModule]] = {}
+        by_module: dict[str, list[StageModule]] = {}
         for name, stage in stages.items():
-            of_module.setdefault("" if colocation is None else name.module, []).append(stage)
-        self._copies = {name: ComputeCopies(own, autocast) for name, own in of_module.items()}
+            by_module.setdefault("" if colocation is None else name.module, []).append(stage)
+        self._copies = {
+            name: ComputeCopies(members, autocast) for name, members in by_module.items()
+        }
         self._device = device or torch.device("cpu")
         self._timeout = timeout
         self._reduction = reduction
@@ -138,26 +140,26 @@ class Executor:
         program = compile_program(
             instructions, self._edges, issues, bound, self._every, self._ports
         )
-        parts = [
+        entries = [
             self._part(group, begins)
             for group, begins in zip(program.groups, program.issues, strict=True)
         ]
         labels = (
             (task.op.value, task.stage, task.microbatch, task.peer, task.quota)
-            for part in parts for task in part.tasks
+            for entry in entries for task in entry.tasks
         )
-        return Prepared(program, tuple(parts), pack_labels(list(labels)))
+        return Prepared(program, tuple(entries), pack_labels(list(labels)))
 
     def _part(self, group: Sequence[Task], issues: Sequence[Issue]) -> _Part:
         first = group[0]
         begins = tuple(begin for issue in issues if (begin := self._begin(issue)) is not None)
         if first.group < 0:
             return _Part(first, begins, self._action(first), {})
-        of_module: dict[str, list[tuple[Task, Action]]] = {}
+        by_module: dict[str, list[tuple[Task, Action]]] = {}
         for task in group:
             action = self._actions[task.stage].action(task)
-            of_module.setdefault(task.stage.module, []).append((task, action))
-        return _Part(first, begins, None, of_module)
+            by_module.setdefault(task.stage.module, []).append((task, action))
+        return _Part(first, begins, None, by_module)
 
     def _begin(self, issue: Issue) -> Callable[[], None] | None:
         if issue.stages:
@@ -214,7 +216,7 @@ class Executor:
         inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
-        program, parts, labels = prepared
+        program, entries, labels = prepared
         step = StepState(program.messages, program.activations, inputs, meta)
         if step.learns:
             self._observer.begin()
@@ -231,7 +233,7 @@ class Executor:
         timed = _Timed([], [])
         starts, ends = timed
         now = mark()
-        for task, begins, action, group in parts:
+        for task, begins, action, group in entries:
             enter(task)
             for begin in begins:
                 begin()
@@ -263,8 +265,8 @@ class Executor:
         quotas = {module: tasks[0][0].quota for module, tasks in group.items()}
         outputs = self._colocation.run(works, quotas)
         for module in group:
-            for all_of, own in zip(timed, outputs[module].get()[0], strict=True):
-                all_of.extend(own)
+            for times, module_times in zip(timed, outputs[module].get()[0], strict=True):
+                times.extend(module_times)
         for task in (task for tasks in group.values() for task, _ in tasks):
             if task.last and self._reduction is not None:
                 self._reduction.finished(task.stage)
@@ -273,8 +275,8 @@ class Executor:
         self, tasks: Sequence[tuple[Task, Action]], step: StepState, clock: StepClock
     ) -> Work:
         def messages(task: Task) -> list[Message]:
-            there = (step.messages[place] for place in task.messages)
-            return [message for message in there if message is not None]
+            held = (step.messages[slot] for slot in task.messages)
+            return [message for message in held if message is not None]
 
         def run(*_: Any) -> tuple[_Timed, list[Message]]:
             timed = _Timed([], [])
@@ -301,14 +303,14 @@ def _receive(place: int, recv: Callable[[], Message], step: StepState) -> None:
 
 def _receive_for(places: Sequence[int], recv: Callable[[], Message], step: StepState) -> None:
     message = recv()
-    for place in places:
-        step.messages[place] = message
+    for slot in places:
+        step.messages[slot] = message
 
 
 def _send_sum(task: Task, send: Callable[[Message], None], step: StepState) -> None:
-    parts = [step.take(place) for place in (task.message, *task.further)]
+    gradients = [step.take(slot) for slot in (task.message, *task.further)]
     offsets = step.meta.offsets_of(task.microbatch, task.peer.module)
-    send(summed_gradients(parts, task.parts, task.samples, offsets))
+    send(summed_gradients(gradients, task.parts, task.samples, offsets))
 
 
 def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:

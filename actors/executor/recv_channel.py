@@ -168,24 +168,24 @@ class RecvChannel:
             units = self._resharding.units // self._resharding.receivers
             share = units * self._resharding.unit(length)
         return (share,), tuple(
-            (self._links[part.sender], part.start - start, part.stop - start)
-            for part in self._resharding.parts(length) if part.receiver == self._index
+            (self._links[transfer.sender], transfer.start - start, transfer.stop - start)
+            for transfer in self._resharding.parts(length) if transfer.receiver == self._index
         )
 
     def _irecv(self, due: Due[_Incoming], route: _Incoming, aside: bool = False) -> _Posted:
         shares, works = [], []
         device = torch.device("cpu") if aside else self._device
-        for _, dtype, size, parts in route.buffers:
+        for _, dtype, size, transfers in route.buffers:
             share = torch.empty(size, dtype=dtype, device=device)
             shares.append(share)
-            if parts is None:
+            if transfers is None:
                 assert self._only is not None
                 irecv = self._only.irecv_aside if aside else self._only.irecv
                 works.append(irecv(share))
             else:
                 works += [
                     (link.irecv_aside if aside else link.irecv)(share[start:stop])
-                    for link, start, stop in parts
+                    for link, start, stop in transfers
                 ]
         side_bytes = route.side_bytes + due.expected
         if not side_bytes:

@@ -181,14 +181,14 @@ class SendChannel:
     ) -> None:
         self.sent_bytes += route.nbytes
         self.sent_side_bytes += route.side_bytes
-        for tensor, parts in zip(tensors, route.parts, strict=True):
+        for tensor, transfers in zip(tensors, route.parts, strict=True):
             tensor = tensor.contiguous()
-            if parts is None:
+            if transfers is None:
                 assert self._only is not None
                 isend = self._only.isend_aside if aside else self._only.isend
                 sent.append((isend(tensor), tensor))
             else:
-                self._send_parts(tensor.view(-1), parts, sent, aside)
+                self._send_parts(tensor.view(-1), transfers, sent, aside)
 
     def _send_to_host(self, packed: torch.Tensor, sent: Sent, aside: bool = False) -> None:
         for receiver in self._metadata_receivers:
@@ -197,20 +197,23 @@ class SendChannel:
             sent.append((isend(packed), packed))
 
     def _outgoing(self, layout: Layout) -> _Outgoing:
-        parts = [self._parts_of(prod(shape)) for shape, _ in layout.tensors]
+        transfer_lists = [self._parts_of(prod(shape)) for shape, _ in layout.tensors]
         nbytes = side_bytes = len(self._metadata_receivers) * layout.side_bytes
-        for part, (shape, dtype) in zip(parts, layout.tensors, strict=True):
-            sent = prod(shape) if part is None else sum(stop - start for _, start, stop in part)
+        for transfers, (shape, dtype) in zip(transfer_lists, layout.tensors, strict=True):
+            sent = (
+                prod(shape) if transfers is None
+                else sum(stop - start for _, start, stop in transfers)
+            )
             nbytes += sent * dtype.itemsize
-        return _Outgoing(layout, tuple(parts), nbytes, side_bytes)
+        return _Outgoing(layout, tuple(transfer_lists), nbytes, side_bytes)
 
     def _parts_of(self, length: int) -> tuple[tuple[Link, int, int], ...] | None:
         if self._only is not None and length:
             return None
         offset = self._share(length) * self._summed.rank() if self._summed is not None else 0
         return tuple(
-            (self._links[part.receiver], part.start - offset, part.stop - offset)
-            for part in self._resharding.parts(length) if part.sender == self._index
+            (self._links[transfer.receiver], transfer.start - offset, transfer.stop - offset)
+            for transfer in self._resharding.parts(length) if transfer.sender == self._index
         )
 
     def _share(self, length: int) -> int:
@@ -220,8 +223,8 @@ class SendChannel:
 
     def _describe(self, layout: Layout, sent: Sent, aside: bool = False) -> None:
         header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
-        for part in (torch.tensor([header.numel()], device="cpu"), header):
-            self._send_to_host(part, sent, aside)
+        for tensor in (torch.tensor([header.numel()], device="cpu"), header):
+            self._send_to_host(tensor, sent, aside)
 
     def _send_parts(
         self, flat: torch.Tensor, parts: Sequence[tuple[Link, int, int]], sent: Sent,

@@ -97,10 +97,10 @@ class StageActions:
 
     def _forward(self, task: Task) -> Action:
         run, hand_on = self._run(task, with_grad=True), self._hand_on(task)
-        sources, place = [producer.output for producer in task.producers], task.activations
+        sources, slot = [producer.output for producer in task.producers], task.activations
 
         def forward(step: StepState) -> None:
-            step.saved[place] = saved = run(step, [step.take(source) for source in sources])
+            step.saved[slot] = saved = run(step, [step.take(source) for source in sources])
             hand_on(step, saved[1])
 
         return forward
@@ -116,14 +116,14 @@ class StageActions:
 
     def _forward_checkpointed(self, task: Task) -> Action:
         run, hand_on = self._run(task, with_grad=False), self._hand_on(task)
-        sources, place = [producer.output for producer in task.producers], task.activations
+        sources, slot = [producer.output for producer in task.producers], task.activations
 
         def forward(step: StepState) -> None:
-            step.received[place] = received = [step.take(source) for source in sources]
+            step.received[slot] = received = [step.take(source) for source in sources]
             inputs = step.stage_inputs(task.stage, task.microbatch)
             with (
                 inputs_unchanged(task.stage, received, inputs),
-                self._buffers.recorded() as self._before[place],
+                self._buffers.recorded() as self._before[slot],
             ):
                 _, output = run(step, received)
             hand_on(step, output)
@@ -131,13 +131,13 @@ class StageActions:
         return forward
 
     def _recompute(self, task: Task) -> Action:
-        run, place = self._run(task, with_grad=True), task.activations
+        run, slot = self._run(task, with_grad=True), task.activations
 
         def recompute(step: StepState) -> None:
-            received, step.received[place] = step.received[place], None
+            received, step.received[slot] = step.received[slot], None
             assert received is not None
-            with self._buffers.restored(self._before.pop(place)):
-                step.saved[place] = run(step, received)
+            with self._buffers.restored(self._before.pop(slot)):
+                step.saved[slot] = run(step, received)
 
         return recompute
 
@@ -158,8 +158,8 @@ class StageActions:
                 for (name, needs_gradient), message in zip(names, received, strict=True):
                     if needs_gradient:
                         # Detached alias: local messages must not join two stages' graphs.
-                        own = tuple([t.detach().requires_grad_() for t in message.tensors])
-                        message = Message(own, message.side, message.names)
+                        tensors = tuple([t.detach().requires_grad_() for t in message.tensors])
+                        message = Message(tensors, message.side, message.names)
                         leaves.append(message)
                     named[name] = message
             meta, rows = step.meta, step.inputs.get(stage)
@@ -214,7 +214,7 @@ class StageActions:
     def _hand_on(self, task: Task) -> Callable[[StepState, Message], None]:
         stage, microbatch = task.stage, task.microbatch
         observer, targets = self._around.observer, [c.output for c in task.consumers]
-        parts = [
+        cut_targets = [
             (c.output, c.samples, c.ports) for c in task.consumers
             if c.samples != task.samples or c.ports is not None
         ]
@@ -238,50 +238,50 @@ class StageActions:
             handed = Message(tensors, output.side, output.names)
             for target in targets:
                 step.messages[target] = handed
-            for target, samples, ports in parts:
+            for target, samples, ports in cut_targets:
                 offsets = step.meta.offsets_of(microbatch, stage.module)
-                part = cut_message(handed, task.samples, samples, offsets)
-                step.messages[target] = part if ports is None else with_ports(part, ports)
+                message = cut_message(handed, task.samples, samples, offsets)
+                step.messages[target] = message if ports is None else with_ports(message, ports)
 
         return hand_on
 
     def _backward(self, task: Task) -> Action:
-        sources, place = [c.gradient for c in task.consumers], task.activations
-        parts = [c.samples for c in task.consumers]
-        whole = all(samples == task.samples for samples in parts)
+        sources, slot = [c.gradient for c in task.consumers], task.activations
+        consumer_samples = [c.samples for c in task.consumers]
+        uncut = all(samples == task.samples for samples in consumer_samples)
         ports = [c.ports for c in task.consumers]
         plain = all(carried is None for carried in ports)
         hand_back, in_two = self._hand_back(task), task.op is Op.BACKWARD_INPUT
 
         def backward(step: StepState) -> None:
-            (leaves, output), step.saved[place] = step.saved[place], None
+            (leaves, output), step.saved[slot] = step.saved[slot], None
             tensors: tuple[torch.Tensor, ...] = output.tensors
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
-                taken: list[Gradients]
+                arrived: list[Gradients]
                 if output.names:
-                    taken = [gradients_of(step.take(source)) for source in sources]
+                    arrived = [gradients_of(step.take(source)) for source in sources]
                 else:
-                    taken = [step.take(source).tensors for source in sources]
+                    arrived = [step.take(source).tensors for source in sources]
                 if not plain:
-                    taken = [
-                        own if carried is None else of_all_ports(own, output, carried)
-                        for own, carried in zip(taken, ports, strict=True)
+                    arrived = [
+                        entry if carried is None else of_all_ports(entry, output, carried)
+                        for entry, carried in zip(arrived, ports, strict=True)
                     ]
-                if len(taken) == 1 and whole:
-                    gradients = taken[0]
+                if len(arrived) == 1 and uncut:
+                    gradients = arrived[0]
                 else:
                     offsets = step.meta.offsets_of(task.microbatch, task.stage.module)
-                    gradients = summed(taken, parts, task.samples, offsets)
+                    gradients = summed(arrived, consumer_samples, task.samples, offsets)
                 if output.names:  # some may be unused by later stages
                     pairs = zip(tensors, gradients, strict=True)
                     pairs = [(t, g) for t, g in pairs if g is not None]
                     tensors, gradients = tuple(t for t, _ in pairs), tuple(g for _, g in pairs)
             if output.loss is not None:
                 tensors, gradients = (*tensors, output.loss), (*gradients, None)
-            flat = [leaf for own in leaves for leaf in own.tensors]
+            flat = [leaf for entry in leaves for leaf in entry.tensors]
             if in_two:
-                received, step.deferred[place] = backward_input(tensors, gradients, flat)
+                received, step.deferred[slot] = backward_input(tensors, gradients, flat)
             else:
                 _accumulate(tensors, gradients)
                 received = tuple([leaf.grad for leaf in flat])
@@ -296,11 +296,11 @@ class StageActions:
         return backward
 
     def _hand_back(self, task: Task) -> HandBack:
-        observer, whole = self._around.observer, self._around.sum_gradient
+        observer, sum_gradient = self._around.observer, self._around.sum_gradient
         local, agree = self._around.local, self._around.agree
         producers = [
             (p, p.gradient, p.stage not in local,
-             whole if p.stage in local and between_modules(p.stage, task.stage) else None)
+             sum_gradient if p.stage in local and between_modules(p.stage, task.stage) else None)
             for p in task.producers if p.needs_gradient
         ]
 
@@ -308,10 +308,10 @@ class StageActions:
             step: StepState, gradients: list[torch.Tensor], received: Gradients, leaves: Leaves
         ) -> None:
             start = 0
-            for (producer, target, sent, sum_up), own in zip(producers, leaves, strict=True):
-                end = start + len(own.tensors)
+            for (producer, target, sent, sum_up), message in zip(producers, leaves, strict=True):
+                end = start + len(message.tensors)
                 handed = tuple(gradients[start:end])
-                side = used_tensors(received[start:end], sent, agree) if own.names else {}
+                side = used_tensors(received[start:end], sent, agree) if message.names else {}
                 start = end
                 if sum_up is not None:
                     # Summed in copies, because pass two of a split backward may start from the
@@ -354,18 +354,18 @@ def _received_parts(
 ) -> tuple[Leaves, dict[str, Message]]:
     """Return the leaves that need gradients, and the joined message of each producer module."""
     leaves: Leaves = []
-    parts: dict[str, list[tuple[tuple[Range, ...], Message]]] = {}
+    by_module: dict[str, list[tuple[tuple[Range, ...], Message]]] = {}
     for producer, message in zip(task.producers, messages, strict=True):
         offsets = step.meta.offsets_of(task.microbatch, producer.stage.module)
         message = cut_message(message, producer.samples, producer.reads, offsets)
         if with_grad and producer.needs_gradient:
-            own = tuple([t.detach().requires_grad_() for t in message.tensors])
-            message = message._replace(tensors=own)
+            tensors = tuple([t.detach().requires_grad_() for t in message.tensors])
+            message = message._replace(tensors=tensors)
             leaves.append(message)
-        parts.setdefault(producer.name, []).append((producer.reads, message))
+        by_module.setdefault(producer.name, []).append((producer.reads, message))
     return leaves, {
-        name: joined(name, [message for _, message in sorted(of, key=_first)])
-        for name, of in parts.items()
+        name: joined(name, [message for _, message in sorted(module_messages, key=_first)])
+        for name, module_messages in by_module.items()
     }
 
 

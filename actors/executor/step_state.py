@@ -54,11 +54,11 @@ class StepState:
     def finish(self) -> StepResult:
         """Return the result, with values read from the device."""
         result = self.result
-        result.scores = {place: scores.tolist() for place, scores in self.scores.items()}
-        result.losses = {place: float(loss) for place, loss in self.losses.items()}
+        result.scores = {key: scores.tolist() for key, scores in self.scores.items()}
+        result.losses = {key: float(loss) for key, loss in self.losses.items()}
         result.by_source = {
-            place: {source: (float(total), n) for source, (total, n) in sums.items()}
-            for place, sums in self.by_source.items()
+            key: {source: (float(total), n) for source, (total, n) in sums.items()}
+            for key, sums in self.by_source.items()
         }
         loads: dict[str, torch.Tensor] = {}
         for routed in self.routed.values():
