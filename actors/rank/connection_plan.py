@@ -67,19 +67,19 @@ def connection_plans(
     ]
     rounds: list[list[RendezvousRound]] = [[] for _ in range(processes)]
     order = rendezvous_order([meeting.members for meeting in unnumbered])
-    for number, place in enumerate(order, start=1):
-        meeting = unnumbered[place]._replace(number=number)
+    for number, index in enumerate(order, start=1):
+        meeting = unnumbered[index]._replace(number=number)
         for process in meeting.members:
             rounds[process].append(meeting)
     channels: list[list[tuple[Edge, int, P2PGroup]]] = [[] for _ in range(processes)]
-    for number, (edge, of_edge) in enumerate(p2p_groups):
-        for p2p_group in of_edge:
+    for number, (edge, edge_groups) in enumerate(p2p_groups):
+        for p2p_group in edge_groups:
             for process in {*p2p_group.senders, *p2p_group.receivers}:
                 channels[process].append((edge, number, p2p_group))
     ctas = link_ctas(pairs)
     return tuple(
-        ConnectionPlan(tuple(own), tuple(of_process), ctas)
-        for own, of_process in zip(rounds, channels, strict=True)
+        ConnectionPlan(tuple(process_rounds), tuple(process_channels), ctas)
+        for process_rounds, process_channels in zip(rounds, channels, strict=True)
     )
 
 

@@ -118,8 +118,8 @@ class Connections:
             ends = p2p_group.senders[sender], p2p_group.receivers[receiver]
             if me in ends:
                 group, host_group = self._links[ends]
-                place, peer = (receiver, ends[1]) if me == ends[0] else (sender, ends[0])
-                links[place] = Link(group, peer, number, host_group)
+                index, peer = (receiver, ends[1]) if me == ends[0] else (sender, ends[0])
+                links[index] = Link(group, peer, number, host_group)
         gradient = p2p_group.direction is Direction.BACKWARD
         if me in p2p_group.senders:
             # A gradient for another module is a partial sum on every process that works on the

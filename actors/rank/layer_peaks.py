@@ -23,7 +23,7 @@ def layer_peaks(
         Per layer, the peak of forward and backward beyond the activations of this and earlier
         layers and the layer's output; and the peak of a forward without gradients.
     """
-    before = live.now
+    initial = live.now
     marks = _Marks(live, len(layers))
     output = _marked(run, layers, marks)
     marks.end_forward()
@@ -38,8 +38,8 @@ def layer_peaks(
         _marked(run, layers, alone)
     alone.end_forward()
     working = [
-        max(0, most - end, back - before - kept)
-        for most, end, back, kept in zip(
+        max(0, most - end, back - initial - held_so_far)
+        for most, end, back, held_so_far in zip(
             marks.forward, marks.after, marks.backward, accumulate(held), strict=True
         )
     ]

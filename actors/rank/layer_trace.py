@@ -127,8 +127,8 @@ class LayerTrace:
         return [self._seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
 
     def both_times(self) -> list[float]:
-        both = zip(self.forward_times(), self.backward_times(), strict=True)
-        return [forward + backward for forward, backward in both]
+        pairs = zip(self.forward_times(), self.backward_times(), strict=True)
+        return [forward + backward for forward, backward in pairs]
 
     def backward_times(self) -> list[float]:
         """Return seconds per layer, from the gradient of its output to the gradient of its

@@ -153,26 +153,26 @@ class ModuleProfiler:
         for _ in range(WARM_UP_RUNS + repeats):
             frozen.append(self._run(inputs, received, trainable=False))
             trained.append(self._run(inputs, received, trainable=True))
-        kept = self._run(inputs, received, trainable=True, count=True)
+        counted = self._run(inputs, received, trainable=True, count=True)
         frozen, trained = frozen[WARM_UP_RUNS:], trained[WARM_UP_RUNS:]
         options = self._options(inputs, received, repeats, trained)
-        working, working_forward = self._layer_peaks(inputs, received, kept.held)
+        working, working_forward = self._layer_peaks(inputs, received, counted.held)
         data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
         for parameter in self._stage.parameters():
             parameter.grad = None
-        own = trained if self._trainable else frozen
-        forward = _medians([run.forward_times() for run in own])
+        runs = trained if self._trainable else frozen
+        forward = _medians([run.forward_times() for run in runs])
         inner = _medians([run.backward_times() for run in frozen])
-        both = _medians([run.backward_times() for run in trained])
+        full = _medians([run.backward_times() for run in trained])
         layers = tuple(
             LayerTimes(f, d, max(0.0, b - d), *sizes)
             for f, d, b, *sizes in zip(
-                forward, inner, both, kept.held, kept.output_bytes, options, working,
+                forward, inner, full, counted.held, counted.output_bytes, options, working,
                 working_forward, [data, *[0] * (len(working) - 1)], strict=True,
             )
         )
-        shape = kept.entering if len(kept.entering) == 3 else kept.output_shape
-        return ModuleTimes(layers, shape[0], shape[0] * shape[1], kept.output_shape)
+        shape = counted.entering if len(counted.entering) == 3 else counted.output_shape
+        return ModuleTimes(layers, shape[0], shape[0] * shape[1], counted.output_shape)
 
     def halve(self, plans: Mapping[str, ShardPlan]) -> None:
         """Shard the module as one of two processes with tensor parallelism holds it."""
@@ -217,17 +217,20 @@ class ModuleProfiler:
         blocks = self._blocks
         options: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
         kinds = [(type(item), sum(p.numel() for p in item.parameters())) for item in blocks]
-        before = _medians([item.both_times() for item in kept])
+        kept_times = _medians([item.both_times() for item in kept])
         for name in self._option_names():
             with layers_recomputed(blocks, [name] * len(blocks)):
                 runs = [self._run(inputs, received, trainable=True) for _ in range(repeats + 1)]
                 held, working, _ = self._bytes(inputs, received)
-            after = _medians([item.both_times() for item in runs[1:]])
-            added = [after[index] - before[index] for index in range(len(blocks))]
+            option_times = _medians([item.both_times() for item in runs[1:]])
+            added = [option_times[index] - kept_times[index] for index in range(len(blocks))]
             # Small differences of noisy times are unreliable, so blocks of one kind share their
             # median.
             for index, kind in enumerate(kinds):
-                alike = [item for item, other in zip(added, kinds, strict=True) if other == kind]
+                alike = [
+                    item for item, block_kind in zip(added, kinds, strict=True)
+                    if block_kind == kind
+                ]
                 seconds = max(0.0, statistics.median(alike))
                 options[index] += (
                     LayerOption(name, seconds, held[index], working[index]),
@@ -237,8 +240,8 @@ class ModuleProfiler:
     def _bytes(
         self, inputs: dict[str, Any], received: dict[str, Message]
     ) -> tuple[list[int], list[int], list[int]]:
-        kept = self._run(inputs, received, trainable=True, count=True)
-        return kept.held, *self._layer_peaks(inputs, received, kept.held)
+        counted = self._run(inputs, received, trainable=True, count=True)
+        return counted.held, *self._layer_peaks(inputs, received, counted.held)
 
     def _layer_peaks(
         self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]

@@ -86,18 +86,18 @@ class RankActor(StoredRank):
             end_after_timeouts()
 
     def _meet(self, actors: Mapping[int, Any], generation: int) -> None:
-        spec, before = self._spec, getattr(self, "_connections", None)
+        spec, connections = self._spec, getattr(self, "_connections", None)
         with self._changing:
             self._own_connections, self._generation = OwnConnections(), generation
         with self._meeting(spec.members, actors, generation):
-            place = Rendezvous(
+            rendezvous = Rendezvous(
                 self._device, self._store, spec.rank, spec.world_size, self._timeouts
             )
-            self._device = place.device
-            if before is None:
-                self._connections = Connections(spec, place, self.task_tracker)
+            self._device = rendezvous.device
+            if connections is None:
+                self._connections = Connections(spec, rendezvous, self.task_tracker)
             else:
-                before.renew(place, self.task_tracker)
+                connections.renew(rendezvous, self.task_tracker)
 
     def cut(self, generation: int) -> None:
         """Shut down all connections of a generation from another thread, so that a step in flight
@@ -128,12 +128,12 @@ class RankActor(StoredRank):
             dist.destroy_process_group()
         self._meet(actors, generation)
         self._programs.clear()
-        if any(isinstance(part, FSDPModule) for stage in self._stages.values()
-               for part in stage.modules()):
+        if any(isinstance(module, FSDPModule) for stage in self._stages.values()
+               for module in stage.modules()):
             # FSDP state is undefined after a failed step, so the stages are rebuilt.
-            kept = copy_of(self._stages, self._optimizer, self._staging)()
+            snapshot = copy_of(self._stages, self._optimizer, self._staging)()
             self.build()
-            restore(kept, self._stages, self._optimizer)
+            restore(snapshot, self._stages, self._optimizer)
         else:
             self._optimizer.reduction.renew(self._connections.reductions)
             self._executor = self._new_executor()
@@ -172,10 +172,10 @@ class RankActor(StoredRank):
                 stage.writer = FeatureWriter(folder)
             self._stages[name] = stage.to(self._device)
         if self._colocation is not None:
-            of_module: dict[str, list[torch.nn.Module]] = {}
+            by_module: dict[str, list[torch.nn.Module]] = {}
             for name, stage in self._stages.items():
-                of_module.setdefault(name.module, []).append(stage)
-            self._colocation.check(of_module)
+                by_module.setdefault(name.module, []).append(stage)
+            self._colocation.check(by_module)
         parameters = {
             (stage, name): parameter
             for stage, module in self._stages.items()
@@ -316,9 +316,9 @@ class RankActor(StoredRank):
     ) -> StepResult:  # fmt: skip
         self._memory.restart()
         per_stage: dict[StageId, list[dict[str, Any] | None]] = {}
-        for (stage, microbatch), part in zip(layout, inputs, strict=True):
+        for (stage, microbatch), entries in zip(layout, inputs, strict=True):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
-            row[microbatch] = {**(row[microbatch] or {}), **part}
+            row[microbatch] = {**(row[microbatch] or {}), **entries}
         program = self._programs[key]
         keep_recent(self._programs, key, program)
         rows = step_inputs(per_stage, self._device)

@@ -124,10 +124,10 @@ class RankGroup(ObservedRanks):
             self._actors[rank], self._rank_places[rank] = spare.actor, spare.place
         for rank in gone[len(spares):]:
             self._actors[rank] = self._create(self._specs[rank], self._rank_places[rank])
-        taken = list(gone[:len(spares)])
+        replaced = list(gone[:len(spares)])
         # Before other processes send the keys that are meant for that rank.
-        refs = [self._actors[rank].take_place.remote(self._specs[rank]) for rank in taken]
-        self.wait(refs, taken, START_TIMEOUT_S)
+        refs = [self._actors[rank].take_place.remote(self._specs[rank]) for rank in replaced]
+        self.wait(refs, replaced, START_TIMEOUT_S)
 
     def _beat(self) -> None:
         super()._beat()
@@ -217,8 +217,8 @@ class RankGroup(ObservedRanks):
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
         with self._order:
             if key not in self._programs:
-                for actor, *parts in zip(self._actors, program.ranks, issues, strict=True):
-                    lists = (list(map(tuple, part)) for part in parts)
+                for actor, *arguments in zip(self._actors, program.ranks, issues, strict=True):
+                    lists = (list(map(tuple, argument)) for argument in arguments)
                     actor.load_program.remote(key, *lists, bound)
             keep_recent(self._programs, key, None)
         return key
@@ -268,8 +268,8 @@ class RankGroup(ObservedRanks):
         # Kill lost ranks first: a survivor that waits for one of them fails once the connection is
         # closed.
         end({rank: ranks[rank] for rank in lost}, self._addresses)
-        left = leave(staying, self._generation)
-        gone = [rank for rank in ranks if rank not in left]
+        progress_of = leave(staying, self._generation)
+        gone = [rank for rank in ranks if rank not in progress_of]
         end({rank: ranks[rank] for rank in gone if rank not in lost}, self._addresses)
         for rank in gone:
             self._addresses.pop(rank, None)
@@ -279,7 +279,7 @@ class RankGroup(ObservedRanks):
         self._generation += 1
         refs = []
         for rank, (actor, spec) in enumerate(zip(self._actors, self._specs, strict=True)):
-            meet = actor.renew if rank in left else actor.connect
+            meet = actor.renew if rank in progress_of else actor.connect
             peers = {n: self._actors[n] for n in spec.peers}
             refs.append(meet.remote(peers, self._generation))
         self.wait(refs, timeout=START_TIMEOUT_S)
@@ -289,7 +289,7 @@ class RankGroup(ObservedRanks):
         self._programs.clear()
         self._interrupted = None
         self._spares.restock(self._start_spare)
-        return [left.get(rank) for rank in ranks]
+        return [progress_of.get(rank) for rank in ranks]
 
     def _leave_nodes(self) -> None:
         """Move the places on lost nodes to other nodes.
@@ -300,7 +300,7 @@ class RankGroup(ObservedRanks):
         lost = frozenset() if self._observer is None else self._observer.lost_nodes
         if not lost:
             return
-        for rank in [rank for rank, at in self._addresses.items() if at.node in lost]:
+        for rank in [rank for rank, address in self._addresses.items() if address.node in lost]:
             del self._addresses[rank]  # its processes cannot be reached
         try:
             self.placement.leave(lost)

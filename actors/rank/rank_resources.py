@@ -88,13 +88,13 @@ def check_capacity(
         needed = amount * (num_ranks + options.spares)
         workers = sum(bundle.get(name, 0.0) for bundle in options.worker_bundles)
         if needed + workers > has.get(name, 0.0) + 1e-9:
-            others = f", plus {workers:g} {name} for data workers" if workers else ""
+            suffix = f", plus {workers:g} {name} for data workers" if workers else ""
             if options.spares:
-                others = f" with {options.spares} spares (run.spares){others}"
+                suffix = f" with {options.spares} spares (run.spares){suffix}"
             at_most = " at most, including all nodes that its autoscaler can add" if scales else ""
             raise ClusterError(
                 f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
-                f"total{others}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
+                f"total{suffix}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
                 "ranks (parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or "
                 "connect to a larger cluster"
             )

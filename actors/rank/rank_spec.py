@@ -92,8 +92,8 @@ class RankSpec:
     def members(self) -> dict[int, Sequence[int]]:
         """Return the members of the process's groups, and of the group of all processes, by group
         number."""
-        own = {meeting.number: meeting.members for meeting in self.connections.rounds}
-        return {EVERYONE: range(self.world_size), **own}
+        group_members = {meeting.number: meeting.members for meeting in self.connections.rounds}
+        return {EVERYONE: range(self.world_size), **group_members}
 
     @property
     def modules(self) -> set[str]:

@@ -120,9 +120,9 @@ class RendezvousStore(Store):
                 self._news = [each for each in self._news if each.group not in self._members]
             for group in {each.group for each in news}:
                 for member in self._members[group][1:]:
-                    of_others = [e for e in news if e.group == group and e.setter != member]
-                    if of_others:
-                        self._tell(member, of_others)
+                    news_for_member = [e for e in news if e.group == group and e.setter != member]
+                    if news_for_member:
+                        self._tell(member, news_for_member)
 
     def _tell(self, member: int, news: Sequence[News]) -> None:
         self._actors[member].receive_news.remote(news, self.generation)
@@ -159,8 +159,8 @@ class RendezvousStore(Store):
         """
         patience = self._patience if timeout is None else timeout
         with self._changed:
-            there = self._changed.wait_for(lambda: self.check(keys), patience.total_seconds())
-            if not there:
+            all_set = self._changed.wait_for(lambda: self.check(keys), patience.total_seconds())
+            if not all_set:
                 missing = [key for key in keys if key not in self._values]
                 raise DistStoreError(f"no process has set {', '.join(missing)}")
 

@@ -68,13 +68,13 @@ class StoredRank(SnapshotActor, SavingActor, RendezvousActor):
     def _parts(
         self, parameters: Mapping[tuple[StageId, str], torch.Tensor]
     ) -> dict[tuple[StageId, str], ParameterPart]:
-        parts = {}
+        shards = {}
         for (stage, name), parameter in parameters.items():
             shard_spec = self._spec.shard_specs.get(stage.module)
             if shard_spec is not None and self._shard(stage, name) is not None:
-                place, local = self._place(shard_spec), local_part(parameter.detach())
-                parts[stage, name] = shard_spec.part(name, place, local.shape)
-        return parts
+                position, local = self._place(shard_spec), local_part(parameter.detach())
+                shards[stage, name] = shard_spec.part(name, position, local.shape)
+        return shards
 
     def _make_largest(self, key: tuple[StageId, str], tensor: torch.Tensor) -> None:
         """All-reduce a tensor in place to its maximum over the processes that share a parameter."""
@@ -126,14 +126,14 @@ class StoredRank(SnapshotActor, SavingActor, RendezvousActor):
                     shard = self._shard(stage, parameter) if parameter else None
                     local = local_part(tensor.detach())
                     # A forward may change buffers, so they are copied on the device at once.
-                    own = dict(
+                    stored = dict(
                         stored_shards(
                             f"{owner}/{name}", local if parameter else local.clone(), shard
                         )
                     )
-                    tensors.update(own)
+                    tensors.update(stored)
                     if id(tensor) in self._optimizer.in_bf16:
-                        widened |= own.keys()
+                        widened |= stored.keys()
         state: dict[str, torch.Tensor] = {}
         for (stage, name, key), value in self._optimizer.state_tensors().items():
             if (stage, name) in parameter_ownership.in_grad_norm:
@@ -141,7 +141,7 @@ class StoredRank(SnapshotActor, SavingActor, RendezvousActor):
                 full = f"optimizer/{stage.module}/{name}/{key}"
                 state.update(stored_shards(full, value, shard))
         kinds = {"model": tensors, "optimizer": state}
-        files = {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
+        files = {f"{kind}-rank{rank}.safetensors": saved for kind, saved in kinds.items() if saved}
         return Saved(files, frozenset(widened), self._optimizer.state_is_temporary)
 
     def host_memory(self) -> HostMemory:
@@ -160,17 +160,19 @@ class StoredRank(SnapshotActor, SavingActor, RendezvousActor):
         that were read."""
         self._staging.wait()
         stored = StoredTensors(folder, index, files)
-        own = [
+        local_tensors = [
             (f"{stage.module}/{name}", tensor, self._shard(stage, parameter) if parameter else None)
             for stage in self._stages
             for name, parameter, tensor in self._named_tensors(stage)
         ]
-        read = stored.read({name: shard for name, _, shard in own})
-        for name, tensor, _ in own:
+        read = stored.read({name: shard for name, _, shard in local_tensors})
+        for name, tensor, _ in local_tensors:
             if id(tensor) in self._optimizer.in_bf16 and name in read:
                 read[name] = read[name].to(tensor.dtype)
-        copy_tensors(read, [(name, local_part(tensor.detach())) for name, tensor, _ in own])
-        taken = list(read)
+        copy_tensors(
+            read, [(name, local_part(tensor.detach())) for name, tensor, _ in local_tensors]
+        )
+        read_names = list(read)
         state: dict[tuple[StageId, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()
         for stage, name in (*self._optimizer.updated, *self._optimizer.frozen):
@@ -182,7 +184,7 @@ class StoredRank(SnapshotActor, SavingActor, RendezvousActor):
             }
             for full, value in stored.read(shards).items():
                 state[stage, name, full.rpartition("/")[2]] = value
-                taken.append(full)
+                read_names.append(full)
         self._optimizer.load_state_tensors(state, step)
         names = (f"{s.module}/{n}" for s, n in self._optimizer.parameters)
-        return Loaded([name for name in names if name not in read], taken)
+        return Loaded([name for name in names if name not in read], read_names)
