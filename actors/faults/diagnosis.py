@@ -47,15 +47,15 @@ def death(
     rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
 ) -> Failure:
     looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
-    said = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
+    message = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
     texts = {**stacks, f"rank-{rank}.txt": str(error)}
     if error.actor_init_failed:
         kind = constructor_kind(str(error))
         # A replacement would raise the same error, unless the cause is temporary.
         lost = frozenset({rank}) if kind.passes else None
-        return Failure(said, lost=lost, texts=texts, raised=kind)
-    return Failure(said, RankFailedError, frozenset({rank}), texts)
+        return Failure(message, lost=lost, texts=texts, raised=kind)
+    return Failure(message, RankFailedError, frozenset({rank}), texts)
 
 
 def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:

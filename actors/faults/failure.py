@@ -30,10 +30,10 @@ def accusation(
     """
     doing = [f"{name} {_doing(rank, inquiry, looks)}" for rank, name in enumerate(names)]
     lines = [reason] if culprit is None else [doing[culprit], reason]
-    others = [text for number, text in enumerate(doing) if number != culprit]
-    lines += others[:SHOWN_RANKS]
-    if len(others) > SHOWN_RANKS:
-        lines.append(f"and {len(others) - SHOWN_RANKS} more")
+    other_lines = [text for number, text in enumerate(doing) if number != culprit]
+    lines += other_lines[:SHOWN_RANKS]
+    if len(other_lines) > SHOWN_RANKS:
+        lines.append(f"and {len(other_lines) - SHOWN_RANKS} more")
     texts = {f"rank-{n}.txt": f"{doing[n]}\n{look.stacks}" for n, look in looks.items()}
     return "\n".join(lines) + records_text(names, looks), texts
 
@@ -69,14 +69,14 @@ def raised_at(traceback: str) -> str:
     """Return error and location from a traceback: ``"KeyError: 'a', raised in build (model.py, line
     3)"``."""
     lines = [line for line in traceback.splitlines() if line.strip()]
-    places = [n for n, line in enumerate(lines) if _PLACE.match(line)]
-    if not places:
+    frames = [n for n, line in enumerate(lines) if _PLACE.match(line)]
+    if not frames:
         return lines[-1].strip() if lines else "the reason is unknown"
     # The last location is followed by its source line, markers below it, and the error.
-    error = [line for line in lines[places[-1] + 1 :] if not line.startswith(" ")]
-    place = _PLACE.match(lines[places[-1]])
-    assert place is not None
-    file, number, function = place.groups()
+    error = [line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")]
+    frame = _PLACE.match(lines[frames[-1]])
+    assert frame is not None
+    file, number, function = frame.groups()
     text = " ".join(line.strip() for line in error) or lines[-1].strip()
     return f"{text}, raised in {function} ({file}, line {number})"
 

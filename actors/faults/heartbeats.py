@@ -81,21 +81,21 @@ class Heartbeats:
     def _under_way(report: Report) -> dict[str, float]:
         """Return the seconds of operations in progress that do not wait for other processes, by
         kind."""
-        own = {report.kind: report.seconds} if report.kind and not report.waits else {}
-        return {**report.in_threads, **own}
+        current = {report.kind: report.seconds} if report.kind and not report.waits else {}
+        return {**report.in_threads, **current}
 
     def _limit(self, number: int, kind: str) -> float:
         longest = self._longest.get(number, {})
-        before = longest.get(kind)
-        if before is None and kind in OWN_TASKS:
-            before = max(longest.values(), default=None)
-        return self._most if before is None else min(self._most, max(LEAST_S, TIMES * before))
+        seconds = longest.get(kind)
+        if seconds is None and kind in OWN_TASKS:
+            seconds = max(longest.values(), default=None)
+        return self._most if seconds is None else min(self._most, max(LEAST_S, TIMES * seconds))
 
     def _before(self, number: int, kind: str) -> str:
-        before = self._longest.get(number, {}).get(kind)
+        seconds = self._longest.get(number, {}).get(kind)
         return (
-            "which it has not done before" if before is None
-            else f"which took at most {before:.2f} s before"
+            "which it has not done before" if seconds is None
+            else f"which took at most {seconds:.2f} s before"
         )
 
     def _of_silent(

@@ -116,22 +116,22 @@ def _on_their_nodes(
 ) -> dict[int, Look]:
     deadline = time.monotonic() + LOOK_TIMEOUT_S
     own_node = ray.get_runtime_context().get_node_id()
-    of_node: dict[str, dict[int, Address]] = {own_node: {}}
+    by_node: dict[str, dict[int, Address]] = {own_node: {}}
     for number, address in processes.items():
         if everywhere or address.node == own_node:
-            of_node.setdefault(address.node, {})[number] = address
-    nearby = of_node.pop(own_node)
+            by_node.setdefault(address.node, {})[number] = address
+    nearby = by_node.pop(own_node)
     remote = ray.remote(num_cpus=0, max_retries=0)(visit)
     refs = [
         remote.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(there, [number for number in end if number in there], look)
-        for node, there in of_node.items()
+        ).remote(node_processes, [number for number in end if number in node_processes], look)
+        for node, node_processes in by_node.items()
     ]
     answers = visit(nearby, [number for number in end if number in nearby], look)
     if refs:
-        left = max(0.0, deadline - time.monotonic())
-        ray.wait(refs, num_returns=len(refs), timeout=left)
+        remaining = max(0.0, deadline - time.monotonic())
+        ray.wait(refs, num_returns=len(refs), timeout=remaining)
     for ref in refs:
         try:
             answers |= ray.get(ref, timeout=0)

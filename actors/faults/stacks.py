@@ -96,16 +96,16 @@ def _aborted(errors: str) -> bool:
 
 def _stacks(address: Address) -> str:
     file = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
-    before = size = file.stat().st_size
+    start_size = size = file.stat().st_size
     os.kill(address.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + STACKS_TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(STACKS_LOOK_S)
         size, last_size = file.stat().st_size, size
-        if size == last_size > before:
+        if size == last_size > start_size:
             break
     with file.open("rb") as stream:
-        stream.seek(before)
+        stream.seek(start_size)
         return stream.read().decode(errors="replace")
 
 

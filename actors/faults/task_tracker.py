@@ -66,9 +66,9 @@ class TaskTracker:
     def enter(self, instruction: Any) -> None:
         """Record that the next instruction starts. Takes less than a microsecond."""
         now = time.monotonic()
-        before, since = self._now
+        previous, since = self._now
         self._now = (instruction, now)
-        kind = _kind(before)
+        kind = _kind(previous)
         if now - since > self._longest.get(kind, -1.0):
             self._longest[kind] = now - since
 

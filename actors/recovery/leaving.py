@@ -32,13 +32,13 @@ def leave(
     refs = {rank: actor.leave.remote() for rank, actor in actors.items()}
     if refs:
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
-    left: dict[int, Progress] = {}
+    progress: dict[int, Progress] = {}
     for rank, ref in refs.items():
         try:
-            left[rank] = ray.get(ref, timeout=0)
+            progress[rank] = ray.get(ref, timeout=0)
         except RayError:  # dead, or too late
             continue
-    return left
+    return progress
 
 
 def end(actors: Mapping[int, Any], addresses: Mapping[int, Address]) -> None:

@@ -111,8 +111,8 @@ class ObservedRanks(ABC):
             self.check_cluster()
             try:
                 # Fetches all results in one call; returns early if one failed.
-                rest = ray.get([*pending], timeout=LISTEN_S)
-                results.update(zip(pending.values(), rest, strict=True))
+                values = ray.get([*pending], timeout=LISTEN_S)
+                results.update(zip(pending.values(), values, strict=True))
                 break
             except GetTimeoutError:
                 ready, _ = ray.wait([*pending], num_returns=len(pending), timeout=0)
@@ -140,8 +140,8 @@ class ObservedRanks(ABC):
             self._raised(rank, error, pending)
         except RayError as error:  # the input was lost together with the data worker that held it
             self.look_at_nodes()
-            said = f"{self._name(rank)} failed: {first_line(error)}"
-            self._fail(Failure(said, lost=frozenset()), error)
+            message = f"{self._name(rank)} failed: {first_line(error)}"
+            self._fail(Failure(message, lost=frozenset()), error)
 
     def check_cluster(self, error: RayActorError | None = None) -> None:
         """Raise an error if the cluster or a node of the run is lost. ``error`` is the death of a
@@ -157,8 +157,8 @@ class ObservedRanks(ABC):
         ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
         had = f". It hosted {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
         kind = lost_node_error(lost_nodes, error is not None and error.preempted)
-        others = kind.keywords["lost"] is not Loss.CLUSTER  # other nodes can continue the run
-        lost = frozenset(ranks) if others else None
+        can_continue = kind.keywords["lost"] is not Loss.CLUSTER  # other nodes can continue the run
+        lost = frozenset(ranks) if can_continue else None
         self._fail(Failure(f"{self._observer.lost}{had}", kind, lost), error)
 
     def look_at_nodes(self) -> None:
@@ -199,9 +199,9 @@ class ObservedRanks(ABC):
 
     def _beat(self) -> None:
         """Raise an error if a rank is dead or takes too long."""
-        if not (there := {rank: self._actors[rank] for rank in self._addresses}):
+        if not (reachable := {rank: self._actors[rank] for rank in self._addresses}):
             return
-        inquiry = inquire(there, BEAT_S)
+        inquiry = inquire(reachable, BEAT_S)
         if inquiry.dead:
             self._died(*min(inquiry.dead.items()))
         late = self._heartbeats.overdue(inquiry, time.monotonic(), self._look)
@@ -286,8 +286,8 @@ class ObservedRanks(ABC):
         """Raise the failure. End the processes, unless the lost ranks can be replaced."""
         message = failure.message
         if failure.texts:
-            kept = keep({"error.txt": message, **failure.texts})
-            message += f"\ntracebacks and stacks: {kept}"
+            location = keep({"error.txt": message, **failure.texts})
+            message += f"\ntracebacks and stacks: {location}"
         if self._can_renew(failure):
             self._interrupt(failure)
         else:
@@ -300,11 +300,11 @@ class ObservedRanks(ABC):
         return renews and self.renews
 
     def _interrupt(self, failure: Failure) -> None:
-        before = frozenset() if self._interrupted is None else self._interrupted.lost
-        lost = (failure.lost or frozenset()) | (before or frozenset())
+        earlier_lost = frozenset() if self._interrupted is None else self._interrupted.lost
+        lost = (failure.lost or frozenset()) | (earlier_lost or frozenset())
         self._interrupted = replace(failure, lost=lost)
-        left = [actor for rank, actor in enumerate(self._actors) if rank not in lost]
-        cut(left, self._generation)
+        survivors = [actor for rank, actor in enumerate(self._actors) if rank not in lost]
+        cut(survivors, self._generation)
 
     @property
     def _names(self) -> list[str]:

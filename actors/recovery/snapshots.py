@@ -58,9 +58,9 @@ class Snapshots:
         newest = self.newest()
         self._ranks.start("copy_snapshot")
         handed = self._ranks.start("hand_over_snapshot", returns=2)
-        steps, parts = map(list, zip(*handed, strict=True))
-        steps += self._ranks.keep(step, parts, step if newest is None else newest.step)
-        self._under_way.append(TakenSnapshot(step, steps, parts, kept))
+        steps, part_refs = map(list, zip(*handed, strict=True))
+        steps += self._ranks.keep(step, part_refs, step if newest is None else newest.step)
+        self._under_way.append(TakenSnapshot(step, steps, part_refs, kept))
 
     def newest(self) -> TakenSnapshot | None:
         """Return the newest snapshot that all ranks have returned, and drop older ones. Does not
@@ -101,9 +101,9 @@ def keepers(nodes: Mapping[int, str]) -> dict[int, int]:
     a rank are omitted."""
     ranks = sorted(nodes)
     keeper_of: dict[int, int] = {}
-    for at, rank in enumerate(ranks):
-        others = (*ranks[at + 1 :], *ranks[:at])
-        keeper = next((other for other in others if nodes[other] != nodes[rank]), None)
+    for index, rank in enumerate(ranks):
+        candidates = (*ranks[index + 1 :], *ranks[:index])
+        keeper = next((other for other in candidates if nodes[other] != nodes[rank]), None)
         if keeper is not None:
             keeper_of[rank] = keeper
     return keeper_of

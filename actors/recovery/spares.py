@@ -38,9 +38,9 @@ class Spares:
                 once it is warm. Not stored: it is a method of the spares' owner, which would then
                 never be freed.
         """
-        for place in self._free:
-            actor, warm = start(place)
-            self._waiting.append(Spare(actor, place, warm))
+        for bundle in self._free:
+            actor, warm = start(bundle)
+            self._waiting.append(Spare(actor, bundle, warm))
         self._free.clear()
 
     def look(self) -> None:
@@ -64,11 +64,11 @@ class Spares:
             self._waiting.remove(warm[number])
             self._asked.pop(warm[number].warm, None)
             self._free.append(warm[number].place)
-        taken = [warm[number] for number in sorted(answers.reports)[:most]]
-        for spare in taken:
+        chosen = [warm[number] for number in sorted(answers.reports)[:most]]
+        for spare in chosen:
             self._waiting.remove(spare)
             self._asked.pop(spare.warm, None)
-        return taken
+        return chosen
 
     def has_warm(self) -> bool:
         """Return True if a warm spare exists. It may have died since the last check."""
