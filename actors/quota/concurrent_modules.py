@@ -154,8 +154,8 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
         ValueError: two modules share a tensor; names it.
     """
     owners: dict[int, tuple[str, str]] = {}
-    for module, part in modules.items():
-        named = [*part.named_parameters(), *part.named_buffers()]
+    for module, instance in modules.items():
+        named = [*instance.named_parameters(), *instance.named_buffers()]
         for name, tensor in named:
             owner, its_name = owners.setdefault(id(tensor), (module, name))
             if owner != module:
@@ -212,11 +212,12 @@ def _check(streams: StreamSet, works: Mapping[str, Work]) -> None:
                 f"{', '.join(streams.streams)}"
             )
         forward = work.backward_of
-        own = streams.streams[module].partition
-        if forward is not None and not _same_place(forward.stream.partition, own):
+        partition = streams.streams[module].partition
+        if forward is not None and not _same_place(forward.stream.partition, partition):
             raise ValueError(
-                f"the backward of {module!r} is assigned to {own}, but autograd runs it where its "
-                f"forward ran, on {forward.stream.partition}; accepted: the same partition"
+                f"the backward of {module!r} is assigned to {partition}, but autograd runs it "
+                f"where its forward ran, on {forward.stream.partition}; accepted: the same "
+                "partition"
             )
 
 
@@ -260,10 +261,10 @@ def _raise_first(errors: Mapping[str, BaseException | None]) -> None:
     failed = {module: error for module, error in errors.items() if error is not None}
     if not failed:
         return
-    (module, cause), *others = failed.items()
+    (module, cause), *further_failures = failed.items()
     error = InternalError(f"module {module!r} failed: {_said(cause)}")
-    for other, its in others:
-        error.add_note(f"module {other!r} failed as well: {_said(its)}")
+    for further_module, further_cause in further_failures:
+        error.add_note(f"module {further_module!r} failed as well: {_said(further_cause)}")
     raise error from cause
 
 

@@ -47,16 +47,18 @@ def host_states() -> tuple[object, ...]:
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the default generators of torch, NumPy and Python at the end of the block."""
-    kept, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    torch_state, numpy_state, python_state = (
+        torch.get_rng_state(), np.random.get_state(), random.getstate()
+    )
+    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
-        torch.set_rng_state(kept)
-        if of_devices:
-            torch.cuda.set_rng_state_all(of_devices)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        torch.set_rng_state(torch_state)
+        if device_states:
+            torch.cuda.set_rng_state_all(device_states)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 class Ticket:
@@ -70,8 +72,8 @@ class Ticket:
         self.entered = False
 
     def __enter__(self) -> None:
-        before, self._before = self._before, None
-        if before is not None and not before._over.wait(self._timeout):
+        predecessor, self._before = self._before, None
+        if predecessor is not None and not predecessor._over.wait(self._timeout):
             self._over.set()
             raise TimeoutError(f"random number generators were not free within {self._timeout:g} s")
         self.entered = True

@@ -64,13 +64,17 @@ class GreenContexts:
             )
         self._device = self._call("cuDeviceGet", ordinal)
         self._sms = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        whole = self._call("cuDeviceGetDevResource", self._device, self._sms)
-        self._groups = self._split(whole, _granularity(whole, capability, coscheduled), coscheduled)
+        resource = self._call("cuDeviceGetDevResource", self._device, self._sms)
+        self._groups = self._split(
+            resource, _granularity(resource, capability, coscheduled), coscheduled
+        )
         if not self._groups:
             raise InputError(
-                f"the {whole.sm.smCount} multiprocessors of GPU {ordinal} cannot be split"
+                f"the {resource.sm.smCount} multiprocessors of GPU {ordinal} cannot be split"
             )
-        self.gpu = Multiprocessors(whole.sm.smCount, self._groups[0].sm.smCount, len(self._groups))
+        self.gpu = Multiprocessors(
+            resource.sm.smCount, self._groups[0].sm.smCount, len(self._groups)
+        )
         self._workqueues, self.queues = self._own_workqueues(version)
         self._contexts: dict[tuple[int, int], Any] = {}
         self._streams: list[Any] = []
@@ -91,8 +95,8 @@ class GreenContexts:
         text for :attr:`queues`."""
         scopes = getattr(self._driver, "CUdevWorkqueueConfigScope", None)
         if version < WORKQUEUES_SINCE or scopes is None:
-            what = f"driver is version {version}" if scopes else "installed cuda-python is too old"
-            return [], f"work queues are shared: the {what}; separate ones need {WORKQUEUES_SINCE}"
+            cause = f"driver is version {version}" if scopes else "installed cuda-python is too old"
+            return [], f"work queues are shared: the {cause}; separate ones need {WORKQUEUES_SINCE}"
         kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
         try:
             queues = self._call("cuDeviceGetDevResource", self._device, kind)
@@ -101,8 +105,8 @@ class GreenContexts:
         most = queues.wqConfig.wqConcurrencyLimit
         queues.wqConfig.sharingScope = scopes.CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED
         queues.wqConfig.wqConcurrencyLimit = STREAMS_PER_CONTEXT
-        said = f"each context has its own work queues, up to {most} (CUDA_DEVICE_MAX_CONNECTIONS)"
-        return [queues], said
+        report = f"each context has its own work queues, up to {most} (CUDA_DEVICE_MAX_CONNECTIONS)"
+        return [queues], report
 
     def stream(self, partition: Partition) -> int:
         """Create a stream that is limited to a partition's multiprocessors; return its address.
@@ -122,8 +126,8 @@ class GreenContexts:
         key = (partition.first_group, partition.groups)
         if key not in self._contexts:
             first, count = key
-            parts = self._groups[first : first + count]
-            description = self._describe([*parts, *self._workqueues], partition)
+            groups = self._groups[first : first + count]
+            description = self._describe([*groups, *self._workqueues], partition)
             flags = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
             context = self._call("cuGreenCtxCreate", description, self._device, int(flags))
             self._contexts[key] = context
@@ -152,7 +156,7 @@ class GreenContexts:
             return self._call("cuDevResourceGenerateDesc", parts, len(parts))
         except InternalError as error:
             groups = parts[: len(parts) - len(self._workqueues)]
-            domains = sorted({getattr(part.sm, "localityDomainId", 0) for part in groups})
+            domains = sorted({getattr(group.sm, "localityDomainId", 0) for group in groups})
             if len(domains) == 1:
                 raise
             raise InternalError(

@@ -63,10 +63,10 @@ class StreamPool:
         accepted = {module for quotas in sets.values() for module in quotas}
         if isinstance(modules, str):  # a string would count as a collection of its letters
             raise PlanError(f"modules is {modules!r}; accepted: a collection of names, or None")
-        mine = accepted if modules is None else set(modules)
-        if not mine <= accepted:
+        wanted = accepted if modules is None else set(modules)
+        if not wanted <= accepted:
             raise PlanError(
-                f"modules are {sorted(mine)}; accepted: those of the sets, {sorted(accepted)}"
+                f"modules are {sorted(wanted)}; accepted: those of the sets, {sorted(accepted)}"
             )
         self._backend = backend
         self._sets: dict[str, StreamSet] = {}
@@ -75,9 +75,9 @@ class StreamPool:
         try:
             for name, layout in self.partitions.items():
                 streams = {
-                    part.module: backend.create(part, [p for p in layout if p is not part])
-                    for part in layout
-                    if part.module in mine
+                    share.module: backend.create(share, [p for p in layout if p is not share])
+                    for share in layout
+                    if share.module in wanted
                 }
                 self._sets[name] = StreamSet(name, streams, backend)
         except BaseException:
@@ -96,9 +96,9 @@ class StreamPool:
             raise RuntimeError("the stream pool is closed")
         if name not in self._sets:
             raise PlanError(f"set is {name!r}; accepted: {', '.join(self._sets)}")
-        before, chosen = self._selected, self._sets[name]
-        if before is not None and before is not chosen:
-            events = [stream.record() for stream in before.streams.values()]
+        previous, chosen = self._selected, self._sets[name]
+        if previous is not None and previous is not chosen:
+            events = [stream.record() for stream in previous.streams.values()]
             for stream in chosen.streams.values():
                 for event in events:
                     stream.wait(event)
@@ -109,7 +109,7 @@ class StreamPool:
     def report(self) -> str:
         """Return the requested and granted quotas, one line per module, and a line on work
         queues."""
-        lines = [f"{name}: {part}" for name, layout in self.partitions.items() for part in layout]
+        lines = [f"{name}: {share}" for name, layout in self.partitions.items() for share in layout]
         return "\n".join([*lines, *filter(None, [self._backend.queues])])
 
     def close(self) -> None:

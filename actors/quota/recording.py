@@ -43,10 +43,10 @@ class Account:
             InternalError: another module holds some of its multiprocessors.
         """
         with self._lock:
-            for other in self._running:
-                if partition.overlaps(other):
+            for active in self._running:
+                if partition.overlaps(active):
                     raise InternalError(
-                        f"{partition} starts while these multiprocessors are in use by {other}"
+                        f"{partition} starts while these multiprocessors are in use by {active}"
                     )
             self._running.append(partition)
             start = self._clock()
