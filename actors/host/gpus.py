@@ -74,14 +74,14 @@ def _driver_problem(gpus: Gpus | None) -> str | None:
     major = int(built_for.partition(".")[0])
     if gpus is None or gpus.cuda[0] >= major:
         return None
-    oldest, other = _OLDEST_DRIVER.get(major), _TORCH_FOR_CUDA.get(gpus.cuda[0])
+    oldest, requirement = _OLDEST_DRIVER.get(major), _TORCH_FOR_CUDA.get(gpus.cuda[0])
     return (
         f"the GPU driver of this node is {gpus.driver} and supports at most CUDA "
         f"{gpus.cuda[0]}.{gpus.cuda[1]}, but torch {torch.__version__} is built for CUDA "
         f"{built_for}; update the driver"
         + (f" to {oldest} or newer" if oldest else "")
         + f", or install a torch for CUDA {gpus.cuda[0]} "
-        + (f"(pip install '{other}')" if other
+        + (f"(pip install '{requirement}')" if requirement
            else "(https://pytorch.org/get-started/previous-versions)")
     )  # fmt: skip
 

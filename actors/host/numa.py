@@ -17,7 +17,7 @@ def bind_to_gpu_node(device: torch.device, sys: Path = Path("/sys")) -> int | No
     """
     properties = torch.cuda.get_device_properties(device)
     domain, bus, slot = (
-        getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")
+        getattr(properties, f"pci_{field}_id") for field in ("domain", "bus", "device")
     )
     address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
     try:
@@ -26,8 +26,8 @@ def bind_to_gpu_node(device: torch.device, sys: Path = Path("/sys")) -> int | No
     except (OSError, ValueError):
         return None
     cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
+    for field in filter(None, text.strip().split(",")):
+        first, _, last = field.partition("-")
         cpus |= set(range(int(first), int(last or first) + 1))
     allowed = os.sched_getaffinity(0) & cpus
     if node < 0 or not allowed:

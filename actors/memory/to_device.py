@@ -35,16 +35,21 @@ def step_inputs(
     """Return a step's inputs, by stage and microbatch, on a device. On a GPU a thread pins them,
     and they are copied per microbatch, see :class:`CopiedRows`."""
     if device.type != "cuda":
-        return {stage: [to_device(row, device) for row in own] for stage, own in rows.items()}
+        return {
+            stage: [to_device(row, device) for row in stage_rows]
+            for stage, stage_rows in rows.items()
+        }
     stream = _copy_stream(device)
     # Work issued to the device before may still read memory that this stream reuses.
     stream.wait_stream(torch.cuda.current_stream(device))
     pinned: dict[Stage, list[Future[Any]]] = {stage: [] for stage in rows}
     for microbatch in range(max(map(len, rows.values()), default=0)):  # in the order of use
-        for stage, own in rows.items():
-            if microbatch < len(own):
-                pinned[stage].append(PINNING.submit(_pinned, own[microbatch]))
-    return {stage: CopiedRows(rows[stage], own, stream) for stage, own in pinned.items()}
+        for stage, stage_rows in rows.items():
+            if microbatch < len(stage_rows):
+                pinned[stage].append(PINNING.submit(_pinned, stage_rows[microbatch]))
+    return {
+        stage: CopiedRows(rows[stage], stage_rows, stream) for stage, stage_rows in pinned.items()
+    }
 
 
 @cache

@@ -141,7 +141,7 @@ class Placement:
         """Return the nodes and places of the plan's processes; known once the places are
         reserved."""
         table: Any = placement_group_table(self._group)
-        nodes = [table["bundles_to_node_id"][place] for place in range(self._first_beside)]
+        nodes = [table["bundles_to_node_id"][bundle] for bundle in range(self._first_beside)]
         return rank_nodes(self._options.degrees or (Degrees(),) * len(nodes), nodes)
 
     @property
@@ -208,13 +208,16 @@ class Placement:
     def _earlier_with_what_lacks(self) -> list[Placement]:
         """Return other placements of this process that hold resources which this placement
         lacks."""
-        others = [other for other in _of_this_process if other.is_held and other is not self]
-        if not others:
+        candidates = [
+            candidate for candidate in _of_this_process
+            if candidate.is_held and candidate is not self
+        ]
+        if not candidates:
             return []
         free = ray.available_resources()
         needed = _total(self._bundles)
         lacking = {name for name, amount in needed.items() if amount > free.get(name, 0.0) + 1e-9}
-        return [other for other in others if lacking & set(_total(other._bundles))]
+        return [candidate for candidate in candidates if lacking & set(_total(candidate._bundles))]
 
     def _held_by(self, earlier: Sequence[Placement]) -> str:
         held = _counted([bundle for placement in earlier for bundle in placement._bundles])

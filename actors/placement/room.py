@@ -50,13 +50,13 @@ def count_places(
     """Return the number of bundles that fit into the free resources of nodes, after placing the
     bundles ``others``, each on the node where it costs the fewest places."""
     free = [dict(node) for node in nodes]
-    for other in others:
-        fitting = [node for node in free if _holds(node, other)]
+    for extra in others:
+        fitting = [node for node in free if _holds(node, extra)]
         if not fitting:
             return 0
-        lost = [_holds(node, bundle) - _holds(_less(node, other), bundle) for node in fitting]
+        lost = [_holds(node, bundle) - _holds(_less(node, extra), bundle) for node in fitting]
         best = fitting[lost.index(min(lost))]
-        best.update(_less(best, other))
+        best.update(_less(best, extra))
     return sum(_holds(node, bundle) for node in free)
 
 

@@ -25,7 +25,7 @@ def problem_seeing(location: str, name: str, token: str) -> str | None:
         there is no problem.
     """
     deadline = time.monotonic() + SEEN_WITHIN_S
-    own = f".seen-by-{secrets.token_hex(16)}{PARTIAL}"
+    trial_file = f".seen-by-{secrets.token_hex(16)}{PARTIAL}"
     try:
         folder = storage_folder(location, RETRY_FOR_S)
         while True:
@@ -38,8 +38,8 @@ def problem_seeing(location: str, name: str, token: str) -> str | None:
             time.sleep(LOOK_S)
         if seen != token.encode():
             return "finds a different file there than the driver wrote"
-        folder.replace(own, b"")
-        folder.unlink(own)
+        folder.replace(trial_file, b"")
+        folder.unlink(trial_file)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         return f"cannot use it: {error}"
     return None
