@@ -112,11 +112,11 @@ class AdaptedLayer(nn.Module):
     def _scale(self) -> torch.Tensor:
         """Return the magnitudes divided by the rows' norms, which are constants: (out,), fp32."""
         # Use the stored parameters, not the copies for autocast that modules show.
-        own = cast(dict[str, torch.Tensor], self._parameters)
-        with torch.no_grad(), torch.autocast(own[LOW].device.type, enabled=False):
-            rows = self._matrix() + self.lora.scaling * (own[HIGH] @ own[LOW])
+        parameters = cast(dict[str, torch.Tensor], self._parameters)
+        with torch.no_grad(), torch.autocast(parameters[LOW].device.type, enabled=False):
+            rows = self._matrix() + self.lora.scaling * (parameters[HIGH] @ parameters[LOW])
             norms = self.summed_squares(rows.square().sum(dim=1)).sqrt()
-        return own[MAGNITUDE] / norms
+        return parameters[MAGNITUDE] / norms
 
     def plain(self, merged: bool) -> torch.Tensor:
         """Return the weight of a plain layer, in the stored shape, that computes the same without
@@ -196,17 +196,17 @@ def _check_base(module: nn.Module, name: str, layer: nn.Module, base: str) -> No
             f"base is {base!r}, but {name!r} has {inner} inputs; accepted: targets whose number "
             f"of inputs is a multiple of {GROUP}, the inputs that share a scale"
         )
-    for other, child in module.named_modules():
+    for module_name, child in module.named_modules():
         if child is not layer and any(p is layer.weight for p in child._parameters.values()):
             raise ModelError(
-                f"base is {base!r}, but {name!r} shares its weight with {other!r}; "
+                f"base is {base!r}, but {name!r} shares its weight with {module_name!r}; "
                 "accepted: targets without shared weights"
             )
 
 
 def _find(module: nn.Module, name: str) -> nn.Module | None:
-    for part in filter(None, name.split(".")):
-        child = module._modules.get(part)
+    for component in filter(None, name.split(".")):
+        child = module._modules.get(component)
         if child is None:
             return None
         module = child
@@ -221,8 +221,8 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
     if config.base is not None:
         codes, scale = quantise(matrix, config.base)
         matrix = dequantised(codes, scale)
-        kept = codes.T.contiguous() if transposed else codes
-        layer._parameters["weight"] = nn.Parameter(kept, requires_grad=False)
+        stored_codes = codes.T.contiguous() if transposed else codes
+        layer._parameters["weight"] = nn.Parameter(stored_codes, requires_grad=False)
     out, inner = matrix.shape
     low = torch.empty(config.r, inner, device=weight.device)
     if not weight.is_meta:

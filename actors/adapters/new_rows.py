@@ -38,14 +38,14 @@ class EmbeddingWithRows(NewRows, nn.Embedding):
         # Call the class's own forward, because it may scale the rows.
         local = local.clamp(0, len(self.new_rows) - 1)
         shown = {"weight": self.new_rows, "padding_idx": None}
-        before = {name: vars(self)[name] for name in shown if name in vars(self)}
+        saved = {name: vars(self)[name] for name in shown if name in vars(self)}
         vars(self).update(shown)
         try:
             rows = super().forward(local)
         finally:
             for name in shown:
                 del vars(self)[name]
-            vars(self).update(before)
+            vars(self).update(saved)
         return torch.where(is_new[..., None], rows.to(out.dtype), out)
 
 
@@ -91,8 +91,8 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
         if weight is None:
             continue
         if id(weight) not in parameters:
-            own = weight.detach()[rows.start : rows.stop].clone()
-            parameters[id(weight)] = nn.Parameter(own)
+            row_values = weight.detach()[rows.start : rows.stop].clone()
+            parameters[id(weight)] = nn.Parameter(row_values)
         weight.requires_grad_(False)
         layer.__class__ = _class_with_rows(type(layer))
         layer.first = rows.start

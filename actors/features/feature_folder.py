@@ -86,10 +86,10 @@ def make_room(root: Path, keep: Iterable[Path], room: int) -> list[Path]:
     """Remove folders of other encoders, least recently changed first, until all folders fit into
     ``room`` bytes; return the removed ones."""
     used = {path.resolve() for path in keep}
-    there = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    sizes = {path: FeatureFolder(path, 0).bytes() for path in there}
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    sizes = {path: FeatureFolder(path, 0).bytes() for path in folders}
     total, removed = sum(sizes.values()), []
-    for path in sorted(there, key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted(folders, key=lambda path: path.stat().st_mtime_ns):
         if total <= room or path.resolve() in used:
             continue
         shutil.rmtree(path, ignore_errors=True)
@@ -138,9 +138,9 @@ def _unpacked(data: bytes, key: str) -> Features | None:
         return None
     values, features = body[length:], {}
     for tensor in description["tensors"]:
-        own = torch.empty(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
-        place = own.reshape(-1).view(torch.uint8).numpy()
-        place[:] = np.frombuffer(values[: own.nbytes], np.uint8)
-        features[tensor["name"]] = own
-        values = values[own.nbytes :]
+        feature = torch.empty(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+        flat_bytes = feature.reshape(-1).view(torch.uint8).numpy()
+        flat_bytes[:] = np.frombuffer(values[: feature.nbytes], np.uint8)
+        features[tensor["name"]] = feature
+        values = values[feature.nbytes :]
     return features

@@ -50,13 +50,13 @@ class FeatureWriter:
                 )
         on_host = {name: tensor.detach().cpu() for name, tensor in features.items()}
         for item, key in enumerate(keys):
-            own = {name: tensor[item] for name, tensor in on_host.items()}
-            size = self._folder.size(key, own)
+            item_features = {name: tensor[item] for name, tensor in on_host.items()}
+            size = self._folder.size(key, item_features)
             if not key or size > self._left or self._folder.has(key):
                 continue
             try:
                 self._waiting.put_nowait(
-                    (key, {name: tensor.clone() for name, tensor in own.items()})
+                    (key, {name: tensor.clone() for name, tensor in item_features.items()})
                 )
             except queue.Full:
                 return

@@ -62,7 +62,7 @@ class RootForm:
             ModelError: items differ in a dimension other than :attr:`dim`.
         """
         try:
-            return [torch.cat(parts, self.dim) for parts in zip(*items, strict=True)]
+            return [torch.cat(tensors, self.dim) for tensors in zip(*items, strict=True)]
         except RuntimeError as error:
             raise ModelError(f"features of {self.place}: {error}") from None
 
@@ -79,10 +79,10 @@ class RootCall:
     leaves the module's forward with the part's output, through :class:`ForwardLeft`."""
 
     def __init__(self, module: nn.Module, place: str) -> None:
-        part = module.get_submodule(place)
-        self._forward = part.forward
+        submodule = module.get_submodule(place)
+        self._forward = submodule.forward
         self.output: Any = None
-        vars(part)["forward"] = self
+        vars(submodule)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.output is None:
