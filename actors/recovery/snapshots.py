@@ -103,7 +103,7 @@ def keepers(nodes: Mapping[int, str]) -> dict[int, int]:
     keeper_of: dict[int, int] = {}
     for index, rank in enumerate(ranks):
         candidates = (*ranks[index + 1 :], *ranks[:index])
-        keeper = next((other for other in candidates if nodes[other] != nodes[rank]), None)
+        keeper = next((peer for peer in candidates if nodes[peer] != nodes[rank]), None)
         if keeper is not None:
             keeper_of[rank] = keeper
     return keeper_of
