@@ -22,14 +22,14 @@ WIDTH = 12
 
 # Relative to a gradient's own norm.
 GRADIENT_TOLERANCE = 1e-5
-# A key's bias has no influence on attention: its gradient is rounding.
+# A key's bias has no influence on attention: its gradient is rounding error.
 NO_GRADIENT = "k_proj.bias"
 
 
 def mapping_of(
     gpus: int, *stages: Mapping[str, tuple[tuple[int, ...], int]], slices: int = 1
 ) -> StageMapping:
-    """Stages of modules with GPUs, quota and slices."""
+    """Return a mapping from stages of modules with GPUs, quota and slices."""
     return StageMapping(gpus, STEPS, tuple(
         MultiplexStage(tuple(Placement(m, *place) for m, place in one.items()), 1.0)
         for one in stages
@@ -37,7 +37,7 @@ def mapping_of(
 
 
 def clip_model(seed: int = 0) -> hf.CLIPModel:
-    """A CLIP whose towers and projections have all sizes different."""
+    """Return a CLIP whose towers and projections all have different sizes."""
     torch.manual_seed(seed)
     vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2,
                   num_attention_heads=2, image_size=8, patch_size=4)  # fmt: skip
@@ -54,7 +54,7 @@ def clip_model(seed: int = 0) -> hf.CLIPModel:
 
 
 def clip_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Images and texts of different lengths."""
+    """Return images and texts of different lengths."""
     torch.manual_seed(1000 + seed)
     lengths = torch.randint(3, 9, (size, 1))
     return {
@@ -65,7 +65,7 @@ def clip_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 class Tower(nn.Module):
-    """(B, F) to (B, WIDTH)."""
+    """Tower from (B, F) to (B, WIDTH)."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ WEIGHTS = {"text": 1.0, "audio": 0.5, "depth": 2.0, "thermal": 1.0, "imu": 0.3}
 
 
 class ImageBind(nn.Module):
-    """Six towers and, for each modality beside the image, its distance to the image."""
+    """Six towers and, for each other modality, its distance to the image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ class ImageBind(nn.Module):
 
 
 def imagebind_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Features of all six modalities."""
+    """Return features of all six modalities."""
     torch.manual_seed(2000 + seed)
     return {name: torch.randn(size, f) for name, f in {"image": 9, **OTHERS}.items()}
 
 
 class Backbone(nn.Module):
-    """Tokens of two modalities, one after the other, through a transformer."""
+    """Transformer over the concatenated tokens of two modalities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Unified(nn.Module):
         })
 
     def dag_name(self, name: str) -> str:
-        """The name that the graph has for a parameter."""
+        """Return the graph's name of a parameter."""
         owner, _, rest = name.partition(".")
         if owner in ("vision", "project"):
             return f"vision.chain.{'module' if owner == 'vision' else 'projector'}.{rest}"
@@ -220,7 +220,7 @@ class Unified(nn.Module):
 
 
 def unified_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Pictures, sounds, and texts with different numbers of labels."""
+    """Return pictures, audio, and texts with different numbers of labels."""
     torch.manual_seed(3000 + seed)
     labels = torch.randint(0, V, (size, 6))
     labels[torch.rand(size, 6) < 0.3] = -100
@@ -235,7 +235,7 @@ def unified_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
 def gradient_problems(
     actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]
 ) -> list[str]:
-    """What is wrong with gradients, each relative to its own norm; empty if nothing is."""
+    """Return the errors of gradients, each relative to its own norm; empty if there are none."""
     found = [f"{name}: only on one side" for name in actual.keys() ^ expected.keys()]
     largest = max(float(g.norm()) for g in expected.values() if g is not None)
     for name in actual.keys() & expected.keys():
@@ -251,14 +251,14 @@ def gradient_problems(
 
 
 class MeanSquare(nn.Module):
-    """(b, F) to (b,)."""
+    """Mean square from (b, F) to (b,)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean(1)
 
 
 class Failing(nn.Module):
-    """A tower that raises when told so."""
+    """Tower that raises on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Failing(nn.Module):
 
 
 class Pooled(nn.Module):
-    """States (b, WIDTH), and what a pooler makes of them."""
+    """States (b, WIDTH), and a pooled output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Pooled(nn.Module):
 
 
 class PooledError(nn.Module):
-    """Looks at what was pooled only where a sample has it used."""
+    """Error that reads the pooled output only for samples that use it."""
 
     def forward(self, x: dict[str, torch.Tensor], used: torch.Tensor) -> torch.Tensor:
         error = x["states"].square().mean(1)
@@ -291,8 +291,10 @@ class PooledError(nn.Module):
 
 
 def pooled_dag(seed: int = 0) -> ModuleDag:
-    """One tower whose reader may ignore what it has pooled, and one whose reader names another
-    output."""
+    """Return a graph of two towers with unused outputs.
+
+    One tower's reader may ignore the pooled output; the other's reader names another output.
+    """
     torch.manual_seed(seed)
     return ModuleDag({
         "tower": DagModule(Pooled(), reads="x"),
@@ -303,7 +305,7 @@ def pooled_dag(seed: int = 0) -> ModuleDag:
 
 
 class OwnLength(nn.Module):
-    """Pads to the longest of the samples that it is given."""
+    """Module that pads to the longest of its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +316,7 @@ class OwnLength(nn.Module):
 
 
 class Doubling(nn.Module):
-    """Doubles what it reads, in place."""
+    """Module that doubles its input in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2).mean(1)

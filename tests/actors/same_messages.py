@@ -1,4 +1,4 @@
-"""When a message that came through a channel is the one that was sent."""
+"""Comparison of a received message with the sent one."""
 
 import torch
 
@@ -6,10 +6,10 @@ from raymm.actors.modules.message import Message
 
 
 def check_equal(key: str, got: Message, due: Message) -> None:
-    """Same names in the same order, dtypes, shapes and values.
+    """Check names in order, dtypes, shapes and values.
 
     Raises:
-        AssertionError: with ``key``, which says what message of which layout it was.
+        AssertionError: with ``key``, which identifies message and layout.
     """
     assert list(got.side) == list(due.side), key
     assert len(got.tensors) == len(due.tensors), key

@@ -1,4 +1,4 @@
-"""Models to shard: small configurations with odd sizes, and modules of them."""
+"""Models to shard: small configurations with odd sizes, and their modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def phi3() -> hf.Phi3Config:
 
 
 def glm4() -> hf.Glm4Config:
-    """Gate and up in one."""
+    """Return a configuration with fused gate and up projections."""
     return hf.Glm4Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=pm.V, pad_token_id=0,
@@ -48,7 +48,10 @@ def glm4() -> hf.Glm4Config:
 
 
 def neox() -> hf.GPTNeoXConfig:
-    """Query, key and value of a head side by side; attention and feed-forward in parallel."""
+    """Return a configuration with fused query, key and value per head.
+
+    Attention and feed-forward are parallel.
+    """
     return hf.GPTNeoXConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         vocab_size=pm.V, attention_dropout=0.0, hidden_dropout=0.0,
@@ -63,7 +66,7 @@ def mixtral() -> hf.MixtralConfig:
 
 
 def aria() -> hf.AriaTextConfig:
-    """Experts whose matrices are kept the other way round, and shared ones besides."""
+    """Return a configuration with transposed expert matrices, and shared experts."""
     return hf.AriaTextConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=pm.V, moe_num_experts=4, moe_topk=2,
@@ -72,7 +75,7 @@ def aria() -> hf.AriaTextConfig:
 
 
 def deepseek_v3() -> hf.DeepseekV3Config:
-    """Latent attention, whose plan shards experts and feed-forwards only."""
+    """Return a configuration with latent attention, whose plan excludes attention."""
     return hf.DeepseekV3Config(
         hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
@@ -82,7 +85,7 @@ def deepseek_v3() -> hf.DeepseekV3Config:
 
 
 def deepseek_v2() -> hf.DeepseekV2Config:
-    """Latent attention in shards; its rotary part goes to all heads directly."""
+    """Return a configuration with sharded latent attention and a rotary part for all heads."""
     return hf.DeepseekV2Config(
         hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
@@ -134,7 +137,7 @@ CLASSES = {
 
 
 def module_of(config: Any) -> nn.Module:
-    """Random weights, none of which is a special case."""
+    """Build a module with random weights, none of them a special case."""
     if type(config) in pm.MODEL_CLASSES:
         return pm.build(config, 3)
     torch.manual_seed(3)

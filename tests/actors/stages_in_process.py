@@ -1,4 +1,4 @@
-"""A plan's stages in this process: each built as a rank builds it, run by the executor."""
+"""Stages of a plan in this process: each built as on a rank, run by the executor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StagesInProcess:
         self.stages: dict[str, nn.Module] = {n: build() for n, build in builders.build.items()}
 
     def run(self, step: Step, training: bool = True) -> float:
-        """Forward and backward of a step; gradients accumulate. Returns the loss."""
+        """Run forward and backward of a step; accumulate gradients and return the loss."""
         batches = [complete_microbatch(one, self.names) for one in step]
         present = [tuple(name for name in self.names if name in one) for one in batches]
         (instructions,) = lower(self.plan, present, forward_only=not training).ranks
@@ -53,7 +53,7 @@ class StagesInProcess:
         return sum(executor.run(executor.compile(instructions), inputs, meta).losses.values())
 
     def gradients(self) -> Gradients:
-        """By the reference's names; summed over stages that share a parameter, and copies."""
+        """Return gradients by the reference's names, summed over replicas and tied stages."""
         found: Gradients = {}
         for name, stage in self.stages.items():
             module = name.module
@@ -71,7 +71,7 @@ def label_tokens(step: Step) -> int:
 
 
 def reference(model: MultimodalModule, step: Step) -> tuple[float, Gradients]:
-    """One process, microbatch by microbatch, with the random numbers that ranks draw."""
+    """Run one process, microbatch by microbatch, with the ranks' random numbers."""
     model.materialize().zero_grad()
     total = 0.0
     for number, batch in enumerate(step):

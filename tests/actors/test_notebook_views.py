@@ -1,4 +1,4 @@
-"""What a notebook shows of a model that runs, and that a name which is gone holds nothing."""
+"""Notebook views of a running model; a deleted name releases all resources."""
 
 import base64
 import gc
@@ -97,7 +97,7 @@ def test_an_earlier_model_that_has_the_cluster_is_named(ray_cluster):
                        r"of this process still holds 2 x \(3 CPU\) of the cluster's 8 CPU"):
         started(resources=three_each)
     assert parallel.execute({"input_ids": IDS, "labels": IDS}).loss > 0
-    del parallel  # gives the places back, too, not only the processes
+    del parallel  # releases placements, too, not only processes
     with started(resources=three_each) as again:
         assert again.steps_taken == 0
 
@@ -107,7 +107,7 @@ def test_a_wrong_batch_does_not_hold_a_model(ray_cluster):
     try:
         parallel.train_step({"input_ids": IDS.float(), "labels": IDS})
     except DataError as error:
-        kept = error  # as a notebook keeps the last one
+        kept = error  # a notebook keeps the last error
     held = weakref.ref(parallel)
     del parallel
     gc.collect()

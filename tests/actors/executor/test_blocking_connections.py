@@ -1,5 +1,7 @@
-"""Ranks issue what they have with one another in the order that was proved: in threads, over
-messages and sums each of which blocks its process until all who take part in it have come."""
+"""Ranks issue communication in the proven order: in threads, over blocking operations.
+
+Every message and sum blocks its process until all participants have arrived.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ WIDTH, MICROBATCHES, STEPS = 4, 8, 2
 
 
 class Meetings:
-    """Operations that are done once all who take part have come; till then they block."""
+    """Operations that block until all participants have arrived."""
 
     def __init__(self, patience: float) -> None:
         self._changed = threading.Condition()
@@ -48,10 +50,10 @@ class Meetings:
         self._patience = patience
 
     def meet(self, name: Hashable, who: Hashable, members: int, value: torch.Tensor) -> list:
-        """Everybody's values.
+        """Return the values of all participants.
 
         Raises:
-            RuntimeError: somebody did not come.
+            RuntimeError: a participant did not arrive.
         """
         with self._changed:
             came = self._came[name]
@@ -63,14 +65,14 @@ class Meetings:
 
 
 class Done:
-    """What an operation that is done returns."""
+    """Result of a completed operation."""
 
     def wait(self, timeout: timedelta = PATIENCE, /) -> None:
-        """It is."""
+        """Return immediately."""
 
 
 class BlockingLink:
-    """A connection of an ordered pair of processes; all edges between them share its order."""
+    """Connection of an ordered pair of processes; all edges between them share its order."""
 
     def __init__(self, meetings: Meetings, pair: tuple[int, int], counts: dict) -> None:
         self.meetings, self.pair, self.counts, self.peer = meetings, pair, counts, pair[1]
@@ -101,8 +103,10 @@ class BlockingLink:
 
 
 class Part(nn.Module):
-    """A linear layer over the sum of what it gets, and at both ends of the language model an
-    embedding that is the same."""
+    """Linear layer over the sum of its inputs.
+
+    Both ends of the language model have the same embedding.
+    """
 
     def __init__(self, stage: StageId, tied: bool, sink: bool) -> None:
         super().__init__()
@@ -124,8 +128,10 @@ class Part(nn.Module):
 
 
 def tied_plan(schedule: str) -> Plan:
-    """An encoder with one replica, and a language model with two, of three stages, of which the
-    first and the last are tied."""
+    """Return a plan with an encoder and two replicas of a three-stage language model.
+
+    The first and the last stage are tied.
+    """
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,) * 3)), (("vision", "llm"),)
     )
@@ -150,7 +156,7 @@ def shared_parameters(plan: Plan) -> list[SharedParameter]:
 
 
 class Rank:
-    """A process of the plan, in a thread."""
+    """Process of the plan, in a thread."""
 
     def __init__(self, plan: Plan, rank: int, meetings: Meetings) -> None:
         self.meetings, self.counts = meetings, defaultdict(int)
@@ -179,7 +185,7 @@ class Rank:
             for s in shared if rank in s.reduction_group.processes
         }
         self.reduction = GradientReduction(rank, self.parameters, shared, groups, limit=1)
-        self.under_way = -1  # sums, when the last of the step begin
+        self.under_way = -1  # number of sums in flight when the last one of the step begins
         self.executor = Executor(
             self.stages, plan.stage_edges, senders, receivers,
             {Op.REDUCE_GRADS: self._reduce, Op.CLIP_GRADS: lambda _: None,
@@ -230,7 +236,7 @@ def proved(plan: Plan) -> tuple[Program, tuple[tuple[Issue, ...], ...]]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_ends_where_everything_blocks(schedule: str, monkeypatch) -> None:
-    """Two steps: in the first, every message is preceded by its description."""
+    """Run two steps: in the first, every message is preceded by its description."""
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     plan = tied_plan(schedule)
     ranks = run(plan, *proved(plan), patience=PATIENCE.total_seconds())
@@ -238,7 +244,7 @@ def test_a_step_ends_where_everything_blocks(schedule: str, monkeypatch) -> None
     for holders in shared_parameters(plan):
         first, *others = (gradients[h.stage, h.name] for h in holders.references)
         assert first.abs().sum() > 0 and all(torch.equal(first, other) for other in others)
-    # The middle stages' sums are under way while others still compute.
+    # The middle stages' sums are in flight while others still compute.
     assert all(ranks[rank].under_way > 0 for rank in (2, 5))
 
 
@@ -249,7 +255,7 @@ def test_receives_where_they_are_awaited_hang(monkeypatch) -> None:
     awaited = [
         [Issue(n, i.edge) for n, i in enumerate(rank) if i.op is Op.RECV] for rank in program
     ]
-    with pytest.raises(RuntimeError, match="nobody came"):  # ChannelError is one
+    with pytest.raises(RuntimeError, match="nobody came"):  # ChannelError is a subclass
         run(plan, program, awaited, patience=0.5)
 
 

@@ -22,14 +22,17 @@ CPU = torch.device("cpu")
 
 
 def messages() -> list[tuple[str, Message]]:
-    """(key, message) pairs: side tensors whose bytes end at odd offsets, empty tensors, several
-    tensors, a layout that comes back after another one."""
+    """Return (key, message) pairs.
+
+    Side tensors whose bytes end at odd offsets, empty tensors, several tensors, a layout that
+    returns after another one.
+    """
     g = torch.Generator().manual_seed(0)
     plain = Message((torch.randn(3, 5, generator=g),), {})
     side = Message(
         (torch.randn(2, 4, generator=g), torch.randn(7, generator=g).bfloat16()),
         {
-            "mask": torch.tensor([True, False, True]),  # 3 bytes: what follows is unaligned
+            "mask": torch.tensor([True, False, True]),  # 3 bytes: the following data are unaligned
             "labels": torch.tensor([[5, -100, 7]]),
             "scale": torch.tensor(2.5),
             "bytes": torch.arange(5, dtype=torch.uint8),
@@ -66,7 +69,7 @@ def _exchange(rank: int, store: str) -> None:
         channel.end_step(TIMEOUT)
         assert channel.held > 0  # a tensor must live until its send completed
         channel.end_step(TIMEOUT)
-        assert channel.held == 0  # and no longer
+        assert channel.held == 0  # and not longer
         channel.expect(["plain", "side"])
         with pytest.raises(ChannelError, match="metadata 'plain' had the layout.*now has"):
             channel.send(Message((torch.zeros(3, 6),), {}))
@@ -94,7 +97,7 @@ def _peer_leaves(rank: int, store: str) -> None:
 
 
 def _bounded(rank: int, store: str) -> None:
-    """A sender that is far ahead keeps no more than the bound, and forgets layouts as its peer."""
+    """Check that a fast sender keeps at most the bound, and forgets layouts like its peer."""
     _join(rank, store)
     count, bound, per_step = MOST_LAYOUTS + 40, 4, 89
     sizes = [1 + n % (MOST_LAYOUTS + 20) for n in range(count)]
@@ -123,12 +126,12 @@ def _bounded(rank: int, store: str) -> None:
 
 @pytest.mark.parametrize("work", [_exchange, _peer_leaves, _bounded])
 def test_two_processes(work, tmp_path):
-    """A failed assertion in either process fails the test."""
+    """Fail if an assertion in either process fails."""
     run_processes(work, (str(tmp_path / "store"),), 2)
 
 
 class Lost:
-    """An operation whose other end is gone."""
+    """Operation whose peer is gone."""
 
     def wait(self):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")

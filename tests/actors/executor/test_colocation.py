@@ -41,7 +41,7 @@ SOME = [("vision", "audio"), ("audio",), ("vision", "audio"), ("vision",)]
 
 
 class Part(nn.Module):
-    """A stage with dropout and batch norm over the sum of what it gets."""
+    """Stage with dropout and batch norm over the sum of its inputs."""
 
     def __init__(self, sink: bool = False) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Part(nn.Module):
 
 
 class Sleeper(nn.Module):
-    """A stage that sleeps; it draws nothing."""
+    """Stage that sleeps and uses no random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Sleeper(nn.Module):
 
 
 def plan_of(quotas=QUOTAS, frozen=(), **options) -> Plan:
-    """An encoder of two stages, one of a single stage and a language model, all on one rank."""
+    """Return a plan on one rank: a two-stage encoder, a one-stage encoder, and a language model."""
     stage_options = {k: options.pop(k) for k in ("recompute",) if k in options}
     graph = ModuleGraph(
         tuple(
@@ -116,7 +116,7 @@ def step(
     plan, present, colocation=None, parts=None, reduction=None, training=True, inputs=None,
     autocast=None,
 ):
-    """Losses, gradients, buffers and spans of one step."""
+    """Return losses, gradients, buffers and spans of one step."""
     parts = parts_of(plan) if parts is None else parts
     executor = Executor(
         parts, plan.stage_edges, {}, {}, {}, timeout=timedelta(seconds=30), colocation=colocation,
@@ -151,7 +151,7 @@ def same(one, other) -> bool:
     ids=["1f1b", "recompute", "zero_bubble", "gpipe", "frozen"],
 )  # fmt: skip
 def test_the_same_bits_as_one_after_another(options, present):
-    """Dropout, batch norm, split backwards, recomputation: whatever runs beside it."""
+    """Use dropout, batch norm, split backwards and recomputation in concurrent stages."""
     backend = RecordingBackend()
     plan = plan_of(**options)
     colocation = Colocation(plan.quota_sets(0), backend, 30.0)
@@ -168,8 +168,10 @@ def test_the_same_bits_as_one_after_another(options, present):
 
 
 def test_sums_of_gradients_wait_for_the_whole_turn():
-    """A parameter of each encoder is held twice by this process (as tied weights are): its sum is
-    taken once all of the step's backwards are done."""
+    """Use parameters that this process holds twice, like tied weights.
+
+    Each sum starts once all of the step's backwards are done.
+    """
     plan = plan_of()
 
     def reduction(parts):
@@ -224,8 +226,7 @@ def sleepers(frozen: bool) -> tuple[Plan, dict[str, nn.Module]]:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sleeping_modules_overlap(frozen):
-    """Each forward and backward of a group is under way while its partner is: by the step's own
-    clock and by the backend's books."""
+    """Check that partners in a group overlap, by the step's clock and by the backend's record."""
     plan, parts = sleepers(frozen)
     backend = emulated()
     colocation = Colocation(plan.quota_sets(0), backend, 30.0)
@@ -239,7 +240,7 @@ def test_sleeping_modules_overlap(frozen):
         )
         assert max(one[3], other[3]) < min(one[4], other[4]), (kind, microbatch)
     for early, late in itertools.pairwise(_turn_intervals(spans)):
-        assert early[1] <= late[0]  # nothing of a group is left when the next one begins
+        assert early[1] <= late[0]  # a group ends before the next one begins
     assert most_sms(backend.account) == 75
     assert seconds_together(backend.account, "vision", "audio") > 0
     expected = _by_autograd(reference)
@@ -253,7 +254,7 @@ def test_sleeping_modules_overlap(frozen):
 
 
 def _turn_intervals(spans):
-    """(start, end) of everything that ran at once, in the order of the step."""
+    """Return (start, end) of all concurrent groups, in the order of the step."""
     own = sorted((s[3], s[4], s[6] < 1) for s in spans if s[0] in COMPUTE)
     found: list[list[float]] = []
     for start, end, beside in own:
@@ -265,7 +266,7 @@ def _turn_intervals(spans):
 
 
 def _by_autograd(parts):
-    """The same step without raymm: x + weight of each encoder, then the language model."""
+    """Run the same step without raymm: x + weight of each encoder, then the language model."""
     rows = inputs_of(None, BOTH)
     losses = {}
     for m in range(MICROBATCHES):
@@ -283,7 +284,7 @@ def _by_autograd(parts):
 
 
 class LoggedStream(AccountedStream):
-    """A stream that writes down what it is told. Events are (stream, number)."""
+    """Stream that logs its calls. Events are (stream, number)."""
 
     def __init__(self, name, log, partition=None, account=None) -> None:
         super().__init__(partition, account)
@@ -315,10 +316,13 @@ class LoggedBackend(RecordingBackend):
 
 
 def test_turns_fork_from_the_ranks_stream_and_join_it():
-    """Every group: modules wait for what the rank's stream was given and keep what others made;
-    then that stream waits for them and keeps what they made. (A GPU's streams promise no order
-    and no memory beyond that.)"""
-    plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in groups
+    """Check the stream order of every group.
+
+    Modules wait for the work on the rank's stream and keep its tensors; then that stream waits for
+    the modules and keeps theirs. (A GPU's streams guarantee neither order nor memory beyond that.)
+    """
+    # one stage each, so that all work of the encoders is in groups
+    plan = sleepers(frozen=False)[0]
     backend = LoggedBackend()
     colocation = Colocation(plan.quota_sets(0), backend, 30.0)
     backend.log.clear()
@@ -363,8 +367,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 @needs_gpu
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["1f1b", "recompute"])
 def test_on_green_contexts(options):
-    """The same losses and gradients as on the whole device, on a GPU (without dropout and batch
-    norm's order of sums they are equal to rounding)."""
+    """Compare losses and gradients with the whole device, on a GPU.
+
+    Without dropout they are equal up to rounding of batch norm's order of sums.
+    """
     found = []
     for quotas in (QUOTAS, {}):
         plan = plan_of(quotas, **options)
@@ -383,7 +389,7 @@ def test_on_green_contexts(options):
         assert other.norm() > 0 and (gradient - other).norm() <= 1e-5 * other.norm(), key
 
 
-# -- what goes wrong ------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 def test_a_stage_that_raises_is_named():
@@ -413,7 +419,7 @@ def test_quotas_and_shared_weights_that_cannot_be_are_refused():
 
 
 class Quiet(Part):
-    """Says that it draws nothing in training. Of the encoders, that is so."""
+    """Stage that declares that it uses no random numbers in training, which holds for encoders."""
 
     may_draw = False
 
@@ -423,7 +429,7 @@ class Quiet(Part):
 
 
 class Masking(Quiet):
-    """Draws although it says that it does not, as masked autoencoders do whatever their mode."""
+    """Stage that uses random numbers against its declaration, as masked autoencoders do."""
 
     def run(self, inputs, received, context):
         message = super().run(inputs, received, context)
@@ -434,7 +440,7 @@ class Masking(Quiet):
 
 @pytest.mark.parametrize("kind", [Quiet, Masking])
 def test_what_a_stage_draws_is_found_out(kind):
-    """Two steps, as the first one is the one that finds out; the language model draws between."""
+    """Run two steps, as the first one detects it; the language model draws between them."""
     plan = plan_of()
     seen = []
     for quotas in (QUOTAS, {}):
@@ -467,7 +473,7 @@ def test_trained_parts_may_draw_but_simple_layers_do_not():
 
 
 class CurrentStream(AccountedStream):
-    """A stream that a thread is known to issue to, as CUDA's current stream is."""
+    """Stream that is current in a thread, like CUDA's current stream."""
 
     threads = threading.local()
 
@@ -486,8 +492,11 @@ class CurrentBackend(RecordingBackend):
 
 
 def test_casts_of_a_module_are_nodes_of_its_stream(monkeypatch):
-    """Autograd runs a node, and what adds to the parameter's gradient, on the stream that was
-    current when the node was made. On the rank's stream, modules' gradients would be serialised."""
+    """Check the stream of each autograd node.
+
+    Autograd runs a node, and the accumulation of the parameter's gradient, on the stream that was
+    current when the node was created. On the rank's stream, modules' gradients would be serialised.
+    """
     plan = plan_of()
     parts = parts_of(plan)
     made: dict[int, str] = {}

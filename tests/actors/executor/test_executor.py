@@ -1,4 +1,4 @@
-"""The executor, in one process: any valid order of instructions gives the same numbers."""
+"""The executor in one process: any valid order of instructions gives the same numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED, STEP = 3, 11
 
 
 class Part(nn.Module):
-    """One stage: dropout, batch norm and a spectral norm over the sum of what it gets."""
+    """Stage: dropout, batch norm and a spectral norm over the sum of its inputs."""
 
     def __init__(self, name: str, sink: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Part(nn.Module):
         return Message((hidden,), {"microbatch": torch.tensor(context.microbatch)})
 
 
-# Two copies of a two-stage encoder feed a language model in two stages.
+# Two replicas of a two-stage encoder feed a language model in two stages.
 CHAINS = {
     0: (StageId("vision", 0), StageId("vision", 1)),
     1: (StageId("vision", 0, 1), StageId("vision", 1, 1)),
@@ -86,8 +86,7 @@ def data() -> dict[StageId, list]:
 
 
 def random_program(frozen: str, rng: random.Random, recompute: bool, split: bool):
-    """Any order in which every instruction comes after what it needs. Each stage takes its
-    microbatches in ascending order."""
+    """Return a random valid order of instructions; each stage takes microbatches in order."""
     trains = {n: n.first_replica not in FROZEN[frozen] for c in CHAINS.values() for n in c}
     trains |= {n: n not in FROZEN[frozen] for n in LLM}
     waiting: list[tuple[tuple[Op, str, int], set]] = []
@@ -129,7 +128,7 @@ def random_program(frozen: str, rng: random.Random, recompute: bool, split: bool
 
 
 def expected(parts: dict[str, Part]) -> dict[int, float]:
-    """Losses, by running the first copy's stages one after another with ordinary autograd."""
+    """Return losses of the first replica's stages, run one after another with plain autograd."""
     inputs, losses = data(), {}
     for m in range(len(WITH_IMAGE)):
         message = None
@@ -168,7 +167,7 @@ def close(mine, due) -> bool:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_any_order_gives_the_gradients_of_plain_autograd(frozen, recompute, split):
-    """With dropout, batch norm, copies of the encoder, and microbatches without images."""
+    """Use dropout, batch norm, replicas of the encoder, and microbatches without images."""
     reference = stages(frozen)
     losses = expected(reference)
     for trial in range(5):
@@ -184,7 +183,7 @@ def test_any_order_gives_the_gradients_of_plain_autograd(frozen, recompute, spli
                 assert (due.grad is None) == (not held)
                 if held:
                     assert close(sum(held), due.grad)
-        for name in LLM:  # copies of the encoder have statistics of their own
+        for name in LLM:  # replicas of the encoder have separate statistics
             for key, due in reference[name].norm.named_buffers():
                 assert close(dict(parts[name].norm.named_buffers())[key], due)
 
@@ -201,7 +200,7 @@ def test_copies_see_their_own_microbatches():
 
 
 def test_pass_two_is_where_the_weights_are():
-    """The gradient chain is finished before any weight has its gradient."""
+    """Check that the gradient chain is finished before any weight has its gradient."""
     parts = stages("none")
     names = chain(0)
     forward = [(Op.FORWARD, name, 0) for name in names]
@@ -227,7 +226,7 @@ def test_a_stage_that_changes_its_inputs_cannot_be_recomputed():
 
 
 class Add(nn.Module):
-    """A sink that adds what it receives to parameters of its own: both have one gradient."""
+    """Sink that adds its input to its parameters: both have one gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +238,7 @@ class Add(nn.Module):
 
 
 def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_from():
-    """Also where the sum is made in place, as collectives do."""
+    """Check also a sum in place, as collectives do it."""
     own, handed = {}, {}
     for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         parts = {
@@ -273,7 +272,7 @@ def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_fr
 
 
 class Branch(nn.Module):
-    """A stage without random numbers: the sum of what it gets, times a matrix."""
+    """Stage without random numbers: the sum of its inputs, times a matrix."""
 
     def __init__(self, sink: bool = False) -> None:
         super().__init__()
@@ -308,7 +307,7 @@ def test_gradients_of_several_consumers_are_summed():
 
 
 class Merging(nn.Module):
-    """Features between rows of its own, as merges put them."""
+    """Stage that inserts features between its own rows, as merge policies do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +320,7 @@ class Merging(nn.Module):
 
 
 class Wire:
-    """Both ends of a channel: gives a message, and keeps what is sent."""
+    """Both ends of a channel: returns a message, and records the sent ones."""
 
     def __init__(self, message: Message | None = None) -> None:
         self.message, self.sent = message, []
@@ -340,8 +339,11 @@ class Wire:
 
 
 def test_a_gradient_that_is_sent_keeps_nothing_else():
-    """That of a part of what was merged is a view of the gradient of all of it, which would be
-    there until the message has arrived."""
+    """Check that no view of a larger gradient is sent.
+
+    The gradient of a part of the merged features is such a view, which would keep all of it until
+    the message has arrived.
+    """
     source, sink = StageId("vision", 0), StageId("llm", 0)
     features = torch.randn(5, 6)
     there, back = Wire(Message((features,), {})), Wire()
@@ -362,7 +364,7 @@ def test_a_gradient_that_is_sent_keeps_nothing_else():
 
 
 class Thinker(nn.Module):
-    """Has a loss of its own, and states that another one reads."""
+    """Module with a loss, and with states that another one reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +377,7 @@ class Thinker(nn.Module):
 
 
 class Talker(nn.Module):
-    """Reads states by their name."""
+    """Module that reads states by their name."""
 
     def __init__(self) -> None:
         super().__init__()

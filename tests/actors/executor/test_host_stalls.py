@@ -1,5 +1,4 @@
-"""A step on the pretended GPU: how often the host waits between its first and last instruction, by
-file and line, and that numbers are the CPU's."""
+"""A step on the pretended GPU: host waits by file and line, and parity with the CPU."""
 
 from __future__ import annotations
 

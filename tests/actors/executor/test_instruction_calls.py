@@ -1,5 +1,7 @@
-"""How many calls of raymm's own Python functions an instruction takes: a step must not get heavier
-unseen, nor by what its plan does not use."""
+"""Limits on calls of raymm's own Python functions per instruction.
+
+A step must not get slower unnoticed, nor through features that its plan does not use.
+"""
 
 import sys
 
@@ -9,7 +11,7 @@ import torch
 from benchmarks.instruction_calls import MICROBATCHES, calls, middle_rank
 from raymm.actors.executor.step_meta import StepMeta
 
-# A receive is counted with the posting of a later one, a send with letting go of an earlier one.
+# A receive includes the posting of a later one, a send the release of an earlier one.
 MOST = {"recv": 6, "forward": 9, "send": 7, "backward": 11}
 MOST_PER_STEP = 60
 
@@ -24,7 +26,7 @@ def test_an_instruction_takes_few_calls():
 
 @pytest.mark.parametrize("named", ["Draws", "ExitStack", "autocast", "Place"])
 def test_what_a_plan_does_not_use_is_not_called(named):
-    """A stage that draws nothing, in full precision, whose values are finite."""
+    """Use a stage without random numbers, in full precision, with finite values."""
     executor, prepared, _ = middle_rank()
     meta = StepMeta(0, 1, ("shape",) * MICROBATCHES)
     executor.run(prepared, {}, meta)

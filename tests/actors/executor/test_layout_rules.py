@@ -1,5 +1,7 @@
-"""Layouts that both ends of an edge expect without a word: what is learnt, and that a message comes
-through whatever was expected."""
+"""Layouts that both ends of an edge predict without a description.
+
+Rules are learned from messages, and messages arrive even after wrong predictions.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def layout_of(rows: int, tokens: int) -> Layout:
     st.integers(1, 4), st.integers(0, 7), st.sampled_from([1, 2, 4, 7]), st.integers(0, 3),
 )
 def test_sizes_that_are_linear_in_one_of_the_datas_are_learnt(sizes, slope, offset, divisor, shift):
-    """The slow oracle is the function itself. Whatever is wrong is one of a few first tries."""
+    """Compare with the function itself; errors are only possible in the first few messages."""
     rules, wrong = LayoutRules(), 0
     for rows, length in sizes:
         tokens = slope * ((length + min(shift, divisor - 1)) // divisor) + offset
@@ -55,8 +57,7 @@ def test_sizes_that_are_linear_in_one_of_the_datas_are_learnt(sizes, slope, offs
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)), max_size=80))
 def test_what_fits_nothing_is_given_up(cases):
-    """Any layouts at all: what is expected is a layout or nothing, and fits what was learnt last
-    unless it is given up."""
+    """Use arbitrary layouts: a prediction is a layout or None, and fits the last message."""
     rules = LayoutRules()
     for a, b, value in cases:
         key = key_of((a, b))
@@ -75,15 +76,17 @@ def test_other_structures_and_keys_teach_nothing_of_it():
 
 
 def _steps(seed: int) -> list[list[tuple[LayoutKey, Message]]]:
-    """Microbatches of two structures: sizes that can be learnt, with exceptions, and sizes from
-    nowhere, which cannot; some come several times in a step, some again in a later one."""
+    """Return microbatches of two structures: learnable sizes with exceptions, and random sizes.
+
+    Some occur several times in a step, some again in a later one.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def message(key: LayoutKey) -> Message:
         rows, length = key.sizes
         tokens = (length + 1) // 2 if key.structure == 0 else hash(key.sizes) % 11
         if key.structure == 0 and length % 13 == 0:
-            tokens += 1  # not what it should be
+            tokens += 1  # an exception to the rule
         side = {"mask": torch.rand(rows, tokens, generator=generator) > 0.5}
         hidden = torch.randn(rows, tokens, WIDTH, generator=generator)
         return Message((hidden,), side if rows > 1 or key.structure == 1 else {})
@@ -129,7 +132,7 @@ def _noted(described: list, describe, *args, **options) -> None:
 
 
 def _without_descriptions(rank: int, store: str) -> None:
-    """After a few messages, new lengths are not described, and gradients never are."""
+    """Check that after a few messages, new lengths and gradients are not described."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     link, back = (Link(dist.group.WORLD, 1 - rank, tag) for tag in (0, 1))
@@ -161,7 +164,7 @@ def _without_descriptions(rank: int, store: str) -> None:
                 gradients.send(Message(received.tensors, {}))
         for channel in (outputs, gradients):
             channel.end_step(TIMEOUT)
-    assert len(described) == (2 if rank == 0 else 0)  # the lengths of the first step
+    assert len(described) == (2 if rank == 0 else 0)  # lengths of the first step
     dist.barrier()
     for channel in (outputs, gradients):
         channel.end_step(TIMEOUT)
@@ -169,7 +172,7 @@ def _without_descriptions(rank: int, store: str) -> None:
 
 
 def test_messages_come_through_whatever_was_expected(tmp_path):
-    """A failed assertion in either process fails the test."""
+    """Fail if an assertion in either process fails."""
     run_processes(_exchange, (str(tmp_path / "store"),), 2)
 
 

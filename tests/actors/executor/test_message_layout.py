@@ -1,4 +1,4 @@
-"""A message has a layout just if its own is that one."""
+"""A layout accepts a message if and only if it is the message's own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Programs of random plans, each rank in a thread, give the gradients of plain autograd: replicas
-by microbatches and by samples, slots with quotas, stages of one rank that read the same."""
+"""Programs of random plans, each rank in a thread, have the gradients of plain autograd.
+
+Plans have replicas by microbatches and by samples, slots with quotas, and stages of one rank with
+the same inputs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from tests.scheduler.multiplex.random_mappings import cases
 
 WIDTH = 3
 Offsets = Mapping[str, Sequence[int]]
-"""By module with any number of rows of a sample, where each sample's begin."""
+"""Module -> start of each sample's rows, for modules with any number of rows per sample."""
 
 
 class Channel:
@@ -60,8 +63,11 @@ class Channel:
 
 
 class Layer(nn.Module):
-    """A linear layer over what it gets: of its own samples the rows, or the sum of each one's; of
-    those of which it gets all the mean."""
+    """Linear layer over its inputs.
+
+    Depending on the edge it takes the local samples' rows, the sum of each sample's rows, or
+    the mean of all samples.
+    """
 
     def __init__(self, stage: StageId, plan: Plan) -> None:
         super().__init__()
@@ -113,7 +119,7 @@ def data(plan: Plan, module: str, microbatch: int, rows: int) -> torch.Tensor:
 def own_data(
     plan: Plan, stage: Stage, microbatch: int, samples: Samples, offsets: Offsets
 ) -> torch.Tensor:
-    """What a stage reads of a microbatch."""
+    """Return a stage's data for a microbatch."""
     of_module = offsets.get(stage.module)
     whole = rows_of(Range(0, samples.size), of_module).size
     parts = [rows_of(own, of_module) for own in stage_samples(plan, stage, samples)]
@@ -124,7 +130,7 @@ def own_data(
 def expected(
     plan: Plan, sizes: Sequence[int], offsets: Sequence[Offsets]
 ) -> dict[tuple[str, str], torch.Tensor | None]:
-    """Gradients by (module, parameter) of one process."""
+    """Return gradients of one process by (module, parameter)."""
     whole = Plan(plan.graph, tuple(
         Stage(node.name, 0, (0, node.num_layers), 0) for node in plan.graph.nodes
     ), 1)
@@ -149,7 +155,7 @@ def expected(
 def run(
     plan: Plan, sizes: Sequence[int], offsets: Sequence[Offsets]
 ) -> tuple[dict, dict[Edge, Channel]]:
-    """Gradients of all ranks, summed over replicas, and the channels."""
+    """Return the gradients of all ranks, summed over replicas, and the channels."""
     present = [
         [node.name for node in plan.graph.nodes if of.get(node.name, (1,))[-1]] for of in offsets
     ]
@@ -166,7 +172,7 @@ def run(
             channels[way]
     gradients: dict[tuple[str, str], torch.Tensor | None] = {}
 
-    # Not in the threads, which have one generator; for the same reason nothing draws.
+    # Not in the threads, which share one generator; for the same reason no stage is random.
     layers = {stage.id: Layer(stage.id, plan).eval() for stage in plan.stages}
 
     def rank(number: int) -> dict[StageId, nn.Module]:
@@ -232,8 +238,7 @@ def test_mappings(case, microbatches):
 
 @st.composite
 def split_plans(draw: st.DrawFn) -> tuple[Plan, list[int]]:
-    """Pipelines whose modules have replicas, by microbatches or samples, on ranks of their own or
-    shared with others."""
+    """Draw pipelines with replicas by microbatches or samples, on separate or shared ranks."""
     names = [f"m{i}" for i in range(draw(st.integers(1, 3)))]
     edges: list[tuple[str, str]] = []
     for i, name in enumerate(names[1:], start=1):
@@ -282,7 +287,7 @@ def test_pipelines(case):
 @given(split_plans(), st.data())
 @settings(max_examples=100)
 def test_any_number_of_rows_of_a_sample(case, draws):
-    """Of modules that read no others, as encoders of images; none computes or sends in vain."""
+    """Use source modules, such as image encoders; no work or message is wasted."""
     plan, sizes = case
     stages = tuple(
         replace(s, split="samples") if s.module in plan.graph.losses else s for s in plan.stages

@@ -1,5 +1,7 @@
-"""Channels between groups of processes over gloo: every byte of a tensor once, of side
-tensors once to each receiver, sums exactly once."""
+"""Channels between groups of processes over gloo.
+
+Every byte of a tensor is sent once, side tensors once to each receiver, and sums are exact.
+"""
 
 from datetime import timedelta
 
@@ -18,12 +20,12 @@ from raymm.scheduler.plan.resharding import Resharding
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")
 PROCESSES = 5
-# (senders that share tokens, those that share parameters, receivers)
+# (senders that shard tokens, those that shard parameters, receivers)
 DEGREES = [(1, 1, 4), (1, 4, 1), (1, 2, 3), (2, 1, 1), (2, 1, 2), (2, 2, 1), (3, 1, 2)]
 
 
 def messages() -> list[tuple[str, Message]]:
-    """Sizes that do not divide, fewer elements than processes, none, side tensors."""
+    """Return sizes that do not divide, fewer elements than processes, none, side tensors."""
     g = torch.Generator().manual_seed(0)
     long = Message((torch.randn(7, 5, generator=g), torch.randn(3, generator=g).bfloat16()), {})
     side = Message(
@@ -52,7 +54,7 @@ def _run(rank: int, store: str) -> None:
 
 
 def _links(rank: int, resharding: Resharding) -> dict[int, Link]:
-    """Senders are the first processes, receivers those after them."""
+    """Return links; the first processes are senders, the following ones receivers."""
     links = {}
     for sender, receiver in resharding.links():
         ends = sender, resharding.senders + receiver
@@ -94,8 +96,11 @@ def _whole_messages(rank: int, senders: int, receivers: int) -> None:
 
 
 def _summed_gradients(rank: int, tokens: int, tensors: int, receivers: int) -> None:
-    """Processes that share tokens have parts of the gradient, those that share parameters the
-    same; process ``(c, t)`` has number ``c * tensors + t``."""
+    """Check sums of gradients.
+
+    Processes that shard tokens have parts of the gradient, those that shard parameters the same;
+    process ``(c, t)`` has number ``c * tensors + t``.
+    """
     senders = tokens * tensors
     resharding = Resharding(senders, receivers)
     links = _links(rank, resharding)
@@ -135,5 +140,5 @@ def _summed_gradients(rank: int, tokens: int, tensors: int, receivers: int) -> N
 
 @pytest.mark.parametrize("work", [_run])
 def test_groups_of_processes(work, tmp_path):
-    """A failed assertion in any process fails the test."""
+    """Fail if an assertion in any process fails."""
     run_processes(work, (str(tmp_path / "store"),), PROCESSES)

@@ -26,8 +26,8 @@ class Passes:
     """Gradients of one forward, computed plainly and in two passes.
 
     Args:
-        parameters: all that are to get gradients.
-        forward: from leaves to outputs; runs twice, with the same seed.
+        parameters: parameters that get gradients.
+        forward: maps leaves to outputs; runs twice, with the same seed.
         inputs: values of the leaves.
     """
 
@@ -64,8 +64,11 @@ class Passes:
         return leaves, forward(*leaves)
 
     def check(self, tolerance: float = 0.0, early: int | None = 0) -> None:
-        """All gradients are there and right, relative to their own norms; and ``early`` of the
-        parameters were done in pass one (None for any number)."""
+        """Check all gradients, relative to their own norms.
+
+        Args:
+            early: number of parameters whose gradients are computed in pass one; None for any.
+        """
         for mine, due in [
             *zip(self.actual, self.expected, strict=True),
             *zip(self.inputs, self.expected_inputs, strict=True),
@@ -80,7 +83,7 @@ class Passes:
             assert sum(self.early) == early
 
     def check_work(self) -> None:
-        """No product is computed twice, and each pass has its share."""
+        """Check that no product is computed twice, and that each pass has its share."""
         plain, first, second = self.flops
         assert first > 0 and second > 0
         assert first + second == plain
@@ -116,8 +119,11 @@ def decoder(kind: str) -> nn.Module:
 
 
 def embedded(module: nn.Module) -> Forward:
-    """A decoder as the first and last stage of a model: modality features are added to the
-    embedded text (so tied embeddings are used twice), and the loss comes out."""
+    """Run a decoder as the first and last stage of a model.
+
+    Modality features are added to the embedded text (so tied embeddings are used twice), and the
+    loss is returned.
+    """
 
     def forward(features: torch.Tensor) -> list[torch.Tensor]:
         embeds = module.get_input_embeddings()(IDS)

@@ -1,5 +1,7 @@
-"""Stages whose experts stay where they are, beside FSDP that gathers the rest: loss and every
-gradient are those of transformers' own forward of the whole step's batch in one process."""
+"""Stages with expert parallelism, and FSDP for the other parameters, equal one process.
+
+Loss and every gradient are those of transformers' own forward of the whole step's batch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from raymm.actors.stages.language import LanguageStage
 from raymm.kernels.collectives.p2p import Exchange
 
 TOLERANCE = 1e-5
-# Of the second microbatch one of two processes has no row.
+# In the second microbatch one of two processes has no row.
 SIZES: Sizes = [(2, 9), (1, 6), (3, 12)]
 
 
@@ -32,7 +34,7 @@ def processes():
 
 
 def counts(oracle: OneProcess, batch) -> tuple[float, ...]:
-    """How often routers choose each expert for the step's tokens."""
+    """Return the number of the step's tokens per expert."""
     real = one_batch(batch)["attention_mask"].flatten().bool()
     every = torch.cat([logits[real] for logits in oracle.output.router_logits])
     chosen = every.topk(oracle.model.config.num_experts_per_tok).indices.flatten()
@@ -40,8 +42,10 @@ def counts(oracle: OneProcess, batch) -> tuple[float, ...]:
 
 
 def step_of(group, config, router_counts, option):
-    """A process's part of the loss, and gradients of what it has, with whether others have parts
-    of the same."""
+    """Return a process's part of the loss, and its gradients.
+
+    Each gradient has a flag: True if other processes have parts of the same one.
+    """
     spec = MultimodalModule({}, config).language_spec()
     skeleton = spec.source.skeleton()
     blocks = find_blocks(skeleton)
@@ -70,7 +74,7 @@ def step_of(group, config, router_counts, option):
 @pytest.mark.parametrize(
     ("config", "option"),
     [
-        (qwen3_moe(num_experts=5), ""),  # which two processes cannot have equally many of
+        (qwen3_moe(num_experts=5), ""),  # not divisible by two
         (mixtral(num_local_experts=3), "all"),  # tokens are exchanged again for the backward
         (mixtral(num_local_experts=2, num_experts_per_tok=1), ""),
     ],

@@ -1,4 +1,4 @@
-"""Experts that are dealt out over processes do what they do together."""
+"""Experts that are sharded over processes equal the unsharded layer."""
 
 import copy
 
@@ -35,7 +35,7 @@ def processes():
 
 
 def layer(name: str, count: int) -> nn.Module:
-    """All experts of a layer, with random weights."""
+    """Return all experts of a layer, with random weights."""
     config = getattr(hf, f"{name}Config")(**SIZES, num_local_experts=count)
     (found,) = experts(getattr(hf, f"{name}ForCausalLM")(config)).values()
     torch.manual_seed(count)
@@ -45,7 +45,7 @@ def layer(name: str, count: int) -> nn.Module:
 
 
 def tokens(seed: int, rows: int, count: int, among: int):
-    """Hidden states, experts, weights and gradients of tokens that use so many of the experts."""
+    """Return hidden states, experts, weights and gradients of tokens that use ``among`` experts."""
     generator = torch.Generator().manual_seed(seed)
     hidden, due = torch.randn(2, rows, WIDTH, generator=generator)
     used = torch.randperm(count, generator=generator)[:among]
@@ -62,7 +62,7 @@ def computed(module: nn.Module, hidden, chosen, weights, due):
 
 
 def shared(group, name, seed, count, sizes, among):
-    """What a process makes of its tokens, and its experts' gradients."""
+    """Return a process's outputs for its tokens, and its experts' gradients."""
     module, place = layer(name, count), dist.get_rank(group)
     share_experts(module, place, len(sizes), group)
     start = sum(sizes[:place])
@@ -82,7 +82,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=MOST),
 )  # fmt: skip
 def test_they_do_what_they_do_together(processes, name, seed, count, among, sizes):
-    """Tokens may leave out all experts of a process, and the last processes may have few."""
+    """Include tokens that use no expert of a process, and processes with few tokens."""
     among = min(among, count)
     whole = layer(name, count)
     expected = computed(whole, *tokens(seed, sum(sizes), count, among))
@@ -94,12 +94,12 @@ def test_they_do_what_they_do_together(processes, name, seed, count, among, size
     share = share_of(count, len(sizes))
     for parameter, due in whole.named_parameters():
         for place, (_, gradients) in enumerate(results):
-            # None is no gradient: AdamW would leave alone what it decays elsewhere.
+            # None means no gradient: AdamW would skip a parameter that it decays elsewhere.
             assert close(gradients[parameter], due.grad[share * place : share * (place + 1)])
 
 
 def exchanged(group):
-    """Numbers that a process's tokens are on their way to experts and back, as counted."""
+    """Count the exchanges of tokens to experts and back."""
     sizes: list[int] = []
 
     def counting(rows, *how):
@@ -119,7 +119,7 @@ def test_what_costs_say_of_it_is_what_is_exchanged(processes):
 
 
 def in_bf16(group):
-    """As under autocast: weights are shown in bf16, their gradients come in fp32."""
+    """Run as under autocast: weights appear in bf16, their gradients arrive in fp32."""
     module, place = layer("Mixtral", 4), dist.get_rank(group)
     share_experts(module, place, 2, group, cast=True)
     own = [part[3 * place : 3 * place + 3] for part in tokens(0, 6, 4, 4)]

@@ -1,4 +1,4 @@
-"""The routers' loss in parts is transformers' of one batch, and what experts get is counted."""
+"""The routers' loss in parts equals transformers' loss of one batch; expert loads are counted."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_plain_modules_have_no_routers():
 
 
 class WithoutRecorders(hf.LlamaForCausalLM):
-    """Adds a loss, and does not say where its routers are."""
+    """Model that adds a loss without declaring its routers."""
 
     def forward(self, input_ids=None, labels=None, **more):
         output = super().forward(input_ids, labels=labels, **more)

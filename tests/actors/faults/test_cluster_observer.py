@@ -1,4 +1,4 @@
-"""Nodes whose servers do not listen any more."""
+"""Nodes whose servers no longer listen."""
 
 import socket
 
@@ -13,7 +13,7 @@ def listening() -> socket.socket:
 
 
 def observer(*listeners: socket.socket) -> ClusterObserver:
-    """Without its thread, and without Ray."""
+    """Return an observer without its thread, and without Ray."""
     made = ClusterObserver.__new__(ClusterObserver)
     made._servers = {
         f"node {number}": Server(*listener.getsockname(), f"host{number}")
@@ -38,7 +38,7 @@ def test_of_all_nodes_those_that_are_gone_are_found_at_once():
 
 
 def test_one_that_was_never_reached_is_not_lost():
-    """A firewall may refuse what other nodes' processes are not refused."""
+    """Check that a firewall between this process and a node does not count as a loss."""
     with listening() as first, listening() as second:
         looking = observer(first, second)
         second.close()

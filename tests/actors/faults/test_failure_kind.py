@@ -1,4 +1,4 @@
-"""The table of kinds of failures, with every fault really made."""
+"""Table of failure kinds, with every fault really caused."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ DEFECT, USER = FailureKind.DEFECT, FailureKind.USER
 
 @contextlib.contextmanager
 def limited(limit, value):
-    """A limit of this process for the length of a block, as ``prlimit`` sets it."""
+    """Set a limit of this process for a block, as ``prlimit`` does."""
     before = resource.getrlimit(limit)
     resource.setrlimit(limit, (value, before[1]))
     try:
@@ -38,13 +38,13 @@ def limited(limit, value):
 
 
 def address_space():
-    """Bytes of addresses that this process has."""
+    """Return the bytes of this process's address space."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def no_thread():
-    """There are not as many addresses as the stack of another thread would need."""
+    """Leave too little address space for another thread's stack."""
     before = threading.stack_size(2**47)
     try:
         threading.Thread(target=int).start()
@@ -83,7 +83,7 @@ def no_pipe():
 
 
 def reset():
-    """The other end is closed with bytes that it has not read."""
+    """Close the other end with unread bytes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
@@ -115,7 +115,7 @@ def unknown_host():
 
 
 def unknown_family():
-    """A gaierror, whose numbers are not those of files."""
+    """Raise a gaierror, whose numbers are not those of files."""
     socket.getaddrinfo("127.0.0.1", 80, family=99)
 
 
@@ -127,7 +127,7 @@ def wrapped():
 
 
 def wrapped_by_a_library():
-    """As requests and urllib do it: an OSError without a number, and without ``from``."""
+    """Raise an OSError without a number and without ``from``, as requests and urllib do."""
     try:
         reset()
     except OSError:
@@ -135,7 +135,7 @@ def wrapped_by_a_library():
 
 
 def after_another():
-    """The first error was handled; the second has nothing to do with it."""
+    """Raise a second, unrelated error after the first was handled."""
     try:
         no_file()
     except OSError:
@@ -159,7 +159,7 @@ def refused_by_raymm():
 
 
 def of_raymm():
-    """An AttributeError in a method of raymm's."""
+    """Raise an AttributeError in a method of raymm."""
     TaskTracker.report(None)  # type: ignore[arg-type]
 
 
@@ -200,7 +200,7 @@ def test_kinds_by_type_and_number(error, kind):
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 @pytest.mark.parametrize("fault", [no_thread, no_memory_for_a_tensor, wrapped, no_file, of_a_user])
 def test_a_kind_survives_pickling_without_the_cause(fault, dumps):
-    """Ray pickles the error only, not what it was raised from, nor the stack."""
+    """Check that Ray's pickling, which drops the cause and the stack, keeps the kind."""
     with pytest.raises(Exception) as caught, TaskTracker().during("a step"):  # noqa: B017, PT011, PT012
         fault()
     arrived = pickle.loads(dumps(caught.value))
@@ -208,7 +208,7 @@ def test_a_kind_survives_pickling_without_the_cause(fault, dumps):
 
 
 class Failing(ObservedActor):
-    """An actor whose constructor raises; one base class's constructor calls another's."""
+    """Actor whose constructor raises; one base class's constructor calls another's."""
 
     def __init__(self, fault):
         super().__init__("cpu")
@@ -221,7 +221,7 @@ class FailingBelow(Failing):
 
 
 def as_ray_sends_it(fault):
-    """Ray keeps the text of the traceback only."""
+    """Return the error as Ray sends it, with only the text of the traceback."""
     try:
         FailingBelow(fault)
     except Exception as error:

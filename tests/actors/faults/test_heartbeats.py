@@ -1,4 +1,4 @@
-"""Who takes too long is found by what it took before; who waits for it is not."""
+"""Slow processes are detected by their earlier durations; processes that wait are not blamed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def in_forward(since: float, longest: float | None = None, waits: bool = False) 
 
 @given(st.dictionaries(st.integers(0, 3), reports, max_size=4))
 def test_only_what_is_over_its_own_limit_is_overdue(said):
-    """The limit, spelt out; and of those over it, the one that is furthest."""
+    """Compare with the limit, spelt out, and the process furthest beyond its own."""
     over = {}
     for number, report in said.items():
         if report.kind and not report.waits:
             before = report.longest.get(report.kind)
-            most = PATIENCE_S + 2.0  # who waits for it says so before
+            most = PATIENCE_S + 2.0  # a waiting process reports so earlier
             limit = most if before is None else min(most, max(10.0, 5.0 * before))
             if report.seconds + 1.0 >= limit:
                 over[number] = report.seconds / limit
@@ -70,8 +70,11 @@ def test_what_was_taken_for_a_hang_once_may_take_as_long_as_anything():
 
 @pytest.mark.parametrize(("state", "found_after"), [(STOPPED, LEAST_S), ("computing", 50.0)])
 def test_one_that_is_silent(state, found_after):
-    """A process that is stopped is lost after ten seconds; one that may compute with the
-    interpreter's lock has as long as its own longest task allows. One that goes on survives."""
+    """Check that stopped processes are lost after ten seconds, and running ones survive.
+
+    A process that may compute while it holds the interpreter's lock has as long as its own longest
+    task allows.
+    """
     beats = Heartbeats(PATIENCE_S)
     beats.overdue(Inquiry({0: in_forward(1.0, longest=10.0)}), 0.0, nobody)
     silent, now = Inquiry(silent=(0,)), 0.0
@@ -93,7 +96,7 @@ def test_what_threads_do_beside_steps_is_looked_at_too():
 
 
 def test_first_forward_of_a_stage_may_take_long():
-    """It may compile, although another stage of the process has had a forward."""
+    """Allow time for compilation, even if another stage of the process has had a forward."""
     where = TaskTracker()
     with where.during("a step"):
         where.enter(Instruction(Op.FORWARD, StageId("vision", 0), 0))

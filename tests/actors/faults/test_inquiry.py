@@ -1,4 +1,4 @@
-"""Looking at processes from outside: all at once, and an error does not wait long for it."""
+"""Inspection of processes from outside: concurrently, and without delaying an error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Address, Look, look_at
 from raymm.actors.faults.task_tracker import Report
 
-HERE, THERE, GONE = ("here", "a" * 56, "b" * 56)  # as Ray writes ids of nodes
+HERE, THERE, GONE = ("here", "a" * 56, "b" * 56)  # node ids as Ray writes them
 LOOKED = Look("sleeping", "its stacks")
 
 
 class Cluster:
-    """Ray, with nodes that answer and some that do not."""
+    """Ray with nodes that answer and some that do not."""
 
     def __init__(self, silent: set[str]) -> None:
         self.silent = silent
@@ -67,7 +67,7 @@ def processes(nodes: list[str]) -> dict[int, Address]:
 
 
 def test_all_processes_of_a_node_are_looked_at_at_once(monkeypatch, ended) -> None:
-    """Each may take seconds: one after another, a node's took minutes."""
+    """Check concurrency: each may take seconds, which add up on a node."""
     everybody = threading.Barrier(64, timeout=60)
     monkeypatch.setattr(inquiry, "ray", Cluster(set()))
     monkeypatch.setattr(inquiry, "look_at", lambda address: (everybody.wait(), LOOKED)[1])
@@ -81,11 +81,11 @@ def test_nodes_are_asked_together_and_for_a_few_seconds(monkeypatch, ended) -> N
     looks = inquiry.look_from_outside(
         processes([HERE, THERE, THERE, GONE, THERE, HERE]), end=[2, 3, 5]
     )
-    assert set(looks) == {0, 1, 2, 4, 5}  # and of those that are out of reach nothing is known
+    assert set(looks) == {0, 1, 2, 4, 5}  # there is no information on unreachable ones
     asked = {node: (sorted(there), end) for node, there, end, _ in cluster.calls}
-    assert asked == {THERE: ([1, 2, 4], [2]), GONE: ([3], [3])}  # one call to a node
+    assert asked == {THERE: ([1, 2, 4], [2]), GONE: ([3], [3])}  # one call per node
     assert len(cluster.waits) == 1 and cluster.waits[0] <= inquiry.LOOK_TIMEOUT_S <= 5
-    assert sorted(ended) == [1002, 1005]  # the same call ends them: nobody waits for another
+    assert sorted(ended) == [1002, 1005]  # the same call ends them: no process waits for another
 
 
 def test_killing_looks_at_nobody(monkeypatch, ended) -> None:
@@ -112,7 +112,7 @@ def test_a_process_that_aborted_is_recognised_by_its_log(signal, tmp_path) -> No
 
 
 def test_aborted_processes_are_blamed_last() -> None:
-    """For every state of three processes, of which the first ended by SIGABRT."""
+    """Try every state of three processes, where the first ended by SIGABRT."""
     error = RayActorError()
     states = ("dead", "silent", "computes", "waits")
     for second, third in itertools.product(states, repeat=2):

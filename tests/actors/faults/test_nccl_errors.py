@@ -12,7 +12,7 @@ from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 
 
 class Group:
-    """A group of NCCL, which has noted an error."""
+    """NCCL group with a recorded error."""
 
     def __init__(self, error: str) -> None:
         self.error = error
@@ -40,7 +40,7 @@ def test_the_error_of_any_group_is_returned(error, groups) -> None:
     assert nccl_error() == ""
     groups[Group(error)] = "nccl", None
     assert nccl_error() == error
-    groups.clear()  # as aborted groups are
+    groups.clear()  # like aborted groups
     assert nccl_error() == ""
 
 
@@ -59,4 +59,4 @@ def test_a_timeout_ends_the_process_unless_its_groups_are_aborted(groups, monkey
     groups[Group("TIMEOUT")] = "nccl", None
     end_after_timeouts()
     assert ended.wait(60)
-    assert sleeps.count(nccl_errors.RECORD_S) == 2  # the first one ended nothing
+    assert sleeps.count(nccl_errors.RECORD_S) == 2  # the first one ended no process

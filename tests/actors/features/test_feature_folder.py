@@ -1,4 +1,4 @@
-"""Features in a folder come back bit for bit, or not at all."""
+"""Features in a folder are restored bit for bit, or not at all."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_room_is_bounded(tmp_path) -> None:
     writer.wait()
     folder = FeatureFolder(tmp_path, 0)
     assert [folder.has(f"a{n}") for n in range(5)] == [True, True, True, False, False]
-    # Those that are there count the next time.
+    # Existing features count the next time.
     writer = FeatureWriter(FeatureFolder(tmp_path, 4 * size - 1))
     writer.keep(["b0"], {"hidden": torch.zeros(1, 100)})
     writer.wait()
@@ -59,7 +59,7 @@ def test_room_is_bounded(tmp_path) -> None:
 
 
 def test_what_has_no_row_per_item_is_not_kept(tmp_path) -> None:
-    """It would be another item's, or a part of one."""
+    """Check that such features, which could be those of another item, are not stored."""
     writer = FeatureWriter(FeatureFolder(tmp_path, 2**20))
     for rows in (1, 3):
         with pytest.raises(InputError, match=f"{rows} rows of .* for 2 items; accepted: one row"):

@@ -1,6 +1,8 @@
-"""Features of a tower's frozen part: what the tower hands over is the same of features that were
-kept as of its items, bit for bit, in any company; and all but rounding what the tower makes of them
-together."""
+"""Features of a tower's frozen part, cached per item.
+
+The tower's output is bitwise the same for cached features as for the items, in any batch, and
+equals the tower's joint output up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ CONTEXT = MicrobatchContext(1)
 
 
 def described(name):
-    """A model whose tower is frozen, with a projector that the tower has within it."""
+    """Return a model with a frozen tower that contains a projector."""
     model_class = getattr(transformers, name)
     config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
     config.architectures = [name]
@@ -37,7 +39,7 @@ def described(name):
 
 
 def handed_over(stage, inputs):
-    """What the language model is handed, and gradients of what is trained of the tower."""
+    """Return the language model's input, and gradients of the tower's trained parameters."""
     stage.zero_grad()
     message = stage.run(dict(inputs), {}, CONTEXT)
     total = sum((tensor.float() ** 2).sum() for tensor in message.tensors)
@@ -50,8 +52,8 @@ def handed_over(stage, inputs):
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
-        ("LlavaForConditionalGeneration", 0),  # the last but one of its blocks' outputs is read
-        ("Mistral3ForConditionalGeneration", 1),  # images one after another, of any size
+        ("LlavaForConditionalGeneration", 0),  # reads the output of the second to last block
+        ("Mistral3ForConditionalGeneration", 1),  # concatenated images of any size
         ("Idefics3ForConditionalGeneration", 0),  # rows of images, padded with zeros
         ("Qwen3VLForConditionalGeneration", 0),  # patches in one tensor; features of three layers
         ("VoxtralForConditionalGeneration", 0),
@@ -84,7 +86,7 @@ def test_features_stand_for_items(tmp_path, monkeypatch, name, dim):
         stage.writer.wait()
         features = lookup.features(tower, keys)
         assert features is not None
-        monkeypatch.setattr(stage._root, "_forward", None)  # it does not run
+        monkeypatch.setattr(stage._root, "_forward", None)  # it must not run
         read = handed_over(stage, featured_inputs(tower, inputs, features))
         monkeypatch.undo()
         assert all(map(torch.equal, read[0], computed[0]))

@@ -1,4 +1,4 @@
-"""Checks of a node's driver, compiler and headers, with versions and paths that are made up."""
+"""Checks of a node's driver, compiler and headers, with simulated versions and paths."""
 
 import shutil
 import sysconfig
@@ -16,7 +16,7 @@ from raymm.errors import ClusterError
 
 @pytest.fixture
 def node(monkeypatch):
-    """A node whose driver and torch have these versions."""
+    """Simulate a node with these versions of driver and torch."""
 
     def make(driver, cuda, torch_version, built_for):
         monkeypatch.setattr(gpus, "read_gpus", lambda: Gpus(driver, cuda, ("NVIDIA H100 PCIe",)))

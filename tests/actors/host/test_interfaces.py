@@ -1,4 +1,4 @@
-"""gloo and NCCL use the interface by whose address Ray knows the node."""
+"""gloo and NCCL use the interface with the address that Ray uses for the node."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ import pytest
 from raymm.actors.host.interfaces import interface_with, use_interface
 
 NAMESPACES = ["unshare", "--uts", "--mount"]
-# Names the host as Debian and Ubuntu do.
+# Script that names the host as Debian and Ubuntu do.
 HOST = """
 set -e
 hostname raymm-node

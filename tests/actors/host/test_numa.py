@@ -1,4 +1,4 @@
-"""Processes are bound to the NUMA node of their GPU, if the system says which it is."""
+"""Processes are bound to the NUMA node of their GPU, if the system reports it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def bound(monkeypatch) -> dict[int, set[int]]:
-    """CPUs of each thread that was bound, of a process that may use the CPUs 0 to 15."""
+    """Record the CPUs of each bound thread, in a process that may use the CPUs 0 to 15."""
     bound: dict[int, set[int]] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(os, "sched_setaffinity", bound.__setitem__)

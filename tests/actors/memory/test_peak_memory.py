@@ -1,4 +1,4 @@
-"""The peak of resident memory, read without a search for files in every step."""
+"""Peak of resident memory, read without opening files in every step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="says nothing of memory")
 def test_the_peak_is_of_what_was_held_since_the_start(monkeypatch) -> None:
     memory = PeakMemory(CPU)
-    monkeypatch.setattr(os, "open", None)  # nothing is looked for any more
+    monkeypatch.setattr(os, "open", None)  # no file is opened again
     held = torch.ones(64 * MIB, dtype=torch.uint8)
     del held
     assert 60 * MIB < memory.bytes() < 200 * MIB

@@ -1,4 +1,4 @@
-"""Inputs of a step: pinned in a thread, and copied by microbatch, on a stream of their own."""
+"""Inputs of a step: pinned in a thread, and copied per microbatch on a separate stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Stream:
-    """A stream that logs what is issued to it."""
+    """Stream that logs the issued operations."""
 
     def __init__(self, name: str, log: list[tuple]) -> None:
         self.device, self.name, self.log = GPU, name, log
@@ -35,7 +35,7 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch) -> list[tuple]:
-    """What happens, in order. Tensors stay in host memory."""
+    """Log all operations in order. Tensors stay in host memory."""
     log: list[tuple] = []
     main, side = Stream("main", log), Stream("side", log)
     current = [main]

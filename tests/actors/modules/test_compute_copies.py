@@ -35,7 +35,7 @@ def microbatch(module: nn.Module, number: int) -> torch.Tensor:
 
 
 def saved_storages(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[int, int]]:
-    """What a forward returns, and the storages that its graph keeps: bytes by address."""
+    """Return a forward's output, and bytes by address of the storages that its graph keeps."""
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def saved_storages(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[
 
 
 def held_by_microbatches(module: nn.Module, copies: ComputeCopies) -> int:
-    """Bytes that all microbatches keep together, beside the parameters."""
+    """Return the bytes that all microbatches keep together, without the parameters."""
     held: dict[int, int] = {}
     with copies.shown():
         losses = []
@@ -67,14 +67,14 @@ def test_microbatches_share_one_copy_of_the_weights():
     )
     every = held_by_microbatches(one, ComputeCopies([one], None))
     once = held_by_microbatches(one, ComputeCopies([one], torch.bfloat16))
-    # All but one of the copies are gone, and nothing else is kept in their place.
+    # All but one of the copies are gone, and nothing else replaces them.
     assert every - once == (MICROBATCHES - 1) * copied
     assert copied > once / (MICROBATCHES + 1)  # they were most of it
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_numbers_are_autocasts(tied):
-    """Losses and gradients of several microbatches under way at once, in every bit."""
+    """Compare losses and gradients of several microbatches in flight bitwise."""
     one = model(tied)
     other = copy.deepcopy(one)
     copies = ComputeCopies([one], torch.bfloat16)
@@ -96,7 +96,7 @@ def test_numbers_are_autocasts(tied):
 
 
 def test_a_backward_in_two_passes_and_one_without_gradients_first():
-    """The first forward of a step may be one that is recomputed, without gradients."""
+    """Start a step with a forward without gradients that is recomputed later."""
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     other = copy.deepcopy(one)
@@ -133,7 +133,7 @@ def test_parameters_are_what_they_were():
 
 
 def test_gradients_are_added_when_their_layer_is_done():
-    """Not when the backward ends: until then gradients of all layers would be there twice."""
+    """Accumulate per layer instead of after the backward, which would double the gradients."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     done = []
     for number, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Random numbers do not depend on where a module is cut; nor do blocks that a forward skips."""
+"""Random numbers do not depend on the cuts of a module, or on skipped blocks."""
 
 import random
 from dataclasses import replace
@@ -60,7 +60,7 @@ def steps(microbatches, key="input_values", shape=(SAMPLES,)):
 
 
 def wrong_bits(mine, due):
-    """Names of gradients that differ in any bit."""
+    """Return names of gradients that are not bitwise equal."""
     assert mine.keys() == due.keys()
     return [
         name for name, gradient in due.items()
@@ -84,7 +84,7 @@ def compare(stages, step, due):
 
 
 class Calls:
-    """Which blocks of the reference's tower are called, by forward."""
+    """Record of the called blocks of the reference's tower, by forward."""
 
     def __init__(self, model, blocks):
         self.of_forwards: list[set[int]] = []
@@ -96,7 +96,7 @@ class Calls:
 
 @pytest.mark.parametrize("config_class", [hf.Wav2Vec2Config, hf.HubertConfig])
 def test_blocks_that_a_forward_skips(config_class):
-    """Among them first ones of a stage, those that a stage ends before, and whole stages."""
+    """Skip first blocks of a stage, last ones, and whole stages."""
     model, step = hearing(config_class=config_class, layerdrop=0.45), steps(20)
     calls = Calls(model, "encoder.layers")
     due = reference(model, step)
@@ -139,7 +139,7 @@ def test_a_forward_without_any_block_is_an_error_that_names_the_cure():
 
 
 def test_draws_outside_the_blocks_are_those_of_all_stages():
-    """The scale of DINOv3's rotary tables."""
+    """Check the scale of DINOv3's rotary tables."""
     config = hf.DINOv3ViTConfig(
         **SMALL, num_hidden_layers=4, image_size=SIZE, patch_size=8, pos_embed_rescale=2.0,
         drop_path_rate=0.3,
@@ -153,7 +153,7 @@ def test_draws_outside_the_blocks_are_those_of_all_stages():
 
 
 class NoisyBlock(nn.Module):
-    """Draws from all generators."""
+    """Block that uses all generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,12 +165,12 @@ class NoisyBlock(nn.Module):
 
 
 def add_noise(block, inputs, output):
-    """A user's hook."""
+    """Add noise, as a user's hook."""
     return output + torch.rand(())
 
 
 class NoisyEncoder(nn.Module):
-    """Draws from all of them outside its blocks, too, and, if ``hasty``, leaves out blocks."""
+    """Encoder that also uses all generators outside its blocks; skips blocks if ``hasty``."""
 
     hidden_size = 4
 
@@ -214,8 +214,10 @@ def noisy(**options):
     ids=str,
 )  # fmt: skip
 def test_dropout_everywhere(options):
-    """In blocks, around them, in callbacks, from every generator; also where forwards are run
-    again, and in copies."""
+    """Check blocks, their surroundings and callbacks, with every generator.
+
+    Also with recomputed forwards, and in replicas.
+    """
     model, step = noisy(in_place=True), steps(4, "x", (2, 4))
     due = reference(model, step)
     spec = {k: v for k, v in options.items() if k in ("recompute", "schedule")}
@@ -253,7 +255,7 @@ def test_what_cannot_be_right_with_skipped_blocks_is_refused():
 
 
 def test_draws_in_evaluation():
-    """Some modules draw whatever their mode: masked autoencoders, say. Here a frozen one."""
+    """Use a frozen module that is random in every mode, like masked autoencoders."""
     step = steps(3, "x", (2, 4))
     losses = []
     for pp in (1, 2, 3):
@@ -265,7 +267,7 @@ def test_draws_in_evaluation():
 
 
 def test_gradient_checkpointing_of_a_models_own():
-    """It draws what its forward drew; cut, it would not know what other stages handed over."""
+    """Recompute with the forward's random numbers; cut modules would lack other stages' data."""
     model, step = hearing(hidden_dropout=0.3, layerdrop=0.4), steps(4)
     due = reference(model, step)
     model.encoders["tower"].module.gradient_checkpointing_enable()
@@ -277,7 +279,7 @@ def test_gradient_checkpointing_of_a_models_own():
 
 
 def test_attention_that_drops_out_is_not_kept():
-    """Otherwise what is drawn after it would be drawn anew."""
+    """Recompute it, or later random numbers would change."""
     policy = _contexts(frozenset(_ATTENTION))[0].policy_fn
     query = torch.zeros(1, 1, 2, 4)
     for operator in _ATTENTION[1:3]:

@@ -1,4 +1,4 @@
-"""Merge policies, and what the language stage checks of any policy."""
+"""Merge policies, and the language stage's checks of any policy."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ IMAGE, SOUND, H = 8, 9, 4
 
 
 class TinyLM(nn.Module):
-    """Embeddings and a head: enough for the merge."""
+    """Model with embeddings and a head, which is enough for the merge."""
 
     def __init__(self) -> None:
         super().__init__()

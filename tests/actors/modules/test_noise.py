@@ -19,7 +19,7 @@ KINDS = st.sampled_from([normal_noise("x"), uniform_noise("x"), normal_noise(), 
     st.integers(0, 9), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
 )  # fmt: skip
 def test_any_layout_has_the_same_bits(noise, sizes, replicas, step, dtype):
-    """Microbatches of any sizes, of which replicas have shares."""
+    """Use microbatches of any sizes, partly sharded over replicas."""
     seeds = SampleSeeds(7, step, 0)
     whole = {"x": torch.zeros(sum(sizes), 3, dtype=dtype)}
     due = drawn(noise, whole, Range(0, sum(sizes)), seeds, "head", "noise")

@@ -1,4 +1,4 @@
-"""8-bit AdamW against torchao's, and moments that come back bit for bit."""
+"""8-bit AdamW compared with torchao's, and moments that are restored bit for bit."""
 
 import threading
 from itertools import pairwise
@@ -43,7 +43,7 @@ def test_codes_are_the_nearest(seed, size, signed):
     scaled, _ = scale_tensor(values, BLOCK)
     due = quantize_8bit_with_qmap(scaled, dynamic_map(signed)).int()
     other = (moment.codes.int() - due).abs()
-    assert other.max() <= 1 and (other > 0).float().mean() < 1e-2  # just between two codes
+    assert other.max() <= 1 and (other > 0).float().mean() < 1e-2  # exactly between two codes
 
 
 @given(st.integers(0, 10**6), st.floats(-16, 3), st.booleans())
@@ -88,7 +88,7 @@ def test_bytes_of_its_moments():
 
 
 def cut(shape: tuple[int, ...], dim: int, edges: list[int]) -> list[ParameterPart]:
-    """Parts of processes between consecutive edges; some may be empty."""
+    """Return the parts of processes between consecutive edges; some may be empty."""
     return [
         ParameterPart(shape, dim, (own,), tuple(sorted(set(edges)))) for own in pairwise(edges)
     ]
@@ -100,7 +100,7 @@ def taken(whole: torch.Tensor, part: ParameterPart) -> torch.Tensor:
 
 
 def trained(start, gradients, parts, state=None, refused=()):
-    """The whole parameter and its plain state after steps of processes that have a part each."""
+    """Return the full parameter and its plain state after steps of sharded processes."""
     whole, results = parts[0] is None, {}
 
     def work(number, group):
@@ -145,7 +145,7 @@ def trained(start, gradients, parts, state=None, refused=()):
     ((16, 768), 1, [0, 256, 768]), ((8192,), 0, [0, 4097, 8192]), ((65, 65), 0, [0, 33, 65]),
 ])
 def test_moments_do_not_depend_on_shards(shape, dim, edges):
-    """Nor does what is stored, which another layout resumes bit for bit."""
+    """Check also the stored state, which another layout resumes bit for bit."""
     torch.manual_seed(0)
     start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(5)]
     parts = cut(shape, dim, edges)

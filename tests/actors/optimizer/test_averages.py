@@ -1,4 +1,4 @@
-"""Moving averages of weights on one process and on several equal torch's ``AveragedModel``."""
+"""Moving averages of weights on one and several processes equal torch's ``AveragedModel``."""
 
 import parity_models as pm
 import pytest
@@ -45,12 +45,11 @@ def take_step(optimizer: RankOptimizer, module: nn.Module, scale: float = 1.0) -
     st.sampled_from(["fp32", "bf16_master", "bf16_stochastic"]),
 )
 def test_averages_are_torchs(decay, every, scales, parameters):
-    """Steps that are not applied leave them as they are; those whose norm overflows at first are
-    applied, and counted once."""
+    """Ignore skipped steps; count steps once whose norm overflows at first."""
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
     optimizer = optimizer_of(module, EmaConfig(decay, every), parameters)
-    # AveragedModel takes over the weights at its first update.
+    # AveragedModel copies the weights at its first update.
     shown = nn.Linear(3, 2)
 
     def follow() -> None:
@@ -75,7 +74,7 @@ def test_shown_put_back_and_stored():
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
     optimizer = optimizer_of(module, EmaConfig(0.5), "bf16_stochastic")
-    optimizer.show_averages()  # there are none: nothing happens
+    optimizer.show_averages()  # without averages, nothing happens
     optimizer.hide_averages()
     for _ in range(3):
         take_step(optimizer, module)
@@ -109,7 +108,7 @@ def test_what_cannot_be(values, says):
     {"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2},
 ], ids=lambda layout: "-".join(map(str, layout.values())))  # fmt: skip
 def test_processes_show_the_same_averages(ray_cluster, layout):
-    """What is evaluated is the average, whoever keeps it; training goes on as without."""
+    """Evaluate the averages, whichever process stores them; training is unchanged."""
     def model() -> MultimodalModule:
         module = ModalityModule(pm.build(pm.llama(tied=True), 3))
         return MultimodalModule({}, module)

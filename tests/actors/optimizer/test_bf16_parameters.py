@@ -1,4 +1,4 @@
-"""Stochastic rounding, and updates of parameters in bf16."""
+"""Stochastic rounding, and updates of bf16 parameters."""
 
 from unittest.mock import patch
 
@@ -28,7 +28,7 @@ def test_a_value_becomes_one_of_its_neighbours(value, seed):
 
 
 def test_the_mean_is_the_value():
-    """An update of a hundredth of what bf16 can tell apart is not lost."""
+    """Check an update of a hundredth of bf16's resolution."""
     values = torch.full((2**18,), 1 + 2**-7 / 100)
     mean = rounded_at_random(values, 0).double().mean()
     assert abs(float(mean) - float(values[0])) < 2**-7 / 500
@@ -54,7 +54,7 @@ def test_a_master_follows_a_parameter_that_was_given_other_values():
 
 @given(st.data())
 def test_parts_round_as_the_whole_does(data):
-    """Whatever part of its rows, columns or planes a process has."""
+    """Use any shard of rows, columns or planes."""
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dim = data.draw(st.integers(0, len(shape) - 1))
     edges = sorted(data.draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=4)))

@@ -1,4 +1,4 @@
-"""Shards of tensors: whatever shards were written, any others can be read."""
+"""Shards of tensors: whichever shards were written, any others can be read."""
 
 import resource
 import signal
@@ -24,8 +24,10 @@ WHOLE = torch.arange(11 * 6, dtype=torch.float32).view(11, 6)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[ParameterShard | None]:
-    """How several processes have a tensor: whole, or cut along a dimension, perhaps packed (two
-    parts, each cut for itself)."""
+    """Draw the shards of a tensor: full, or cut along a dimension.
+
+    It may be packed (two parts, each cut separately).
+    """
     processes = draw(st.integers(1, 4))
     if draw(st.booleans()):
         return [None] * processes
@@ -56,7 +58,7 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
     writers = written if written[0] is not None else written[:1]
     for process, own in enumerate(writers):
         tensors = dict(stored_shards("llm/weight", cut(own), own))
-        if process == 0:  # of what several have, one writes
+        if process == 0:  # one of several owners writes
             tensors |= dict(stored_shards("optimizer/llm/weight/step", torch.tensor(3.0), None))
         shard = write_shard(folder / f"{process}", {n: t.clone() for n, t in tensors.items()})
         assert shard.names == sorted(tensors)
@@ -82,7 +84,7 @@ def test_a_range_that_nobody_wrote(tmp_path):
 
 
 def two_shards(folder):
-    """A tensor in two files; index and files of it."""
+    """Write a tensor in two files; return its index and the files."""
     index, files = {}, {}
     for name, rows in (("a", (0, 5)), ("b", (5, 11))):
         part = dict(stored_shards("x", WHOLE[slice(*rows)].clone(), ParameterShard(0, (rows,))))
@@ -126,7 +128,7 @@ def test_a_file_that_is_another_one_is_named_with_what_is_wrong(tmp_path):
     path.rmdir()
     path.write_bytes(good)
     assert f"{path} lacks y, which the manifest lists" in problem({**index, "y": "a"})
-    # Forgers can write any checksum: what comes after it must hold out too.
+    # An attacker can write any checksum: the following checks must hold, too.
     for header in (2**40, 99_999_999, len(good), 2**63):
         path.write_bytes(header.to_bytes(8, "little") + good[8:])
         assert f"cannot read {path}: " in problem(files={**files, "a": checksum(path)})
@@ -134,7 +136,7 @@ def test_a_file_that_is_another_one_is_named_with_what_is_wrong(tmp_path):
 
 @pytest.fixture
 def small_files():
-    """Files may have 10 kB, as on a disk with so much left."""
+    """Limit files to 10 kB, as on a nearly full disk."""
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -144,7 +146,7 @@ def small_files():
 
 
 def test_the_checksum_of_the_tensors_is_that_of_the_file(tmp_path):
-    """Every dtype, a scalar, nothing, a view, a name that JSON escapes."""
+    """Use every dtype, a scalar, no elements, a view, a name that JSON escapes."""
     dtypes = [
         torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
         torch.bool, torch.uint8, torch.int8, torch.int64, torch.complex64,

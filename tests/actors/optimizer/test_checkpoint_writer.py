@@ -1,4 +1,4 @@
-"""Copies of what is saved, against what is saved at once."""
+"""Copies of saved tensors equal the tensors at the time of the save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 class Process(SavingActor):
-    """What has tensors to save."""
+    """Process with tensors to save."""
 
     def __init__(self, files: Files) -> None:
         self.files, self._staging = files, HostStaging(CPU)
@@ -30,7 +30,7 @@ class Process(SavingActor):
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Scalars, empty ones, transposed ones, parts of others."""
+    """Draw scalars, empty tensors, transposed ones, and views."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     whole = torch.randint(0, 100, [*shape, 2], generator=seed).to(draw(st.sampled_from(DTYPES)))
@@ -42,7 +42,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_a_copy_is_written_as_what_it_was_copied_from(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[torch.Tensor]], tied: bool
 ) -> None:
-    """The same bytes in the same files, whatever becomes of the tensors in the meantime."""
+    """Check for the same bytes in the same files, while the tensors change."""
     files = {
         f"part{n}-rank0.safetensors": {f"llm/{i}[0:0:4]": t for i, t in enumerate(part)}
         for n, part in enumerate(parts)
@@ -66,7 +66,7 @@ def test_a_copy_is_written_as_what_it_was_copied_from(
     for file in files:
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
         assert set(load_file(folders[0] / file)) == set(files[file])
-    with pytest.raises(CheckpointError, match="no copied state"):  # it is gone
+    with pytest.raises(CheckpointError, match="no copied state"):  # it was removed
         process.write_copy(str(folders[0]))
 
 

@@ -1,4 +1,4 @@
-"""What is not finite is found wherever it was, however many batches are noted before an update."""
+"""Non-finite values are located, however many batches are recorded before an update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = st.sampled_from([1.0, -2.5, float("nan"), float("inf"), -float("inf")])
 
 @st.composite
 def tensors(draw) -> torch.Tensor:
-    """(rows, ...), or a scalar."""
+    """Draw (rows, ...), or a scalar."""
     shape = draw(st.sampled_from([(), (1,), (3,), (2, 4), (3, 1, 2)]))
     tensor = torch.ones(shape, dtype=draw(st.sampled_from(DTYPES)))
     if draw(st.booleans()):
@@ -51,7 +51,7 @@ def test_places_of_all_batches_since_an_update_are_named(batches) -> None:
 
 
 def test_a_batch_that_is_over_is_one_tensor() -> None:
-    """Small tensors that live on lie between the buffers of later batches."""
+    """Check that small tensors do not fragment the buffers of later batches."""
     observer, hidden, batches = FiniteObserver(CPU), torch.ones(4, 8), 20
     gc.collect()
     before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())

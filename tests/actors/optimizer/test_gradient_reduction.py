@@ -1,4 +1,4 @@
-"""Sums of gradients over processes, begun while backward runs, over gloo."""
+"""Sums of gradients over processes, started during the backward, over gloo."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def data(process: int, step: int) -> torch.Tensor:
 
 
 def shared(stages: dict[int, list[str]], owner: bool) -> list[SharedParameter]:
-    """Every parameter of the model, held by these stages of every process."""
+    """Return every parameter of the model, held by these stages of every process."""
     references = {
         name: tuple(
             ParameterReference(p, stage, name) for p, held in stages.items() for stage in held
@@ -49,7 +49,7 @@ def shared(stages: dict[int, list[str]], owner: bool) -> list[SharedParameter]:
 
 
 def _overlap(rank: int) -> None:
-    """Buckets set out while the last backward runs; a process without one joins in the end."""
+    """Start buckets during the last backward; a process without one joins at the end."""
     group = dist.new_group(list(range(PROCESSES)))
     whole = shared({p: [StageId("a", 0)] for p in range(PROCESSES)}, owner=False)
     mine = model()
@@ -73,7 +73,7 @@ def _overlap(rank: int) -> None:
                 lambda g, seen=started: seen.append(reduction_group.started)
             )
             out.square().sum().backward()
-            # The unused parameter never gets a gradient: what comes after it waits for the end.
+            # The unused parameter never gets a gradient: later ones wait for the end.
             assert started == [0] and reduction_group.started == 0
             reduction.finished(StageId("a", 0))
             assert reduction_group.started == len(reduction_group.buckets)
@@ -85,7 +85,7 @@ def _overlap(rank: int) -> None:
                     due(data(process, number)).square().sum().backward()
         absent = {id(parameter): float(flag) for parameter, flag in reduction.perhaps_absent}
         assert not mine.unused.grad.any() and absent[id(mine.unused)] == 1.0
-        # A process whose last backward of the step was another's has a gradient from the others.
+        # A process whose last backward was on another process gets its gradient from the others.
         assert all(absent.get(id(p), 0.0) == 0.0 for p in mine.parameters() if p is not mine.unused)
         for name, p in due.named_parameters():
             if name != "unused":
@@ -94,8 +94,10 @@ def _overlap(rank: int) -> None:
 
 
 def _early(rank: int) -> None:
-    """Without a parameter that nobody uses, the last layer's sum is under way before the first
-    layer has its gradient."""
+    """Check that the last layer's sum starts before the first layer's gradient.
+
+    All parameters are used here.
+    """
     group = dist.new_group(list(range(PROCESSES)))
     whole = shared({p: [StageId("a", 0)] for p in range(PROCESSES)}, owner=False)[:-1]
     mine = model()
@@ -117,8 +119,11 @@ def _early(rank: int) -> None:
 
 
 def _training(rank: int) -> None:
-    """Copies on one process, of stages that end at different times; optimizer state of every
-    parameter at all holders, or at one. The same parameters as in one process after three steps."""
+    """Train replicas on one process, of stages that end at different times.
+
+    The optimizer state of every parameter is at all owners, or at one. Compares the parameters with
+    one process after three steps.
+    """
     config = OptimizerConfig(lr=0.1, eps=1e-5, max_grad_norm=0.5, no_decay=())
     stages = {
         0: [StageId("a", 0), StageId("a", 0, 1)],
@@ -184,5 +189,5 @@ def _run(rank: int, store: str) -> None:
 
 
 def test_processes(tmp_path):
-    """A failed assertion in any process fails the test."""
+    """Fail if an assertion in any process fails."""
     run_processes(_run, (str(tmp_path / "store"),), PROCESSES)

@@ -1,4 +1,4 @@
-"""Copies of many tensors through pinned memory, on a stream whose work is done late."""
+"""Copies of many tensors through pinned memory, on a stream with delayed work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, t
 
 
 class Stream:
-    """A stream, whose work is done when an event of it is waited for."""
+    """Stream whose work is done when an event of it is waited for."""
 
     def __init__(self, name: str) -> None:
         self.name, self.device, self.due = name, GPU, list[Callable[[], Any]]()
@@ -51,9 +51,9 @@ class Cuda:
     """``torch.cuda`` of a device whose tensors are in host memory.
 
     Attributes:
-        main: the stream of the training thread.
-        registered: bytes that are pinned, by address.
-        most: bytes that may be pinned.
+        main: stream of the training thread.
+        registered: pinned bytes, by address.
+        most: limit of pinned bytes.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Cuda:
 
 @contextmanager
 def pretended(chunk: int = CHUNK) -> Iterator[Cuda]:
-    """A device whose asynchronous copies are made late."""
+    """Simulate a device with delayed asynchronous copies."""
     cuda, copy_ = Cuda(), torch.Tensor.copy_
 
     def late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -102,7 +102,7 @@ def pretended(chunk: int = CHUNK) -> Iterator[Cuda]:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Scalars, empty ones, transposed ones, parts of others, larger ones than a chunk."""
+    """Draw scalars, empty tensors, transposed ones, views, and tensors larger than a chunk."""
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
     seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     whole = torch.randint(0, 100, [*shape, 2], generator=seed).to(draw(st.sampled_from(DTYPES)))
@@ -118,7 +118,7 @@ def test_copies_are_of_the_moment_at_which_they_were_asked_for(rounds) -> None:
             expected = [tensor.clone() for tensor in originals]
             copied = staging.copy(originals)
             staging.wait()
-            for tensor in originals:  # the optimizer's step, after what its stream waits for
+            for tensor in originals:  # the optimizer's step, once its stream has waited
                 cuda.main.due.append(lambda tensor=tensor: tensor.zero_())
             cuda.main.synchronize()
             copies = copied.result(10)
@@ -131,10 +131,10 @@ def test_copies_are_of_the_moment_at_which_they_were_asked_for(rounds) -> None:
 
 
 def test_the_training_thread_does_not_wait_for_copies() -> None:
-    """Not even where they are larger than the pinned memory."""
+    """Check also copies larger than the pinned memory."""
     with pretended() as cuda:
         may = threading.Event()
-        cuda.main.due.append(lambda: may.wait(10))  # the step before
+        cuda.main.due.append(lambda: may.wait(10))  # the previous step
         copied = HostStaging(GPU).copy([torch.ones(10 * CHUNK)])
         assert not copied.done()
         may.set()

@@ -1,4 +1,4 @@
-"""Learning rates of schedules, against those of ``transformers``."""
+"""Learning rates of schedules equal those of ``transformers``."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.scheduler.plan.stage import StageId
 
 LR = 3e-3
-# Of raymm: schedule, and least share of the rate. Of transformers: schedule, and its options.
+# raymm's schedule and minimum share of the rate; transformers' schedule and its options.
 SCHEDULES = {
     "constant": ({"schedule": "constant"}, "constant_with_warmup", {}),
     "linear": ({"schedule": "linear"}, "linear", {}),

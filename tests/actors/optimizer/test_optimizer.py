@@ -1,5 +1,7 @@
-"""The optimizer of one process; across processes ``test_gradient_reduction`` and the parity suite
-have it."""
+"""The optimizer of one process.
+
+``test_gradient_reduction`` and the parity suite cover several processes.
+"""
 
 import math
 
@@ -20,7 +22,7 @@ from raymm.scheduler.plan.stage import StageId
 
 
 def optimizer_of(*gradients: tuple[float | None, ...]) -> RankOptimizer:
-    """One shared parameter per tuple, with as many holders as it has entries."""
+    """Return an optimizer with one shared parameter per tuple, and one owner per entry."""
     parameters, shared = {}, []
     for number, values in enumerate(gradients):
         references = tuple(
@@ -60,7 +62,7 @@ def test_all_holders_get_the_sum_and_none_stays_none():
 
 @pytest.mark.parametrize("limit", [1, 60, 10**6])
 def test_buckets(limit):
-    """Mixed dtypes, a gradient that is not contiguous, an empty one, one larger than a bucket."""
+    """Use mixed dtypes, a non-contiguous gradient, an empty one, one larger than a bucket."""
     parameters, shared, due = {}, [], []
     tensors = [
         torch.randn(5), torch.randn(3, 4).t(), torch.randn(2, 3).double(), torch.randn(0, 4),
@@ -129,7 +131,7 @@ def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
     [
         ([3.0, 4.0], "always"), ([math.nan, 1.0], "never"), ([math.inf, 1.0], "never"),
         ([-math.inf, math.inf], "never"),
-        # Finite, though squares overflow in fp32: AdamW could not keep them unless clipped.
+        # Finite, though squares overflow in fp32: AdamW could not store them without clipping.
         ([3e25, 4e25], "clipped"), ([3e38, 3e38], "clipped"),
     ],
 )
@@ -152,7 +154,7 @@ def test_what_is_finite_is_applied_and_nothing_else(clipped, gradient, applied):
     else:
         assert done.learning_rate is None and parameter.equal(torch.ones(2))
         assert optimizer.state_tensors() == {} and parameter.grad is None
-        parameter.grad = torch.ones(2)  # the next step is as any other
+        parameter.grad = torch.ones(2)  # the next step is an ordinary one
         done = update(optimizer)
         assert done.not_finite is None and done.learning_rate == 0.1
 
@@ -161,7 +163,7 @@ def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
     optimizer = one_parameter([1.0, 1.0], OptimizerConfig(lr=1.0, warmup_steps=4))
     optimizer.observer.begin()
     optimizer.observer.loss(torch.tensor(math.inf))
-    optimizer.observer.begin()  # of a batch before the last one, too
+    optimizer.observer.begin()  # also in a batch before the last one
     optimizer.observer.loss(torch.tensor(1.0))
     done = update(optimizer)
     assert math.isnan(done.grad_norm) and done.not_finite == [] and done.learning_rate is None
@@ -218,7 +220,7 @@ def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
     torch.complex64, torch.int64,
 ])
 def test_parameters_of_any_dtype_are_looked_at(dtype):
-    """Of 8 bits there are no sums, and a complex number is no floating point."""
+    """Check 8-bit types, which have no sums, and complex numbers."""
     good, bad = torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])
     assert not_finite([("good", good.to(dtype))]) == []
     if dtype != torch.int64:
@@ -228,7 +230,7 @@ def test_parameters_of_any_dtype_are_looked_at(dtype):
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_only_the_owner_of_a_parameter_has_its_fp32_master(process: int) -> None:
-    """Under ZeRO-1; others have the bf16 values that the owner sends."""
+    """Use ZeRO-1; other processes have the bf16 values that the owner sends."""
     key, layer = (StageId("llm", 0), "module.weight"), nn.Linear(8, 8, bias=False)
     references = tuple(ParameterReference(number, *key) for number in (0, 1))
     ownership = ParameterOwnership((SharedParameter(references, owner=0),), frozenset({key}))

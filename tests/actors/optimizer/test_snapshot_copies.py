@@ -1,4 +1,4 @@
-"""Snapshots that a process hands over are those that it copied."""
+"""A process delivers the snapshots that it copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raymm.actors.optimizer.progress import Progress
 
 
 def test_who_hands_over_waits_for_no_copy_that_there_was_no_memory_for(monkeypatch):
-    """Nor does it take the next one for it: that would be one step off from then on."""
+    """Check that it does not deliver the next copy instead, which would be one step off."""
     taken = []
 
     def copy_of(stages, optimizer, staging):
@@ -18,7 +18,7 @@ def test_who_hands_over_waits_for_no_copy_that_there_was_no_memory_for(monkeypat
             raise MemoryError
 
         def result():
-            if step == 3:  # in the thread that copies
+            if step == 3:  # in the copying thread
                 raise MemoryError
             return snapshot.Snapshot(Progress(step, True), {}, {})
 

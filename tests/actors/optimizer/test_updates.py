@@ -1,4 +1,4 @@
-"""Updates by rules, against torch's own optimizers; and steps that must change nothing."""
+"""Updates by rules equal torch's own optimizers; rejected steps change nothing."""
 
 import sys
 
@@ -45,9 +45,10 @@ def with_gradients(parameters, step: int):
 
 
 def check(config: OptimizerConfig, oracles) -> None:
-    """
+    """Compare updates with torch's optimizers.
+
     Args:
-        oracles: of parameters by their names, torch's optimizers and their rates per step.
+        oracles: torch's optimizers by parameter name, with their rates per step.
     """
     updates, mine = updates_of(config), updates_of(config).parameters
     torch_optimizers = oracles({f"{stage.module}/{name}": p for (stage, name), p in mine.items()})
@@ -111,7 +112,7 @@ def test_muon_is_for_matrices_between_embedding_and_head():
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_refused_step_changes_nothing(name, first):
-    """Whatever gradients are, and also where it is the first."""
+    """Try any gradients, also in the first step."""
     config = OptimizerConfig(name=name)
     updates, due = updates_of(config), updates_of(config)
     for step in (0,) * (not first):

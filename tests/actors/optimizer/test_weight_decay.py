@@ -1,4 +1,4 @@
-"""Parameters with weight decay, against those of ``transformers.Trainer``."""
+"""Parameters with weight decay are those of ``transformers.Trainer``."""
 
 import peft
 import pytest
@@ -79,7 +79,7 @@ def test_adapters_decay_as_in_a_trainer(dora):
 
 
 def updated(config: OptimizerConfig) -> dict[str, bool]:
-    """Return, of the parameters of a model of parts, whether a step without gradients decays."""
+    """Return, for each parameter, True if a step without gradients decays it."""
     llm = nn.ModuleDict({"module": nn.ModuleDict({
         "embed": nn.Embedding(4, 8), "ln_f": nn.LayerNorm(8), "proj": nn.Linear(8, 8),
     })})  # fmt: skip

@@ -1,4 +1,4 @@
-"""What nodes may come, what can never be placed, and what is said while nodes are waited for."""
+"""Possible nodes, impossible placements, and messages while a run waits for nodes."""
 
 import gc
 import itertools
@@ -24,7 +24,7 @@ HEAD = NodeType("head", {"CPU": 0.0}, 1)
 
 
 def fits(bundles: list[dict[str, float]], types: list[NodeType]) -> bool:
-    """Whether bundles can be placed together, by trying every way."""
+    """Return True if bundles can be placed together, by trying every assignment."""
     nodes = [one.resources for one in types for _ in range(int(one.most))]
     for places in itertools.product(range(len(nodes)), repeat=len(bundles)):
         used = [dict.fromkeys(node, 0.0) for node in nodes]
@@ -79,7 +79,7 @@ def test_types_are_read_from_what_an_autoscaler_reports():
 
 @pytest.fixture
 def scaling(monkeypatch, ray_cluster):
-    """A cluster whose autoscaler may bring GPUs."""
+    """Simulate a cluster whose autoscaler can add GPUs."""
     monkeypatch.setattr(node_types, "kuberay_types", lambda: (GPU, BIG))
     return ray_cluster
 
@@ -107,7 +107,7 @@ def test_the_device_is_that_of_the_resources(ray_cluster):
     assert pick_device("auto", lambda device: RankResources(gpus=1.0)) == "cuda"
     assert pick_device("auto", lambda device: RankResources()) == "cpu"
     assert pick_device("cuda", lambda device: RankResources()) == "cuda"
-    # not given: by the cluster, which has none
+    # without GPUs in the cluster
     assert pick_device("auto", lambda device: RankResources(gpus=float(device == "cuda"))) == "cpu"
 
 
@@ -128,7 +128,7 @@ def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
 
 
 def test_what_is_collected_gives_its_places_back_from_a_thread(ray_cluster, monkeypatch):
-    """It may be collected in the middle of a call of Ray's own, within which another never ends."""
+    """Avoid a deadlock: garbage collection may happen within a call of Ray's own."""
     removed = queue.SimpleQueue()
     monkeypatch.setattr(
         placement, "remove_placement_group",
@@ -136,7 +136,7 @@ def test_what_is_collected_gives_its_places_back_from_a_thread(ray_cluster, monk
     )
     held = [placement.Placement([{"CPU": 0.1}], PlacementOptions()) for _ in range(2)]
     held[0].remove()
-    assert removed.get_nowait() == "raymm-places"  # it has waited for that
+    assert removed.get_nowait() == "raymm-places"  # the removal has waited for the call
     assert not held[0].is_held
     held.clear()
     gc.collect()
@@ -158,7 +158,7 @@ def test_everything_is_placed_together(ray_cluster):
 
 
 def test_a_call_that_never_returns_is_not_waited_for(ray_cluster, monkeypatch):
-    """As those to a GCS that is gone."""
+    """Skip calls that hang, such as those to a GCS that is gone."""
     called, returns = threading.Event(), threading.Event()
 
     def remove(group):

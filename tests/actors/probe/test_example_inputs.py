@@ -1,4 +1,4 @@
-"""Inputs that encoders are tried with: guessed by what configs and signatures say, or asked for."""
+"""Trial inputs of encoders: guessed from configs and signatures, or required from the user."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_what_an_encoder_does_not_take_is_a_sentence():
         encoder_inputs(small_model(LiveSource.of(nn.Linear(2, 2))), None)
 
 
-# A pixel shuffle lays four neighbours side by side: as wide as the feed-forward, or it fails.
+# A pixel shuffle concatenates four neighbours: as wide as the feed-forward, or it fails.
 SHUFFLED = dict(
     hidden_size=48, intermediate_size=192, num_attention_heads=4, num_hidden_layers=4,
     image_size=16, patch_size=4, projector_input_dim=32, projector_output_dim=32,

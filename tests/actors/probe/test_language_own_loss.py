@@ -1,5 +1,4 @@
-"""A language model of a model of parts whose class computes another loss than the next-token cross
-entropy of its logits."""
+"""Language models of parts whose class computes a loss other than next-token cross entropy."""
 
 import pytest
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Losses that causal language models of transformers compute themselves, beside raymm's."""
+"""Losses that causal language models of transformers compute, compared with raymm's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.weights.source import ConfigSource
 from raymm.errors import ProbeError
 
-# Plain, another loss, a router's loss, no loss of logits of ids; then all others in a sweep.
+# Plain, another loss, a router loss, no loss for logits of ids; then all others in a sweep.
 QUICK = ("LlamaForCausalLM", "BartForCausalLM", "MixtralForCausalLM")
 FAMILIES = sorted(language_models(), key=lambda family: (family.name not in QUICK, family.name))
 
@@ -51,5 +51,5 @@ def test_another_loss_than_raymm_computes_is_refused(family):
         return
     if is_reproduced or loss is None or loss == pytest.approx(due, rel=1e-5):
         return
-    with pytest.raises(ProbeError):  # a class that takes no embeddings is not tried with labels
+    with pytest.raises(ProbeError):  # a class without embeddings as input is not tried with labels
         probe_language_model(source)

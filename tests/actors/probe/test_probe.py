@@ -1,4 +1,4 @@
-"""The probe: what can be cut, and what is refused by name."""
+"""The probe: supported cuts, and rejections by name."""
 
 import random
 from collections import OrderedDict
@@ -56,7 +56,7 @@ class Encoder(nn.Module):
 
 
 class SharedMemoryEncoder(Encoder):
-    """Blocks see what earlier blocks left in a list: it would not cross a cut."""
+    """Encoder whose blocks read a list of earlier blocks, which cannot cross a cut."""
 
     def forward(self, x):
         memory, hidden = [], self.stem(x)
@@ -66,7 +66,7 @@ class SharedMemoryEncoder(Encoder):
 
 
 class SkipEncoder(Encoder):
-    """The stem's output is added at the end: later stages do not have it."""
+    """Encoder that adds the stem's output at the end, which later stages do not have."""
 
     def forward(self, x):
         start = self.stem(x)
@@ -82,7 +82,7 @@ class TupleBlock(Block):
 
 
 class TupleStateEncoder(Encoder):
-    """Blocks hand on a second tensor."""
+    """Encoder whose blocks return a second tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class TupleStateEncoder(Encoder):
 
 
 class LoopingEncoder(Encoder):
-    """Runs its blocks twice."""
+    """Encoder that runs its blocks twice."""
 
     def forward(self, x):
         return super().forward(super().forward(x))
@@ -127,7 +127,7 @@ def test_a_module_without_blocks_is_refused_by_name():
 
 
 def test_the_refusal_comes_before_anything_starts():
-    """No Ray here: stages are worked out first."""
+    """Reject without Ray: stages are computed first."""
     llm = hf.LlamaForCausalLM(hf.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=16,
@@ -137,7 +137,7 @@ def test_the_refusal_comes_before_anything_starts():
     cut = MultimodalParallelSpec({"vision": ParallelSpec(pp=2)}).plan(model)
     with pytest.raises(ProbeError, match="SharedMemoryEncoder"):
         stage_builders(model, cut)
-    whole = MultimodalParallelSpec({}).plan(model)  # in one stage it runs
+    whole = MultimodalParallelSpec({}).plan(model)  # a single stage works
     assert set(stage_builders(model, whole).build) == {StageId("vision", 0), StageId("llm", 0)}
 
 
@@ -167,12 +167,12 @@ def test_degrees_that_a_module_cannot_have_name_it_and_what_it_can():
     with pytest.raises(PlanError, match="sharding of 'vision' is 'fsdp', .*batch norm"):
         build(dp=2, sharding="fsdp")
     vision.freeze(projector=True)
-    build(dp=2, sharding="fsdp")  # statistics that stay as they are
+    build(dp=2, sharding="fsdp")  # constant statistics
 
 
 @pytest.mark.parametrize("degrees", [{"cp": 2}, {"dp": 2, "sharding": "fsdp"}])
 def test_layers_that_some_processes_would_leave_out_are_refused(degrees):
-    """The others would wait for them."""
+    """Reject them, as the other processes would wait."""
     llm = hf.OPTForCausalLM(hf.OPTConfig(
         hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,
         word_embed_proj_dim=8, layerdrop=0.1,
@@ -203,7 +203,7 @@ def test_outer_parameters_of_a_language_model_go_where_they_are_used():
 
 
 class TableEncoder(Encoder):
-    """Every block reads a table without autograd: no gradient says which stages need it."""
+    """Encoder whose blocks read a table without autograd: no gradient shows the dependency."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class TableEncoder(Encoder):
 def test_what_no_gradient_reaches_goes_to_the_stages_that_read_it():
     info = probe_encoder(LiveSource.of(TableEncoder()), INPUTS)
     assert "table.weight" in info.first & info.middle
-    assert "table.weight" not in info.last  # is cut after the code before its first block
+    assert "table.weight" not in info.last  # cut after the code before its first block
     assert not any(name.startswith("unread") for name in info.first | info.middle | info.last)
 
 
@@ -285,7 +285,7 @@ def test_values_that_only_a_constructor_gives_do_not_depend_on_the_part():
 
 
 def test_blocks_are_numbered():
-    """Parameters of blocks are told apart by number, so entries with names are no blocks."""
+    """Check that parameters of blocks need indices, so named entries are not blocks."""
     levels = OrderedDict(input=nn.Linear(9, 9), group=nn.Linear(9, 9))
     module = nn.Sequential(OrderedDict(levels=nn.Sequential(levels)))
     assert find_blocks(module) is None
@@ -294,7 +294,7 @@ def test_blocks_are_numbered():
 
 
 class HostDraws(nn.Module):
-    """Blocks of which the first, or the module itself, may draw a number per item on the host."""
+    """Encoder whose first block or module may draw a number per item on the host."""
 
     def __init__(self, where: str, draw) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ PIXELS = {"pixel_values": torch.ones(1, 3, 4)}
     (lambda: HostDraws("outside", lambda n: torch.rand(n, 3, 4)), None),
 ], ids=["SpecAugment", "numpy", "python", "rarely", "torch"])  # fmt: skip
 def test_numbers_drawn_on_the_host_for_some_samples_are_refused(encoder, example, sharding):
-    """Processes with some of the samples would draw other numbers than one process."""
+    """Reject them: processes with a part of the samples would draw other numbers."""
     def build(module, frozen=False) -> None:
         tower = ModalityModule(
             module, "linear", frozen=frozen, example_inputs=example or PIXELS,
@@ -362,7 +362,7 @@ def test_numbers_drawn_on_the_host_for_some_samples_are_refused(encoder, example
 
 
 class SharedNoise(HostDraws):
-    """Adds numbers to all items that are the same for each of them."""
+    """Encoder that adds the same random numbers to all items."""
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         noise = nn.functional.dropout(torch.ones(1, *pixel_values.shape[1:]), 0.5, self.training)
@@ -371,7 +371,7 @@ class SharedNoise(HostDraws):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_numbers_that_all_items_share_are_refused_before_a_start(count):
-    """With one local row, a first dimension of 1 looks like that of the rows."""
+    """Use one local row, whose first dimension of 1 is ambiguous."""
     example = {"pixel_values": torch.ones(count, 3, 4)}
     for module, refused in (
         (SharedNoise("", None), True), (SharedNoise("", None).requires_grad_(False), False),
@@ -384,7 +384,7 @@ def test_numbers_that_all_items_share_are_refused_before_a_start(count):
         assert ("random numbers of shape" in draws.refused) == refused
         assert not draws_of_training(source, False, example).refused
     text = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=32))
-    noise = nn.Dropout(0.1)  # of tokens of all rows, as routers draw it
+    noise = nn.Dropout(0.1)  # over tokens of all rows, like routers
     text.transformer.h[0].register_forward_hook(
         lambda _, __, out: noise(out.flatten(0, 1)).view_as(out)
     )

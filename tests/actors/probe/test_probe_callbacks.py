@@ -1,4 +1,4 @@
-"""The probe of a chain with callbacks: what they read travels, or the cut is refused by name."""
+"""The probe of a chain with callbacks: their inputs are sent, or the cut is rejected by name."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def as_many_items(inputs, output):
 
 
 def run(spec, bounds, inputs):
-    """The chain at its full depth, in stages."""
+    """Run the chain at its full depth, in stages."""
     message = None
     for lo, hi in zip(bounds, bounds[1:], strict=False):
         stage = EncoderStage.build(spec, lo, hi).eval()
@@ -76,7 +76,7 @@ def test_shapes_need_no_values_and_nothing_else_travels():
 
 
 def test_a_value_that_the_probe_did_not_see_read_is_never_a_zero():
-    """A callback that branches, and swallows errors."""
+    """Use a callback that branches, and swallows errors."""
     def branching(inputs, output):
         if len(inputs["pixel_values"]) > 2:
             try:
@@ -126,7 +126,7 @@ def _keep(inputs):
 
 
 def _use(inputs, output):
-    """What it reads belongs to a module, which all copies of a callback share in one process."""
+    """Read from a module that all copies of a callback share in one process."""
     return output.last_hidden_state * _KEPT["mean"]
 
 

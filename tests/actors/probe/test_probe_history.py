@@ -1,4 +1,4 @@
-"""Modules whose forwards depend on earlier forwards are refused; harmless caches are not."""
+"""Modules whose forwards depend on earlier ones are rejected; harmless caches are not."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ SMALL = dict(
 
 
 class Scaled(nn.Module):
-    """Divides by the largest value that a forward ever had."""
+    """Module that divides by the largest value of all forwards."""
 
     def __init__(self, persistent: bool | None = None) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Scaled(nn.Module):
 
 
 class Cached(nn.Module):
-    """Keeps a table of the longest input so far, of which an input reads its part."""
+    """Module that caches a table of the longest input so far, and reads a part of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_caches_and_what_checkpoints_hold_are_accepted(made):
 
 
 class Counting(hf.LlamaForCausalLM):
-    """Scales logits by the longest text so far."""
+    """Model that scales logits by the longest text so far."""
 
     longest = 0
 

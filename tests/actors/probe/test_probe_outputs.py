@@ -1,4 +1,4 @@
-"""What a module returns and training would drop is refused by name; what nobody needs is not."""
+"""Outputs that training would drop are rejected by name; unused ones are not."""
 
 from contextlib import nullcontext
 
@@ -51,7 +51,7 @@ def test_features_with_parameters_of_their_own_are_refused_unless_a_callback_pic
         )):
             check_outputs(encoder(Qwen3VLVisionModel, config))
         check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_pooled))
-        with pytest.raises(ProbeError, match="pooler_output"):  # hands on what it was given
+        with pytest.raises(ProbeError, match="pooler_output"):  # returns its input
             check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_same))
 
 

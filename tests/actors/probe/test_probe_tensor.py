@@ -1,5 +1,8 @@
-"""The probe, which runs shards of a module against the whole: it accepts what is right, finds how
-projections are fused, and refuses by name what no plan fits."""
+"""The probe, which compares shards of a module with the full module.
+
+It accepts correct plans, finds the layout of fused projections, and rejects by name modules that no
+plan fits.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_the_probe_finds_how_projections_are_fused(case: str) -> None:
 
 
 def wrong_plans() -> list[Any]:
-    """What a rule may get wrong, and what the probe says."""
+    """Return possible errors of a rule, and the probe's message."""
 
     def without(plan: TensorPlan, end: str) -> TensorPlan:
         return replace(plan, styles={n: s for n, s in plan.styles.items() if not n.endswith(end)})
@@ -77,7 +80,7 @@ def test_the_probe_finds_parameters_of_which_each_shard_has_a_part() -> None:
 
 
 class Shuffled(nn.Module):
-    """Names that promise a plain feed-forward, and a forward that is none."""
+    """Module with the names of a plain feed-forward, and another forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What submodules of a tower read in its call for features."""
+"""Inputs of a tower's submodules in its call for features."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from raymm.actors.weights.model_part import Call
 
 
 class Frozen(nn.Module):
-    """Model that runs its encoder without gradients, whatever is trained."""
+    """Model that runs its encoder without gradients, even if it is trained."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tower whose items look at one another is never dealt out to processes."""
+"""Towers whose items attend to each other are never sharded by items."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def spec_of(module: nn.Module, inputs: dict) -> TowerSpec:
 
 @pytest.mark.parametrize("kind", [ByThemselves, LessTheirMean, AttendingToAll])
 def test_items_by_themselves(kind):
-    """Also where there is one item, whose second copy would be all that another sees."""
+    """Check also a single item, whose second copy would be all that another sees."""
     torch.manual_seed(0)
     for items in (1, 3):
         inputs = {"pixel_values": torch.randn(items, 6)}

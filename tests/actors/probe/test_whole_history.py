@@ -1,4 +1,4 @@
-"""Modules of whole models and of graphs whose forwards depend on earlier forwards are refused."""
+"""Modules of VLMs and of graphs whose forwards depend on earlier ones are rejected."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def check(model: WholeModel, name: str) -> None:
 
 
 class Longest(Llava):
-    """Scales logits by the length of the longest text so far."""
+    """Model that scales logits by the length of the longest text so far."""
 
     longest = 0
 
@@ -49,7 +49,7 @@ class Longest(Llava):
 
 
 class MostRows(Llava):
-    """Scales logits by the largest number of rows so far, in training only."""
+    """Model that scales logits by the largest number of rows so far, in training only."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -106,7 +106,7 @@ def test_whole_models_are_not_refused(name, monkeypatch):
 
 
 class Averaged(nn.Module):
-    """Centres by a running mean that no checkpoint has."""
+    """Module that centres by a running mean that no checkpoint contains."""
 
     def __init__(self) -> None:
         super().__init__()

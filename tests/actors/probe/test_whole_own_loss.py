@@ -1,5 +1,7 @@
-"""A whole model whose class computes another loss than the next-token cross entropy of its logits
-is refused, by the class and both numbers, before anything starts."""
+"""VLMs whose class computes a loss other than next-token cross entropy are rejected.
+
+The message has the class and both numbers, and comes before anything starts.
+"""
 
 import re
 
@@ -91,7 +93,8 @@ def test_a_forward_that_fails_with_labels_is_refused(llava):
 
 
 def test_a_router_loss_of_another_kind_names_what_whole_models_accept():
-    """They have no ``router_loss``, so only their config can switch the loss off."""
+    """Check the message: VLMs have no ``router_loss``, so only their config can disable the loss.
+    """
     config, inputs = inputs_of(transformers.Qwen3VLMoeForConditionalGeneration)
     config.text_config.output_router_logits = True
 

@@ -1,4 +1,4 @@
-"""Streams of three modules, and what runs them at the same time."""
+"""Streams of three modules, and their concurrent runner."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def side():
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Stand-ins for an H100's streams, in torch's place."""
+    """Replace torch's streams by fakes for an H100."""
     fake = FakeCuda(FakeDriver(minSmPartitionSize=8, smCoscheduledAlignment=8))
-    fake.driver.primary_active = False  # until torch allocates something
+    fake.driver.primary_active = False  # until torch allocates
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     with fake.installed(monkeypatch):
         yield fake

@@ -1,8 +1,8 @@
-"""Stand-ins for torch's streams and events on a fake driver, which know what is ordered.
+"""Fakes of torch's streams and events on a fake driver, which record the order of work.
 
-A kernel is noted with its stream's multiprocessors and all kernels that it comes after: those of
-its stream, and what the stream has waited for. So it shows whether two could run at the same time.
-Streams and events are held to the rules of the CUDA API, also after they were destroyed.
+A kernel is recorded with its stream's multiprocessors and all kernels that precede it: those of its
+stream, and those that the stream has waited for. So the fakes detect whether two could run at the
+same time. Streams and events must follow the rules of the CUDA API, also after their destruction.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fake_driver import FakeDriver
 
 
 class CudaMisuseError(AssertionError):
-    """A call that the CUDA API refuses, or whose effect it leaves undefined."""
+    """Error for a call that the CUDA API rejects, or whose effect is undefined."""
 
 
 class Kernel(NamedTuple):
     """Work on a stream.
 
     Attributes:
-        number: in the order of launching.
-        name: given by whoever launched it.
+        number: in launch order.
+        name: given by the caller.
         sms: multiprocessors that it may run on.
         after: numbers of kernels that have ended before it starts.
     """
@@ -39,12 +39,12 @@ class Kernel(NamedTuple):
 
 
 class Stream:
-    """A torch stream: ordinary (in the primary context), or in a green context."""
+    """Torch stream: ordinary (in the primary context), or in a green context."""
 
     def __init__(self, cuda: FakeCuda, address: int | None) -> None:
         self.address = address
         self.cuda = cuda
-        self.done: frozenset[int] = frozenset()  # what has been issued to it or waited for
+        self.done: frozenset[int] = frozenset()  # issued work, and work that it has waited for
 
     def check(self) -> None:
         driver = self.cuda.driver
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Event:
-    """An event. It is of the device's primary context, whichever stream records it."""
+    """Event of the device's primary context, whichever stream records it."""
 
     def __init__(self, cuda: FakeCuda, enable_timing: bool = False) -> None:
         self.cuda, self.enable_timing = cuda, enable_timing
@@ -79,7 +79,7 @@ class Event:
 
 
 class FakeCuda:
-    """What of ``torch.cuda`` quotas use. :meth:`installed` puts it in torch's place."""
+    """The part of ``torch.cuda`` that quotas use. :meth:`installed` replaces torch's."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver = driver
@@ -92,7 +92,7 @@ class FakeCuda:
         self._synchronized = 0
 
     def launch(self, name: str) -> Kernel:
-        """A kernel on the calling thread's current stream."""
+        """Launch a kernel on the calling thread's current stream."""
         stream = self.current_stream()
         stream.check()
         with self._lock:
@@ -105,17 +105,17 @@ class FakeCuda:
         return kernel
 
     def pending(self) -> int:
-        """Kernels of which the host does not know that they have ended."""
+        """Return the number of kernels that have not ended for the host."""
         return len(self.kernels) - self._synchronized
 
     def unordered(self) -> list[tuple[str, str]]:
-        """Pairs of kernels that could run at the same time on the same multiprocessors."""
+        """Return pairs of kernels that could run concurrently on the same multiprocessors."""
         return [
             (first.name, second.name) for first, second in combinations(self.kernels, 2)
             if first.sms & second.sms and first.number not in second.after
         ]
 
-    # What torch has.
+    # torch's interface
 
     def current_stream(self, device: object = None) -> Stream:
         return getattr(self._current, "stream", self._default)
@@ -139,7 +139,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def installed(self, patch: object) -> Iterator[None]:
-        """Within it, a :class:`raymm.actors.quota.CudaBackend` can be made.
+        """Install the fake, so that :class:`raymm.actors.quota.CudaBackend` can be created.
 
         Args:
             patch: pytest's ``monkeypatch``.

@@ -1,5 +1,7 @@
-"""A stand-in for ``cuda.bindings.driver`` with what green contexts need, that keeps books and
-is as strict as the driver API's documentation."""
+"""Fake of ``cuda.bindings.driver`` for green contexts.
+
+It records all calls and is as strict as the driver API's documentation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class CUresult(IntEnum):
 
 
 class Resource:
-    """SMs by number, and the split they came from."""
+    """SMs by number, and the split that created them."""
 
     def __init__(self, sms, split, **fields) -> None:
         self.sms, self.split = frozenset(sms), split
@@ -30,7 +32,7 @@ class Resource:
 
 
 class Queues:
-    """How contexts use hardware queues: so many streams, on all or on queues of their own."""
+    """Use of hardware queues by contexts: number of streams, on all or on separate queues."""
 
     def __init__(self, limit: int, scope: int) -> None:
         self.wqConfig = SimpleNamespace(wqConcurrencyLimit=limit, sharingScope=scope)
@@ -41,14 +43,14 @@ class Queues:
 
 
 class Description(NamedTuple):
-    """What a context is made from; no resource itself."""
+    """Argument for the creation of a context; not a resource itself."""
 
     sms: frozenset[int]
     queues: tuple[int, int] | None
 
 
 class Context(NamedTuple):
-    """Resources of a green context, and which hardware queues its streams may use."""
+    """Resources of a green context, and the hardware queues of its streams."""
 
     resource: Resource
     queues: Queues
@@ -60,14 +62,17 @@ class Context(NamedTuple):
 
 
 class FakeDriver:
-    """Attributes:
-        calls: names of the functions that were called, in order.
-        contexts: the green contexts that exist.
+    """Fake driver.
+
+    Attributes:
+        calls: names of the called functions, in order.
+        contexts: existing green contexts.
         connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
-        streams: contexts of the streams that exist.
-        primary_active: whether the primary context is; a green context made or destroyed while it
-            is not sets it up or tears it down (:attr:`primary_setups`), which takes long.
-        pending: kernels under way, which must be none where a stream or context is destroyed.
+        streams: contexts of the existing streams.
+        primary_active: True if the primary context is active; creating or destroying a green
+            context while it is inactive sets it up or tears it down (:attr:`primary_setups`), which
+            is slow.
+        pending: kernels in flight; there must be none when a stream or context is destroyed.
     """
 
     CUresult = CUresult
@@ -177,7 +182,7 @@ class FakeDriver:
             *(c.numbers for c in self.contexts.values() if c.queues.wqConfig.sharingScope)
         )
         free = sorted(set(range(self.connections)) - taken)
-        # "When possible": where there are not enough, or the driver does not, they overlap.
+        # "When possible": without enough queues, or without driver support, they overlap.
         own = self.balances and scope and len(free) >= limit
         numbers = frozenset(free[:limit] if own else range(self.connections))
         granted = Queues(limit, scope if self.balances else 0)

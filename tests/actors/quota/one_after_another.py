@@ -1,4 +1,4 @@
-"""What modules concurrently are held to: the same works, one after another in one thread."""
+"""Reference for concurrent modules: the same work, one after another in one thread."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from raymm.errors import InternalError
 
 
 def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
-    """What :meth:`ConcurrentModules.run` does, in the calling thread, in the order of ``works``:
-    the same numbers.
+    """Run like :meth:`ConcurrentModules.run`, in the calling thread, in the order of ``works``.
 
     Raises:
         InternalError: at the first module whose work raises.
-        ValueError: as :meth:`ConcurrentModules.run`.
+        ValueError: as in :meth:`ConcurrentModules.run`.
     """
     concurrent_modules._check(streams, works)
     settings = ThreadSettings.capture()

@@ -1,4 +1,4 @@
-"""What an account's spans say of which modules ran together."""
+"""Overlap of modules by the spans of an account."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from raymm.actors.quota import Account
 
 
 def most_sms(account: Account) -> int:
-    """The most multiprocessors that were in use at one time."""
+    """Return the largest number of multiprocessors in use at one time."""
     spans = account.spans
     return max(
         first.partition.sms + sum(
@@ -18,7 +18,7 @@ def most_sms(account: Account) -> int:
 
 
 def seconds_together(account: Account, first: str, second: str) -> float:
-    """Seconds in which two modules ran at the same time."""
+    """Return the seconds in which two modules ran at the same time."""
     return sum(
         max(0.0, min(a.end, b.end) - max(a.start, b.start))
         for a in account.spans

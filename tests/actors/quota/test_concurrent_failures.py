@@ -1,4 +1,4 @@
-"""Modules side by side: what fails is named, and what cannot be is refused."""
+"""Concurrent modules: failures are named, and invalid calls are rejected."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_exceptions_name_the_module_after_all_have_ended(streams, side):
     assert ended == ["audio"]
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.__notes__ == ["module 'touch' failed as well: KeyError: 'b'"]
-    # Those that draw pass their turn on, and the threads can be used again.
+    # Modules that draw pass their ticket on, and the threads can be used again.
     ended.clear()
     works = {"vision": Work(fails, ("a",)), "audio": Work(slow), "touch": Work(fails, ("b",))}
     with pytest.raises(InternalError, match="module 'vision' failed"):
@@ -93,13 +93,13 @@ def test_a_module_that_does_not_end_is_named(streams, draws):
 
 
 def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
-    """At the end of the time the one that has the generators does not end."""
+    """Let the module that holds the generators exceed the time limit."""
     side, release = ConcurrentModules(timeout=0.05), threading.Event()
     begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
     turns = []
 
     class Patient(Ticket):
-        def __init__(self, before, timeout):  # waits on where the others time out
+        def __init__(self, before, timeout):  # waits for a gate when the others time out
             super().__init__(before, MEET_SECONDS)
             turns.append(self)
 

@@ -1,4 +1,4 @@
-"""Modules concurrently: the numbers of one after another, whatever turns threads take."""
+"""Concurrent modules have the numbers of sequential ones, in any order of threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.actors.quota.three_modules import MODULES, QUOTAS, meeting
 
 
 class Net(nn.Module):
-    """Dropout, a recomputed layer with dropout, numpy's and Python's generators."""
+    """Module with dropout, a recomputed layer with dropout, and numpy's and Python's generators."""
 
     def __init__(self, width, waits):
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         for index, layer in enumerate(self.layers):
-            # Threads take turns where one sleeps.
+            # Other threads run while one sleeps.
             time.sleep(self.waits[index])
             if index == 1:
                 x = checkpoint(self.recomputed, layer, x, use_reentrant=False)
@@ -56,7 +56,7 @@ def models():
 
 
 def train(models, streams, run, steps, seeded):
-    """Forwards as one stage, backwards as the next, with gradients that add up."""
+    """Run forwards as one stage and backwards as the next, with accumulated gradients."""
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
@@ -84,7 +84,7 @@ def train(models, streams, run, steps, seeded):
 
 
 def plain(models, streams, steps, seeded):
-    """The same without any of the package."""
+    """Run the same without the package."""
 
     def run(_, works):
         results = {}
@@ -122,7 +122,7 @@ def test_bit_identical_to_one_after_another(streams, side, seeded):
 
 
 def test_works_that_draw_nothing_run_at_the_same_time(streams, side):
-    """Every one of them waits for the others."""
+    """Let every module wait for the others."""
     meet = meeting(len(MODULES))
     found = side.run(streams, {m: Work(meet, draws=False) for m in MODULES})
     assert list(found) == list(MODULES) and all(out.value for out in found.values())
@@ -146,7 +146,7 @@ def test_works_that_draw_take_turns_in_order(streams, side):
 
 
 def test_drawing_beside_works_that_draw_nothing(streams, side):
-    """Only those that draw wait for each other."""
+    """Check that only modules with random numbers wait for each other."""
     meet = meeting(2)
     found = side.run(
         streams,
@@ -200,7 +200,7 @@ def test_outputs_of_earlier_stages_are_consumed(streams, side):
 
 
 class Ordered(RecordingBackend):
-    """Streams that log what they are told, and the events of which know their stream."""
+    """Backend whose streams log their calls, and whose events know their stream."""
 
     def __init__(self):
         super().__init__()
@@ -266,7 +266,7 @@ def test_tensors_are_found_where_they_are_handed_over():
 
 
 def test_emulated_modules_overlap(side):
-    """Both are asleep at the same time, forward and backward."""
+    """Check that both sleep at the same time, forward and backward."""
     meet = meeting(2)
     seconds = {"vision": 0.25, "audio": 0.5}
     backend = EmulatedBackend(

@@ -17,7 +17,7 @@ MEET_SECONDS = 60
 
 
 class EmulatedGpu:
-    """Encoders concurrently, then the language model, forward and backward."""
+    """Run encoders concurrently, then the language model, forward and backward."""
 
     def __init__(self):
         self.slept = []
@@ -25,7 +25,7 @@ class EmulatedGpu:
 
         def pause(seconds):
             if seconds >= SECONDS["vision"]:
-                together.wait(MEET_SECONDS)  # both encoders are in here, or this fails
+                together.wait(MEET_SECONDS)  # fails unless both encoders are here
             self.slept.append(seconds)
 
         self.backend = EmulatedBackend(

@@ -1,4 +1,4 @@
-"""Green contexts against a driver that keeps books, and the real bindings' signatures."""
+"""Green contexts on a recording driver, and the real bindings' signatures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_streams_of_a_set_are_on_disjoint_multiprocessors():
     sms = [driver.sms_of(contexts.stream(one)) for one in found]
     assert [len(one) for one in sms] == [one.sms for one in found] == [64, 40, 24]
     assert len(frozenset().union(*sms)) == 128
-    # One split, whatever sets are made of it.
+    # One split for all sets.
     assert driver.splits == 1
 
 
 def test_processes_that_count_alike_get_different_multiprocessors():
-    """Each makes only its own partition of the same set."""
+    """Let each create only its own partition of the same set."""
     quotas, sms = {"vision": 0.6, "audio": 0.4}, []
     for index in range(2):
         driver = FakeDriver(**HOPPER)
@@ -122,7 +122,7 @@ def test_a_context_of_another_size_is_refused_and_still_destroyed():
 
 
 def test_groups_of_several_locality_domains_are_named():
-    """One context cannot have them."""
+    """Reject them, as one context cannot have several domains."""
 
     class Domains(FakeDriver):
         def cuDevSmResourceSplitByCount(self, wanted, whole, flags, count):
@@ -152,7 +152,7 @@ def real_driver():
 
 
 def used_functions() -> list[str]:
-    """Every driver function that the file names in a call."""
+    """Return every driver function that the file calls."""
     source = Path(green_context.__file__).read_text()
     return sorted(set(re.findall(r'"(cu[A-Z]\w+)"', source)))
 

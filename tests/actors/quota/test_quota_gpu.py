@@ -1,5 +1,4 @@
-"""SM-quota streams on a GPU. Where there is none, its control flow with stand-ins for torch's
-streams and the driver."""
+"""SM-quota streams on a GPU; without one, their control flow on fakes."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class Net(nn.Module):
 @needs_gpu
 @pytest.mark.parametrize("draws", [True, False])
 def test_numbers_on_the_gpu_are_those_of_one_after_another(draws):
-    """Forward, backward and an optimizer step on the caller's stream, many times over."""
+    """Repeat forward, backward and an optimizer step on the caller's stream many times."""
 
     def train(run, streams):
         torch.manual_seed(0)
@@ -106,10 +105,10 @@ def test_numbers_on_the_gpu_are_those_of_one_after_another(draws):
 
 @needs_gpu
 def test_the_host_does_not_wait():
-    """Waiting calls raise while stages are switched and works are issued."""
+    """Raise in waiting calls while stages are switched and work is issued."""
     x = torch.ones(64, 64, device="cuda")
     with ConcurrentModules() as side, StreamPool(CudaBackend(), SETS) as pool:
-        for _ in range(2):  # the first time handles are made
+        for _ in range(2):  # the first time creates handles
             torch.cuda.set_sync_debug_mode("error")
             try:
                 first = side.run(pool.select("encoders"), {

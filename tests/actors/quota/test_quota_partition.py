@@ -1,4 +1,4 @@
-"""Quotas to groups of multiprocessors."""
+"""Conversion of quotas to groups of multiprocessors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPUS = st.builds(
 
 @st.composite
 def cases(draw):
-    """A GPU, and quotas it can grant: sums of 1 and of less."""
+    """Draw a GPU, and quotas that it can grant: sums of 1 and below."""
     gpu = draw(GPUS)
     weights = draw(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=6))
     scale = draw(st.floats(0.3, 1.0)) if draw(st.booleans()) else 1.0
@@ -51,7 +51,7 @@ def test_partitions_are_disjoint_rounded_and_inside_the_gpu(case):
     assert held <= set(range(gpu.groups))
     assert sum(one.sms for one in found) <= gpu.total
     if not found[0].whole:
-        # All together, to the nearest group: nothing is left idle that was asked for.
+        # In total to the nearest group: no requested group stays idle.
         wanted = math.fsum(quotas.values()) * gpu.total
         spare = gpu.groups * gpu.granularity - sum(one.sms for one in found)
         short = wanted - sum(one.sms for one in found)
@@ -83,7 +83,7 @@ def test_an_h100():
     assert groups({"a": 2 / 3, "b": 1 / 3}) == [(0, 11, 88), (11, 5, 40)]
     assert groups({"a": 0.3}) == [(0, 5, 40)]
     assert groups({"a": 24 / 132, "b": 8 / 132}) == [(0, 3, 24), (3, 1, 8)]
-    # Ten times 13.2 multiprocessors: six are rounded up, in the order of naming.
+    # Ten times 13.2 multiprocessors: six are rounded up, in the order of names.
     assert [g for _, g, _ in groups({str(i): 0.1 for i in range(10)})] == [2] * 6 + [1] * 4
 
 

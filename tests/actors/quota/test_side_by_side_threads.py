@@ -1,4 +1,4 @@
-"""Modules side by side: the threads that they run in."""
+"""Threads of concurrent modules."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_threads_have_the_settings_of_their_caller(streams, side, settings):
 
 
 def test_autocast_of_a_weight_used_twice_does_not_depend_on_the_others(streams, side):
-    """Casts are not cached: another thread leaving autocast would empty the cache."""
+    """Disable the cache of casts: another thread that leaves autocast would clear it."""
     nets = {m: nn.Linear(8, 8) for m in MODULES}
     meet = meeting(len(MODULES))
 

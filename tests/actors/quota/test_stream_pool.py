@@ -20,7 +20,7 @@ SETS = {
 
 
 class Logged(RecordingBackend):
-    """Keeps a log of what streams are told."""
+    """Backend that logs the calls of its streams."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ def test_an_emulated_module_takes_what_the_performance_model_says():
     assert paused == [1 / 0.5, 2 / 0.5 + 0.4]
     assert x.grad.tolist() == [1, 1, 1] and module.weight.grad == 3
     assert backend.account.spans[0].partition.module == "vision"
-    # Frozen, and nothing before it to train: no backward.
+    # Frozen, without anything to train before it: no backward.
     module.requires_grad_(False)
     with pool.select("one").streams["llm"].use():
         assert not module(torch.ones(3)).requires_grad
@@ -231,7 +231,7 @@ def test_streams_are_current_in_their_own_thread_only():
 
 
 def test_pauses_are_never_short(monkeypatch):
-    """Against a clock whose sleeps wake early, at the latest moment, or not at all."""
+    """Use a clock whose sleeps end early, at the latest moment, or not at all."""
     from benchmarks import emulated_backend
 
     for woken in (0.0, 0.5, 1.0):
@@ -259,7 +259,7 @@ def test_no_gpu_is_said_with_what_to_use_instead():
 
 
 def test_one_connection_is_refused(monkeypatch):
-    """Streams cannot overlap then."""
+    """Reject it, as streams could not overlap."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(InputError, match="CUDA_DEVICE_MAX_CONNECTIONS is '1'"):

@@ -1,6 +1,8 @@
-"""Quota streams on a driver and a torch that know what is ordered: no two modules' kernels can run
-at the same time on the same multiprocessors, what is read comes after what was written, and nothing
-is used once it is destroyed. The stand-ins refuse what CUDA refuses."""
+"""Quota streams on fakes of driver and torch that check the order of work.
+
+Kernels of two modules never run at the same time on the same multiprocessors, reads come after
+writes, and destroyed objects are not used. The fakes reject calls that CUDA rejects.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ SETS = {
 
 
 def run_stages(cuda, pool, side, names):
-    """Every stage's modules launch two kernels each and read all that the stage before wrote;
-    the caller launches one between stages that reads them all."""
+    """Run all stages.
+
+    Every stage's modules launch two kernels each and read all writes of the previous stage; the
+    caller launches one between stages that reads them all.
+    """
     outputs = {}
     for number, name in enumerate(names):
         streams = pool.select(name)
@@ -81,7 +86,7 @@ def test_any_sets_in_any_order(data):
 
 @pytest.mark.parametrize("missing", ["wait", "record"])
 def test_an_order_that_is_missing_shows(cuda, monkeypatch, missing):
-    if missing == "wait":  # streams do not wait for one another
+    if missing == "wait":  # streams do not wait for each other
         monkeypatch.setattr(CudaStream, "wait", lambda self, event: None)
     else:  # events are recorded before the work
         started = cuda.current_stream().record_event()
@@ -180,8 +185,7 @@ def test_the_pool_says_which_queues_there_are(cuda) -> None:
         assert pool.report().splitlines()[-1].startswith("each context has its own work queues")
 
 
-# Two modules, of which both backwards are under way at once: each waits for the other in it, which
-# a thread that runs one after the other would never get beyond.
+# Two modules whose backwards wait for each other, which would block a sequential thread.
 CONCURRENT_BACKWARDS = """
 from benchmarks.pretended_gpu.library import load
 load()

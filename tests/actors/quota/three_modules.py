@@ -6,7 +6,7 @@ import threading
 
 MODULES = ("vision", "audio", "touch")
 QUOTAS = {module: 0.33 for module in MODULES}
-# A rendezvous that never comes about fails the test instead of hanging it.
+# Timeout of the rendezvous, so that the test fails instead of hanging.
 MEET_SECONDS = 60
 
 

@@ -1,4 +1,4 @@
-"""A driver whose cluster loses a node, then the server that knows it. Prints what it is told."""
+"""Driver whose cluster loses a node, then the GCS. Prints the errors."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from raymm.actors.faults import cluster_observer
 from raymm.errors import Loss, RunFailedError
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
-# The test need not wait for a GCS that may be started anew.
+# The test need not wait for a GCS that may be restarted.
 cluster_observer.GCS_TIMEOUT_S = 3.0
 
 
 def steps_until_lost(parallel) -> None:
-    """Quick steps, which would go on for a while."""
+    """Run quick steps until an error."""
     begin = time.monotonic()
     try:
         while time.monotonic() < begin + 60:
@@ -42,7 +42,7 @@ def main() -> None:
     other = cluster.add_node(num_cpus=2, **options)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2))
-    with spec.apply(model_of()) as parallel:  # three ranks on nodes of two
+    with spec.apply(model_of()) as parallel:  # three ranks on two nodes
         parallel.execute([microbatch(1)])
         places = [one["address"] for one in parallel.group.pids()]
         lost = [n for n, one in enumerate(places) if one.node == other.node_id]

@@ -1,4 +1,4 @@
-"""Connections of a process: made by those that have them, and used once before the first step."""
+"""Connections of a process: created by their members, and used once before the first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMEOUT = Timeouts.of(7.0, 20.0)
 
 
 def degrees_plan() -> Plan:
-    """Two chunks of a module on each of two ranks, other degrees than the encoder's, replicas."""
+    """Return a plan with two chunks on each of two ranks, replicas, and other encoder degrees."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)
     )
@@ -73,7 +73,7 @@ def specs(plan: Plan) -> list[RankSpec]:
 
 
 class Group:
-    """A process's end of a group that goes by a number."""
+    """Process's end of a numbered group."""
 
     def __init__(self, number: int, ranks: list[int], me: int) -> None:
         self.number, self.ranks, self.me = number, ranks, me
@@ -86,7 +86,7 @@ class Group:
 
 
 class Recorder:
-    """What a process asks of ``torch.distributed``, as if all others did their part."""
+    """Record of a process's calls of ``torch.distributed``, with simulated peers."""
 
     def __init__(self, monkeypatch) -> None:
         self.me = 0
@@ -133,14 +133,14 @@ class Recorder:
 
 
 class Ended:
-    """An operation that is done."""
+    """Completed operation."""
 
     def wait(self) -> None:
-        """It is."""
+        """Return immediately."""
 
 
 def place(device: str, monkeypatch) -> Rendezvous:
-    """One whose process has joined the others."""
+    """Return a rendezvous whose process has joined the others."""
     monkeypatch.setattr(Rendezvous, "__init__", lambda self: None)
     made = Rendezvous()
     made.device, made.timeouts = torch.device(device), TIMEOUT
@@ -161,11 +161,11 @@ def test_processes_make_their_own_groups_in_one_order_and_use_each_at_once(monke
     for process, made in recorder.made.items():
         numbers = [number for number, *_ in made]
         assert numbers == sorted(set(numbers))
-        # Each is used as soon as it is there, before the next is made.
+        # Each is used as soon as it exists, before the next is created.
         assert numbers == [operation.communicator for operation in recorder.issued[process]]
         for number, *what in made:
             makers[number, *what].append(process)
-    # Only its members make a group, all of them by the same number and with the same options.
+    # Only members create a group, all by the same number and with the same options.
     assert len({number for number, *_ in makers}) == len(makers)
     assert all(sorted(ranks) == processes for (_, ranks, *_), processes in makers.items())
     issued = [recorder.issued[process] for process in range(len(listed))]
@@ -210,10 +210,11 @@ def test_a_process_is_told_of_its_own_connections_only() -> None:
 @pytest.mark.parametrize("replicas", [1, 4, 16])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_calls_of_a_process_do_not_grow_with_the_run(replicas: int, chunks: int) -> None:
-    """However many replicas there are, which add one group that sums to each process."""
+    """Add replicas; each adds one gradient group to each process."""
     counted = communicators.count(replicas, chunks=chunks)
     assert counted["calls"] <= {1: 8, 2: 11}[chunks] + (replicas > 1)
-    assert counted["chain"] == counted["calls"]  # nothing waits longer than for its own
+    # a chain is at most as long as the calls of one process
+    assert counted["chain"] == counted["calls"]
     assert counted["groups"] > 9 * replicas * communicators.TP
 
 
@@ -224,11 +225,12 @@ def test_edges_between_two_processes_share_a_link() -> None:
     chunks = [edge for edge, _ in of_edges if edge[0].module == edge[1].module]
     assert len(chunks) == 6  # llm.0 -> llm.1 -> llm.2 -> llm.3 on two ranks, and back
     pairs = [pair for pair in connected_pairs(of_edges) if min(pair) >= 4]
-    assert len(pairs) == 8  # four processes of a rank with one each of the other, both ways
+    # four processes of a rank with one each of the other, in both directions
+    assert len(pairs) == 8
 
 
 def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
-    """And only with the processes that are in them."""
+    """Check that only the members of a group connect."""
     asked = []
     monkeypatch.setattr(distributed_c10d._world, "group_count", 0)
 
@@ -248,7 +250,7 @@ def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
     message, host = asked
     assert message["device_id"] == here.device and message["pg_options"].config.max_ctas == 5
     assert host["device_id"] is None and host["pg_options"] is None
-    # NCCL's watchdog, which names nobody, has more patience than those that wait for messages.
+    # NCCL's watchdog, which names no rank, waits longer than the receivers of messages.
     assert message["timeout"] == timedelta(seconds=20) == message["pg_options"]._timeout
     assert host["timeout"] == timedelta(seconds=7)
     assert Timeouts.of(300.0, None).watchdog == timedelta(seconds=600)

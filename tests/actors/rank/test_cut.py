@@ -1,4 +1,4 @@
-"""Connections of a rank that are cut, and how the rank continues afterwards."""
+"""Cut connections of a rank, and its continuation afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def rank(monkeypatch) -> Iterator[RankProcess]:
-    """A rank whose process groups are gloo's and say that they are NCCL's."""
+    """Return a rank whose process groups are gloo's and pretend to be NCCL's."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
     yield RankProcess(CASES["fp32"], 0, free_port(), "cpu", {})
@@ -70,7 +70,7 @@ def test_a_rank_reconnects_after_its_nccl_groups_are_aborted(rank: RankProcess) 
 def test_a_step_whose_connections_are_aborted_does_not_count(
     rank: RankProcess, monkeypatch
 ) -> None:
-    """Nothing raises on the host after an abort, as in a process whose host ran ahead."""
+    """Let the host run ahead, so that it raises no error after the abort."""
     optimizer: Any = rank.actor._optimizer
 
     def after(method: str, effect: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_step_whose_connections_are_aborted_does_not_count(
     after("step", lambda: rank.actor.cut(0))
     fails("connections were cut during the step", 1, False, 1)
     optimizer.load_state_tensors(optimizer.state_tensors(), 1)
-    # NCCL's watchdog aborts before the driver has heard of the failure.
+    # NCCL's watchdog aborts before the driver has detected the failure.
     after("step", lambda: monkeypatch.setattr(rank_actor, "nccl_error", lambda: "COMM_ERROR"))
     fails("COMM_ERROR during the step", 1, False, 2)
     optimizer.load_state_tensors(optimizer.state_tensors(), 1)

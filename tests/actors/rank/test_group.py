@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: capacity, what the executed timeline holds, a killed rank."""
+"""Ranks as Ray actors: capacity, executed timelines, a killed rank."""
 
 import ctypes
 import os
@@ -25,13 +25,15 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Op
 
-# In place of seconds.
+# A number of seconds that means an error.
 ERROR = 12345
 
 
 class Encoder(nn.Module):
-    """(n, 3) -> (n, 2, 4). Sleeps as many seconds as its input says; if they are negative, so that
-    no other thread can run; or raises."""
+    """Encoder (n, 3) -> (n, 2, 4) that sleeps for the seconds of its input, or raises.
+
+    For negative seconds it blocks all other threads.
+    """
 
     hidden_size = 4
 
@@ -83,7 +85,7 @@ def placement_groups(ray) -> set[str]:
 
 
 def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
-    """Asserted on what ran: spans of the executed timeline."""
+    """Check the spans of the executed timeline."""
     model = model_of()
     model.freeze(encoders=True, projectors=False, llm=True)
     spec = MultimodalParallelSpec(
@@ -94,12 +96,12 @@ def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
         seen = {}
         for span in timeline.spans:
             seen.setdefault(span.stage, set()).add((span.op, span.microbatch, span.peer))
-        # Frozen, and nothing trainable before it: forward only, no gradient comes.
+        # Frozen, and nothing trainable before it: forward only, no gradient arrives.
         assert seen[StageId("vision", 0)] == {
             (op, m, peer) for m in (0, 2)
             for op, peer in [(Op.FORWARD_NO_GRAD, NO_STAGE), (Op.SEND, StageId("vision", 1))]
         }
-        # Frozen blocks with the trainable projector: backward, but nothing sent further back.
+        # Frozen blocks with the trainable projector: backward, but nothing is sent further back.
         assert seen[StageId("vision", 1)] == {
             (op, m, peer)
             for m in (0, 2)
@@ -109,7 +111,7 @@ def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
                 (Op.BACKWARD, NO_STAGE),
             ]
         }
-        # Frozen with something trainable before it: backward; none for the text-only one.
+        # Frozen with a trainable module before it: backward; none for the text-only microbatch.
         assert {(op, m) for op, m, _ in seen[StageId("llm", 0)] if op in (
             Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD)} == {
             (Op.FORWARD, 0), (Op.BACKWARD, 0), (Op.FORWARD_NO_GRAD, 1),
@@ -128,16 +130,18 @@ def test_more_ranks_than_the_cluster_has(ray_cluster):
         ClusterError, match=rf"{cpus + 1} ranks of 1 CPU each.*the cluster has {cpus} CPU"
     ):
         spec.apply(model)
-    # None came; some of an earlier test may have ended meanwhile.
+    # None was created; actors of an earlier test may have ended meanwhile.
     assert alive_actors(ray_cluster) <= actors
     assert placement_groups(ray_cluster) <= groups
 
 
 @pytest.mark.timeout(120)  # the step would take ten minutes: the failure must end it
 def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster, tmp_path):
-    """SIGKILL in the middle of a step; nothing is left behind but stacks of the others and the name
-    of what NCCL's flight recorder had written. Before that, on the same ranks: dropout is there in
-    training and not in evaluation."""
+    """Kill a rank with SIGKILL in the middle of a step.
+
+    The only leftovers are stacks of the others and the name of the last record of NCCL's flight
+    recorder. Before, on the same ranks: dropout is active in training and not in evaluation.
+    """
     actors, groups = alive_actors(ray_cluster), placement_groups(ray_cluster)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2)
     model = model_of(dropout=0.5)
@@ -147,7 +151,8 @@ def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster, tmp_path):
     evaluated = parallel.evaluate(step).loss
     assert parallel.execute(step).loss != trained  # another batch of the same update
     parallel.zero_grad()
-    assert parallel.execute(step).loss == trained  # the first batch again: same numbers drawn
+    # the first batch again, with the same random numbers
+    assert parallel.execute(step).loss == trained
     assert abs(trained - evaluated) > 1e-4
     assert abs(model.eval()(**step[0]).item() - evaluated) < 1e-6
     victim = parallel.group.pids()[2]["pid"]
@@ -174,7 +179,7 @@ def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster, tmp_path):
 
 @pytest.mark.timeout(400)
 def test_a_killed_process_of_a_rank_is_named(ray_cluster):
-    """The others wait for it in collectives in the middle of a layer, not for a message."""
+    """Let the others wait in collectives in the middle of a layer, not for a message."""
     parallel = MultimodalParallelSpec({}, ParallelSpec(tp=2, cp=2)).apply(model_of())
     prepared = parallel.prepare([microbatch(2)])
     parallel.submit(prepared).result()
@@ -192,7 +197,7 @@ def test_a_killed_process_of_a_rank_is_named(ray_cluster):
 
 @pytest.mark.timeout(120)
 def test_a_rank_killed_between_steps_is_named(ray_cluster):
-    """The others post receives from it at once, outside of any instruction."""
+    """Let the others post receives outside of any instruction."""
     parallel = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2).apply(model_of())
     prepared = parallel.prepare([microbatch(2), microbatch(2)])
     parallel.submit(prepared).result()
@@ -213,7 +218,7 @@ HUNG = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", HUNG)
 def test_a_rank_that_hangs_is_named_and_its_stacks_are_kept(ray_cluster, tmp_path, how):
-    """The last one stands in C code with the interpreter's lock."""
+    """Let the last rank hang in C code with the interpreter's lock."""
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 1)
     with faults_kept_in(tmp_path):
         parallel = spec.apply(model_of(), timeout_s=4)
@@ -233,7 +238,7 @@ def test_a_rank_that_hangs_is_named_and_its_stacks_are_kept(ray_cluster, tmp_pat
     stacks = [(folder / f"rank-{rank}.txt").read_text() for rank in range(3)]
     assert ("in forward" in stacks[0]) == (how != "stopped"), stacks[0]
     assert "most recent call first" in stacks[1] and "most recent call first" in stacks[2]
-    # One that is stopped does not obey Ray.
+    # A stopped process does not respond to Ray.
     wait_for_end(hung)
 
 
@@ -241,7 +246,7 @@ def test_a_rank_that_hangs_is_named_and_its_stacks_are_kept(ray_cluster, tmp_pat
 def test_a_rank_that_nobody_waits_for_does_not_hang_for_ever(ray_cluster):
     spec = MultimodalParallelSpec({"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)))
     parallel = spec.apply(model_of(), timeout_s=3)
-    parallel.execute([microbatch(1)])  # the driver itself tries what is new of a batch
+    parallel.execute([microbatch(1)])  # the driver itself tries new properties of a batch
     first = (
         r"^rank 0 .* has been in forward vision\.0.*\nno rank has started a new instruction for 3 s"
     )
@@ -277,7 +282,7 @@ def no_such_file() -> nn.Module:
 
 
 class Unreadable:
-    """Cannot be read by the process that it is sent to."""
+    """Object that the receiving process cannot unpickle."""
 
     def __reduce__(self):
         return no_such_file, ()
@@ -286,7 +291,7 @@ class Unreadable:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("builder", [no_such_file, Unreadable()])
 def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, tmp_path, builder):
-    """It cannot build a stage; it cannot even read what it is to be."""
+    """Fail to build a stage, or to unpickle its specification."""
     spec = RankSpec(
         rank=0, world_size=1, builders={StageId("llm", 0): builder}, edges=()
     )
@@ -300,8 +305,11 @@ def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, 
 
 
 def with_threads_of_openmp() -> nn.Module:
-    """As many features as OpenMP has threads where it is called: torch's own number is that of the
-    process, and says nothing of a thread that has not asked yet."""
+    """Return as many features as OpenMP has threads in the calling thread.
+
+    torch's own number is that of the process, and differs in threads that have not called OpenMP
+    yet.
+    """
     (library,) = Path(torch.__file__).parent.glob("lib/libgomp*")
     return nn.Linear(ctypes.CDLL(str(library)).omp_get_max_threads(), 1, bias=False)
 
@@ -316,7 +324,7 @@ def test_the_thread_that_works_has_the_threads_that_were_asked_for(ray_cluster, 
 
 
 class FromSysPath:
-    """Lies where only the program that sends it looks for modules."""
+    """Class in a folder that only the sending program searches."""
 
     def __reduce__(self):
         return import_module, ("only_on_the_drivers_path",)

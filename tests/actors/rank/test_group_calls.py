@@ -1,4 +1,4 @@
-"""What the driver does per step, counted: pickles, and calls of Ray."""
+"""Work of the driver per step: number of pickles, and of Ray calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLM = StageId("llm", 0)
 
 
 class Meta(StepMeta):
-    """Counts how often it is pickled."""
+    """Step metadata that counts its pickling."""
 
     pickled = 0
 
@@ -38,7 +38,7 @@ class Meta(StepMeta):
 
 
 class Actor:
-    """Keeps what it is called with."""
+    """Actor that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -51,7 +51,7 @@ class Actor:
 
 
 class FakeRay:
-    """Calls that have ended, but for those in ``late``, which end one look later."""
+    """Ray whose calls have ended, except those in ``late``, which end one poll later."""
 
     def __init__(self, results: dict[int, Any], late: tuple[int, ...] = ()) -> None:
         self.results, self.late, self.asked = results, set(late), Counter()
@@ -70,7 +70,7 @@ class FakeRay:
     def wait(self, refs: list[int], num_returns: int, timeout: float):
         self.asked["wait"] += 1
         ready = [ref for ref in refs if ref not in self.late]
-        if num_returns == 1:  # something failed
+        if num_returns == 1:  # a call failed
             ready = [ref for ref in ready if isinstance(self.results[ref], Exception)]
         self.late.clear()
         return ready, []
@@ -98,12 +98,12 @@ def test_metadata_is_pickled_once_for_all_ranks(group) -> None:
     assert pickle.loads(calls[0][0]) == ("program", tuple(meta))
     assert pickle.loads(calls[0][1]) == [(LLM, 2)] and calls[0][2:] == (data,)
     assert all(call[1:] == (b"",) for call in calls[1:])
-    # Anything else Ray would pickle for every rank.
+    # Ray would pickle anything else for every rank.
     assert all(isinstance(arg, bytes) for call in calls for arg in call[:2])
 
 
 def test_an_interruption_waits_until_all_ranks_have_their_call(group) -> None:
-    """A rank with a step that another has not would wait for it in vain."""
+    """Send a step to all ranks or none: a rank would wait for peers without it in vain."""
     handler = signal.getsignal(signal.SIGINT)
     second = group._actors[1]
     called = second.remote
@@ -119,7 +119,7 @@ def test_an_interruption_waits_until_all_ranks_have_their_call(group) -> None:
         assert [len(actor.calls) for actor in group._actors] == [times] * RANKS
         assert signal.getsignal(signal.SIGINT) is handler
     second.remote = called
-    group.submit("program", StepMeta(0, 1, ()), [[]] * RANKS)  # nothing is held
+    group.submit("program", StepMeta(0, 1, ()), [[]] * RANKS)  # nothing blocks
     threads = [
         threading.Thread(target=group.submit, args=("program", StepMeta(0, 1, ()), [[]] * RANKS))
         for _ in range(3)
@@ -160,7 +160,7 @@ def test_the_rank_that_raised_is_named(failed: int, group, monkeypatch) -> None:
 
 @pytest.mark.parametrize("cause", ["dead", "silent"])
 def test_a_rank_that_the_watchdog_ended_is_not_blamed(cause: str, group, monkeypatch) -> None:
-    """The driver learns of the death of rank 0 first, which had waited for rank 3."""
+    """Let the driver detect the death of rank 0 first, which had waited for rank 3."""
     aborted, error = {0, 1}, RayActorError()
     group._addresses = {rank: Address("node", rank, 0) for rank in range(RANKS)}
     reports = {rank: Report("a step", 50.0, True) for rank in (2, 4)}

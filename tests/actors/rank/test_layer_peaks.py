@@ -1,4 +1,4 @@
-"""What layers have for a time while they work, against bytes counted by hand."""
+"""Temporary memory of working layers, compared with bytes counted by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HIDDEN, WIDE, WEIGHT = ROWS * WIDTH * FLOAT, ROWS * INNER * FLOAT, WIDTH * INNER
 
 
 class Block(nn.Module):
-    """``x -> relu(x A) B``."""
+    """Block ``x -> relu(x A) B``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +26,7 @@ class Block(nn.Module):
 
 
 def test_what_is_alive_is_counted() -> None:
-    """Storages count once, from when they are made until nobody refers to them; FSDP's may change
-    their size."""
+    """Count storages once, from creation to the last reference; FSDP may resize its storages."""
     live = LiveBytes()
     parameter = torch.zeros(100, requires_grad=True)
     parameter.grad = torch.zeros(100)
@@ -44,7 +43,7 @@ def test_what_is_alive_is_counted() -> None:
         view.untyped_storage().resize_(2000)
         assert live.now - before == 2000
         del view
-        parameter.grad.add_(1)  # was there already
+        parameter.grad.add_(1)  # existed before
         assert live.now == before
         live.restart()
         assert live.most == before
@@ -60,15 +59,15 @@ def test_layers_of_a_module() -> None:
             hidden = block(hidden)
         return hidden
 
-    run().sum().backward()  # gradients are there, as in all microbatches but the first
+    run().sum().backward()  # gradients exist, as in all microbatches but the first
     live = LiveBytes()
     live.note_all()
     with live:
-        # A block keeps what relu gave, and the second one its input.
+        # A block keeps the result of relu, and the second one its input.
         working, forward = layer_peaks(run, list(blocks), live, [WIDE, WIDE + HIDDEN])
-    # Of the second one's backward: the output's gradient, that of relu's result and of its input,
-    # or of a weight. Of the first one's no gradient of the input is needed.
+    # The second one's backward needs the output's gradient, and that of relu's result and of its
+    # input, or of a weight. The first one's needs no gradient of the input.
     assert HIDDEN + WIDE <= working[1] <= HIDDEN + 2 * WIDE + WEIGHT
     assert HIDDEN + WIDE <= working[0] <= HIDDEN + 2 * WIDE + WEIGHT
-    # Without a backward: the product beside what relu makes of it; the second's input, too.
+    # Without a backward: the product and the result of relu; the second's input, too.
     assert forward == [2 * WIDE, HIDDEN + 2 * WIDE]

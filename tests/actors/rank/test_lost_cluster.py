@@ -1,4 +1,4 @@
-"""A run whose cluster is lost under it ends at once, with a true sentence."""
+"""A run whose cluster is lost ends immediately, with a correct message."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Two nodes' servers and six processes that import everything, whatever else the machine does.
+# Timeout for two nodes' servers and six processes that import all packages, on a busy machine.
 PATIENCE_S = 600
 
 
@@ -15,8 +15,11 @@ PATIENCE_S = 600
 @pytest.mark.system
 @pytest.mark.timeout(PATIENCE_S + 10)
 def test_a_lost_node_and_a_lost_server_of_the_cluster_end_the_run(tmp_path):
-    """The node's server is killed: its processes, and so the steps, would go on for a quarter of
-    a minute. The cluster's server is stopped: steps would go on to the end."""
+    """Kill the node's server, then stop the cluster's server.
+
+    Without detection, the processes of the node would continue for a quarter of a minute, and steps
+    without the cluster's server would continue to the end.
+    """
     script = Path(__file__).with_name("lost_cluster.py")
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S,

@@ -1,4 +1,4 @@
-"""The profiler on modules whose cost is known: a clock that only the modules move."""
+"""The profiler on modules of known cost, with a clock that only the modules advance."""
 
 import time
 from functools import partial
@@ -15,13 +15,13 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import ConfigSource, LiveSource
 
-# Seconds of the fake clock per block: forward, gradient of the input, of the weight.
+# Seconds of the fake clock per block: forward, input gradient, weight gradient.
 COSTS = ((3.0, 5.0, 7.0), (11.0, 13.0, 17.0), (19.0, 23.0, 29.0))
 CLOCK = [0.0]
 
 
 class _TimedProduct(torch.autograd.Function):
-    """``x @ w`` that moves the clock by what was asked for."""
+    """``x @ w`` that advances the clock by given amounts."""
 
     @staticmethod
     def forward(ctx, x, weight, costs):
@@ -54,7 +54,7 @@ class TimedBlock(nn.Module):
 
 
 class TimedEncoder(nn.Module):
-    """Blocks called in one of the two ways that models call theirs."""
+    """Encoder that calls its blocks in one of the two usual ways."""
 
     def __init__(self, by_keyword: bool) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_activations_grow_with_the_length_and_weights_in_bf16_are_none(frozen):
         profiler.measure(ProfileRequest(text(1, n), {}, plain_text=True), 1).layers[1]
         for n in (64, 128)
     )
-    # Twice as much, but for rotary tables and the like: no weights in it.
+    # Twice as much, except for rotary tables: no weights are included.
     assert long.activation_bytes == pytest.approx(2 * short.activation_bytes, rel=0.02)
 
 
@@ -184,7 +184,7 @@ def test_a_plain_module_that_cannot_be_cut_is_one_layer():
 
 
 def test_what_blocks_may_do_with_their_activations_is_measured():
-    """What is held is exact: the input alone where all is made again, more where products are."""
+    """Check the kept bytes: only the input with full recomputation, more with kept products."""
     config = SiglipVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
         image_size=8, patch_size=4,
@@ -211,19 +211,21 @@ def test_what_blocks_may_do_with_their_activations_is_measured():
         assert list(held) == ["matmuls", "attention", "all"]
         assert held["all"] < held["attention"] < held["matmuls"] < layer.activation_bytes
         assert all(option.seconds >= 0 for option in layer.options)
-        # What is made again is there while its gradients are.
+        # Recomputed tensors exist while their gradients do.
         working = {option.name: option.working_bytes or 0 for option in layer.options}
         assert working["all"] + held["all"] > layer.activation_bytes
         assert working["all"] > working["matmuls"] > 0
-    # The first layer has the patch embedding with it.
+    # The first layer includes the patch embedding.
     assert trained[1].options[2].nbytes == hidden
-    # Blocks of one kind are alike.
+    # Blocks of one kind are equal.
     assert trained[1].options[0].seconds == trained[0].options[0].seconds
 
 
 def test_half_of_a_module_is_measured():
-    """Both norms of a block are whole on every process: what enters and leaves them, and what they
-    normalise it to. Products within are shared."""
+    """Check the replicated parts: both norms of a block with their inputs, outputs and statistics.
+
+    Products inside are sharded.
+    """
     config = LlamaConfig(
         hidden_size=32, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=64, tie_word_embeddings=False,
@@ -250,7 +252,7 @@ def test_half_of_a_module_is_measured():
         assert all(0 <= 2 * half - size for size, half in sizes)
         assert [option.name for option in half.options] == ["matmuls", "attention", "all"]
         assert half.working_bytes < layer.working_bytes
-    # A block's input, what comes after attention, and for each its norm and the norm's weighed.
+    # A block's input, the result of attention, and for each its norm and the scaled norm.
     shared = 2 * halved[1].activation_bytes - whole[1].activation_bytes
     assert 6 * hidden <= shared < 7 * hidden
     assert 2 * halved[1].options[2].nbytes - whole[1].options[2].nbytes == hidden

@@ -1,4 +1,4 @@
-"""Where processes meet: every key comes to all who wait for it, and to nobody who is not asked."""
+"""Rendezvous of processes: every key reaches the processes that wait for it, and no others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ PATIENCE = timedelta(seconds=20)
 
 
 class Actor:
-    """As a handle of an actor: a call returns at once, and is carried out by a thread of its own,
-    after those before."""
+    """Handle of an actor: a call returns immediately, and runs in order in a separate thread."""
 
     def __init__(self, number: int) -> None:
         self.store = RendezvousStore(number, PATIENCE, generation=3)
@@ -55,7 +54,7 @@ class Actor:
 
 
 def meet(me: int, actors: Sequence[Actor], groups: dict[int, tuple[int, ...]]) -> None:
-    """As gloo does it: every member sets its address and reads all of them."""
+    """Join groups as gloo does: every member sets its address and reads all of them."""
     own = {number: members for number, members in groups.items() if me in members}
     known = {n: actors[n] for n in peers(me, own.values())}
     store = actors[me].store
@@ -100,7 +99,7 @@ def test_all_members_of_all_groups_meet(sets) -> None:
     for me, actor in enumerate(actors):
         own = [number for number, of_group in groups.items() if me in of_group]
         assert actor.store.num_keys() == sum(2 * len(groups[number]) for number in own)
-        # Calls that came: none of a group of others, at most two keys of every member of its own.
+        # Received calls: none of other groups, at most two keys per member of its groups.
         assert actor.calls <= sum(2 * (len(groups[number]) - 1) for number in own)
 
 
@@ -115,12 +114,12 @@ def test_who_does_not_come_is_named_in_time() -> None:
     store = RendezvousStore(1, timedelta(seconds=60))
     with pytest.raises(dist.DistStoreError, match="no process has set 0/3"):
         store.wait(["0/3"], timedelta(seconds=0.01))
-    store.receive_news([News(4, 3, "0/3", b"there")])  # before this process makes any group
+    store.receive_news([News(4, 3, "0/3", b"there")])  # before this process creates any group
     assert store.get("0/3") == b"there" and store.check(["0/3"]) and not store.check(["0/4"])
 
 
 def listening_ports(pid: int) -> set[tuple[str, int]]:
-    """Where a process listens, on any interface, as a local client would reach it."""
+    """Return where a process listens, on any interface, as a local client would reach it."""
     sockets = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -136,7 +135,7 @@ def listening_ports(pid: int) -> set[tuple[str, int]]:
     return found
 
 
-# Knows where somebody listens, and nothing else. Prints where it was let in.
+# Script that knows the addresses of listeners, and nothing else. Prints where it was accepted.
 STRANGER = """
 import ast, os, sys, threading
 from datetime import timedelta
@@ -163,7 +162,7 @@ os._exit(0)
 
 
 def joined(ports: set[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those of addresses at which a stranger can write to a store."""
+    """Return the addresses where a stranger can write to a store."""
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, repr(sorted(ports))], capture_output=True, text=True,
         timeout=120, check=True,
@@ -174,7 +173,7 @@ def joined(ports: set[tuple[str, int]]) -> list[tuple[str, int]]:
 def test_a_stranger_who_scans_ports_finds_no_store(ray_cluster) -> None:
     specs = [RankSpec(rank, 2, {}, edges=()) for rank in range(2)]
     group = RankGroup(specs, ["nothing"] * 2, RankResources(1.0))
-    # What the stranger finds where there is one.
+    # Positive control: a store that the stranger can access.
     planted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         ports = {port for one in group.pids() for port in listening_ports(one["pid"])}
@@ -185,7 +184,7 @@ def test_a_stranger_who_scans_ports_finds_no_store(ray_cluster) -> None:
 
 
 def test_torch_asks_for_no_more_than_the_store_has() -> None:
-    """Processes of gloo and NCCL set, read and wait; a process that is alone asks itself."""
+    """Check that gloo and NCCL set, read and wait; a single process calls itself."""
     store = RendezvousStore(0, timedelta(seconds=10))
     before = distributed_c10d._world.group_count
     with store.opened({EVERYONE: (0,)}, {}):
@@ -196,7 +195,7 @@ def test_torch_asks_for_no_more_than_the_store_has() -> None:
 
 
 def test_keys_of_another_meeting_are_not_mixed_with_those_of_this_one() -> None:
-    """Those of one to come wait for it; late ones of one that is over are dropped."""
+    """Delay keys of a future rendezvous, and drop late ones of an earlier one."""
     timeouts = Timeouts.of(5.0, None)
     actor = RendezvousActor(1, "cpu", timeouts)
     actor.receive_news([News(EVERYONE, 0, "0/0", b"first")])

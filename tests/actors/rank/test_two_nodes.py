@@ -1,5 +1,7 @@
-"""Processes of a rank have one node where that can be, whichever places came first; what must
-straddle says so, and the environment of ranks is what was asked for."""
+"""Processes of a rank are on one node if possible, whichever resources arrived first.
+
+A rank that must span nodes is reported, and ranks have the requested environment.
+"""
 
 import subprocess
 import sys
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Two nodes' servers and nine processes that import everything, whatever else the machine does.
+# Timeout for two nodes' servers and nine processes that import all packages, on a busy machine.
 PATIENCE_S = 600
 
 
@@ -24,7 +26,7 @@ def test_ranks_of_several_processes_on_nodes_of_different_sizes():
     first, *_, second = done.stdout.split("said: ")
     # Ranks of 1, 2 and 2 processes on nodes of 2 and 3.
     assert "nodes: [0, 0, 0, 3, 3] [0, 0, 0, 1, 1]" in first
-    # One of 4 and one of 1: the former has to straddle, its tensor groups need not.
+    # One of 4 and one of 1: the former must span nodes, its tensor groups need not.
     assert second.startswith(
         "process groups span nodes and use slower links: rank 1 (llm.0; cp 2) has processes on "
         "2 nodes"

@@ -1,5 +1,7 @@
-"""A driver on a cluster of nodes with 2 and 3 CPUs, whose ranks are 1, 2 and 2 processes. Prints
-where these run, what they have in their environment, and what it is told."""
+"""Driver on a cluster of nodes with 2 and 3 CPUs, with ranks of 1, 2 and 2 processes.
+
+Prints their nodes, their environment, and the messages.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Blocks that change buffers in training compute the same when they run again."""
+"""Blocks that change buffers in training compute the same when they are recomputed."""
 
 import copy
 
@@ -13,7 +13,7 @@ from raymm.scheduler.costs.recomputation import ALL, ATTENTION, MATMULS
 
 
 class Counted(nn.Module):
-    """Replaces a buffer that it reads."""
+    """Module that replaces a buffer that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def block() -> nn.Module:
 
 
 def outcome(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Run several forwards, then their backwards, the first one last; gradients and state."""
+    """Run several forwards, then their backwards in order; return gradients and state."""
     torch.manual_seed(1)
     outputs = [module(torch.randn(5, 6)) for _ in range(3)]
     for output in reversed(outputs):

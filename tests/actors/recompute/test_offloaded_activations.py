@@ -1,4 +1,4 @@
-"""Activations that wait elsewhere: the same numbers, moved once, fetched one block ahead."""
+"""Offloaded activations: the same numbers, moved once, fetched one block ahead."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is moved, fetched and freed, in order."""
+    """Record moves, fetches and frees, in order."""
     events: list[str] = []
     make, fetch = _Moved.__init__, _Moved.fetch
 
@@ -88,9 +88,9 @@ def test_a_block_is_fetched_while_the_one_after_it_runs(events):
     assert not any(event.startswith("back ") for event in events[:first])
     second = events.index("backward 1", first)
     large = f"back {2 * 10 * 48 * 4}"
-    # The last block's own, and the one before: but not the first one's yet.
+    # The last block's own, and those of the one before, but not the first one's yet.
     assert events[first:second].count(large) == 2
-    # The last block of the other microbatch is left alone until its turn.
+    # The last block of the other microbatch is not fetched until its backward.
     third = events.index("backward 2", first + 1)
     assert events[first:third].count(large) == 3
     assert events[third:].count(large) == 3
@@ -110,7 +110,7 @@ def test_nothing_is_moved_without_gradients(events):
 
 
 def test_a_fetch_waits_for_its_own_copy_out_only(monkeypatch):
-    """Not for what left after it."""
+    """Check that it does not wait for later copies."""
     log: list[tuple] = []
 
     class Stream:

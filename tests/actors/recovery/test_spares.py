@@ -12,7 +12,7 @@ PATIENCE_S = 60
 
 
 class Waits:
-    """Stands for a rank's actor."""
+    """Fake of a rank's actor."""
 
     def where(self):
         return None

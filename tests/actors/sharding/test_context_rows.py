@@ -1,4 +1,4 @@
-"""How a sequence is cut into blocks, and what a token weighs beside attention."""
+"""Blocks of a sequence, and a token's cost other than attention."""
 
 import pytest
 import transformers as hf
@@ -34,10 +34,10 @@ def test_blocks_fill_tiles_and_are_enough(length: int, processes: int) -> None:
                     num_key_value_heads=8), 7607),
     # Two of eight experts.
     (hf.MixtralConfig(), 13751),
-    # A text model within another, whose heads are not as wide as its hidden state.
+    # A text model within another, whose heads are narrower than its hidden state.
     (hf.Gemma3Config(text_config={"hidden_size": 64, "intermediate_size": 96, "head_dim": 32,
                                   "num_attention_heads": 4, "num_key_value_heads": 2}), 48),
-    # It names neither heads of keys nor the MLP's width as others do.
+    # It uses other names for key heads and the MLP's width.
     (hf.GPT2Config(n_embd=64, n_head=4), 146),
 ])  # fmt: skip
 def test_pairs_of_a_token(config, pairs: int) -> None:

@@ -1,5 +1,7 @@
-"""What forwards of fully sharded stages keep of whole weights until their backward, with a process
-group that only pretends to have others."""
+"""Full weights that forwards of fully sharded stages keep until their backward.
+
+The process group only pretends to have other members.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ PROCESSES, BLOCKS, WIDTH = 4, 6, 64
 
 
 class Stage(nn.Module):
-    """Blocks one after another; ``run`` is its forward."""
+    """Consecutive blocks; ``run`` is the forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)])
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """One microbatch."""
+        """Run one microbatch."""
         return self.module(x)
 
 
 def whole_weights(dtype: torch.dtype | None) -> int:
-    """Bytes of whole weights that live between a forward and its backward."""
+    """Return the bytes of full weights that live between a forward and its backward."""
     torch.manual_seed(0)
     stage = Stage()
     plan = fully_sharded_plan(stage.module, [str(n) for n in range(BLOCKS)], PROCESSES)
@@ -57,12 +59,12 @@ def _run(rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=PROCESSES)
     one = 2 * WIDTH * WIDTH
     exact, gathered = whole_weights(None), whole_weights(torch.bfloat16)
-    # The root gathers the last block's again first, so it may still be there.
+    # The root gathers the last block's first, so those may still exist.
     assert exact >= (BLOCKS - 1) * one, exact
     assert gathered <= one, gathered
     dist.destroy_process_group()
 
 
 def test_blocks_that_are_gathered_in_the_compute_dtype_keep_no_copies():
-    """A failed assertion in the process fails the test."""
+    """Fail if an assertion in the process fails."""
     run_processes(_run, (), 1)

@@ -1,5 +1,7 @@
-"""Encoders whose items' tokens are shared by several processes: real processes against the stage
-of a single one, and what is refused."""
+"""Encoders with item tokens sharded over real processes, and rejected encoders.
+
+Results equal those of a single process.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +32,7 @@ from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask.patterns import causal, documents, full
 
 TOLERANCE = 1e-5
-WIDTH = 24  # of the projector's output
+WIDTH = 24  # width of the projector's output
 ITEMS = 3
 
 
@@ -40,7 +42,7 @@ def vit(**more) -> hf.ViTConfig:
 
 
 def pixtral() -> hf.PixtralVisionConfig:
-    """Images packed into one item, each under its own part of a dense mask; rotary tables."""
+    """Return a model with images packed into one item, with separate masks; rotary tables."""
     return hf.PixtralVisionConfig(
         hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         image_size=pm.IMAGE_SIZE, patch_size=8,
@@ -72,8 +74,11 @@ def drop_features(inputs, output):
 
 @dataclass(frozen=True)
 class Case:
-    """An encoder, with a projector or not, in stages that begin at ``cuts``; ``split``: gradients
-    of inputs first, of parameters when all stages have theirs."""
+    """Encoder, with a projector or not, in stages that begin at ``cuts``.
+
+    With ``split``, gradients of inputs are computed first, those of parameters when all stages have
+    theirs.
+    """
 
     name: str
     cuts: tuple[int, ...] = ()
@@ -103,7 +108,7 @@ class Case:
 def run_case(
     case: Case, exchange: Exchange | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
-    """Output, gradients by name, and the number of tokens of what stages hand on."""
+    """Return output, gradients by name, and the number of tokens that stages send."""
     spec, context = case.spec(), MicrobatchContext(1, draws=Draws(3))
     edges = [0, *case.cuts, spec.num_layers]
     stages = [EncoderStage.build(spec, lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
@@ -202,7 +207,7 @@ def test_fewer_tokens_than_processes(processes):
     case = Case("single_token", cuts=(1,))
     results = processes.run(run_shared, 3, case=case)
     check(case, results)
-    assert [tokens for _, _, tokens in results] == [[1, 1]] * 3  # two of them copies
+    assert [tokens for _, _, tokens in results] == [[1, 1]] * 3  # two of them are replicas
 
 
 def test_frozen_encoder_under_a_trainable_projector(processes):
@@ -220,7 +225,7 @@ def test_only_one_process_contributes_what_all_compute(processes):
 
 
 def test_dropout_after_the_blocks_is_the_same_everywhere(processes):
-    """Five tokens over two processes: they draw different amounts in the blocks."""
+    """Split five tokens over two processes: they use different amounts of random numbers."""
     one, other = processes.run(run_shared, 2, case=Case("dropout"))
     assert bool((one[0] == 0).any())
     assert torch.equal(one[0], other[0])
@@ -259,13 +264,13 @@ class TinyBlock(nn.Module):
         hidden = hidden_states + self.attention(hidden_states)
         if self.mix == "convolution":
             return hidden + self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
-        if self.mix == "mean":  # of tokens in any order
+        if self.mix == "mean":  # independent of the order of tokens
             return hidden + hidden.mean(dim=1, keepdim=True)
         return hidden
 
 
 class TinyEncoder(hf.PreTrainedModel):
-    """Its blocks mix tokens by attention and, if told so, otherwise."""
+    """Encoder whose blocks mix tokens by attention and, on request, otherwise."""
 
     config_class = TinyConfig
     _supports_sdpa = True
@@ -319,7 +324,7 @@ def test_probe_refuses_by_name():
     refused(nn.Sequential(nn.Conv2d(3, 4, 8)), "no list of blocks", pm.images(1))
     refused(pm.PlainCNN(), "does not take its attention from", pm.images(1))
     small = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, intermediate_size=32)
-    # Rotary tables of patches only, for tokens among which there are others.
+    # Rotary tables for patches only, in a sequence with other tokens.
     rotary = hf.DINOv3ViTConfig(**small, image_size=32, patch_size=8)
     refused(rotary, "does not run on a part of its tokens", None, hf.DINOv3ViTModel)
     refused(vit(attention_probs_dropout_prob=0.1), "attention dropout", None, hf.ViTModel)
@@ -338,14 +343,14 @@ def test_method_is_the_one_that_sends_least():
                       sequences=len(masks), backward=backward)  # fmt: skip
 
     assert method((full(8),), (4, 4), (4, 4)) == "ulysses"
-    assert method((full(8),), (4, 4), (3, 3)) == "gather"  # heads that two do not divide
-    assert method((documents([4, 4]),), (4, 4), (4, 4)) == "needed"  # nothing travels
+    assert method((full(8),), (4, 4), (3, 3)) == "gather"  # heads that are not divisible by two
+    assert method((documents([4, 4]),), (4, 4), (4, 4)) == "needed"  # nothing is sent
     assert method((documents([4, 4]), full(8)), (4, 4), (3, 3)) == "gather"
-    # The first half's keys travel one way and their gradients the other way; forward alone, the
-    # process that has them sends no less.
+    # The first half's keys are sent in one direction and their gradients back; in the forward
+    # alone, the process that owns them sends the same amount.
     assert method((causal(8),), (4, 4), (9, 1)) == "needed"
     assert method((causal(8),), (4, 4), (9, 1), backward=False) == "gather"
-    assert method((full(1),), (0, 1), (3, 3)) == "needed"  # by nobody
+    assert method((full(1),), (0, 1), (3, 3)) == "needed"  # no process needs any
 
 
 def attend_shared(group, length: int, heads: tuple[int, int], kind: str):

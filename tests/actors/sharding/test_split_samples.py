@@ -1,4 +1,4 @@
-"""Which samples and which parts of parameters a process has."""
+"""Samples and parameter shards of each process."""
 
 
 import pytest
@@ -78,7 +78,7 @@ def test_items_of_every_tensor(count, n):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_pieces_are_torchs_chunks(tied, n):
-    """Tied embeddings and what is around the blocks stay whole."""
+    """Replicate tied embeddings and the parameters around the blocks."""
     config = hf.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=97, tie_word_embeddings=tied,

@@ -1,4 +1,4 @@
-"""What of a module each process of a tensor parallel group holds, and what is refused."""
+"""Parameters of each process of a tensor parallel group, and rejected modules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Modules in shards, in gloo processes, compute what the whole module does: losses, outputs and
-every gradient; whole, cut into stages, over several microbatches."""
+"""Sharded modules in gloo processes compute the results of the full module.
+
+Losses, outputs and every gradient; uncut, cut into stages, over several microbatches.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ BATCHES = (([7, 5], 1), ([3, 9], 2))
 
 
 class CountingGroup(TensorGroup):
-    """Counts sums over the group."""
+    """Group that counts its sums."""
 
     sums = 0
 
@@ -50,7 +52,7 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def plan_for(source: LiveSource, tp: int, case: str) -> TensorPlan:
-    """The probe's choice where it differs from what rules alone say: fused projections."""
+    """Return the probe's plan, which differs from the rules for fused projections."""
     make = probe_tensor if case in FUSED else tensor_plan
     plan = make(source, tp, case)
     # A plan is sent to ranks.
@@ -62,8 +64,10 @@ def run_language(
     case: str, bounds: list[int], group: Any = None, autocast: bool = False, mask: str = "",
     two_passes: bool = False,
 ) -> dict[str, Any]:
-    """Both microbatches through stages of blocks between ``bounds``, one after another; in
-    shards if there is a group."""
+    """Run both microbatches through stages of blocks between ``bounds``.
+
+    The stages are sharded if there is a group.
+    """
     source = LiveSource.of(module_of(LANGUAGE[case]()))
     cut = probe_language_model(source) if len(bounds) > 2 else None
     spec = LanguageSpec("llm", source, bounds[-1], Prepend(), cut, MASKS.get(mask))
@@ -90,7 +94,7 @@ def run_language(
 
 
 def forward(stages: list[Any], inputs: Any) -> tuple[torch.Tensor, list[Any]]:
-    """The last stage's output; between stages what was sent, and the leaf that was received."""
+    """Return the last stage's output, and the sent and received tensors between stages."""
     between, received = [], {}
     for stage in stages:
         message = stage.run(inputs, received, MicrobatchContext(20))
@@ -108,7 +112,7 @@ def backward(output: torch.Tensor, between: list[Any]) -> None:
 
 
 def backward_in_two_passes(output: torch.Tensor, between: list[Any]) -> None:
-    """As zero-bubble schedules do."""
+    """Run the backward as zero-bubble schedules do."""
     gradient = None
     for sent, leaf in reversed([(None, None), *between]):
         inputs = [leaf] if leaf is not None else []
@@ -119,7 +123,7 @@ def backward_in_two_passes(output: torch.Tensor, between: list[Any]) -> None:
 
 
 def gradients(stages: list[Any]) -> dict[str, torch.Tensor]:
-    """By name; of tied parameters, which two stages have, the sum."""
+    """Return gradients by name; for tied parameters, which two stages have, the sum."""
     found: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.module.named_parameters():
@@ -129,7 +133,7 @@ def gradients(stages: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def check_shards(part: nn.Module, whole: nn.Module, plan: TensorPlan, rank: int) -> None:
-    """Every parameter is as large as its shard, and nothing keeps more."""
+    """Check that every parameter is as large as its shard, and that nothing larger is kept."""
     for name, parameter in part.named_parameters(remove_duplicate=False):
         shape, shard = list(whole.get_parameter(name).shape), plan.shard(name, rank)
         if shard is not None:
@@ -150,12 +154,12 @@ def check_gradients(
             sharers = plan.sharers(name, rank)
             own = sum(results[other]["gradients"][name] for other in sharers)
             shard = plan.shard(name, rank)
-            # Rounding alone: the bias of keys.
+            # Rounding error alone: the bias of keys.
             norm = max(float(gradient.norm()), 1e-2 * largest)
             assert (own - cut_tensor(gradient, shard)).norm() <= tolerance * norm, name
             if not plan.is_replica(name, rank):
                 counted += at_its_place(own, gradient, shard)
-        # What is no replica makes up the whole, once.
+        # Shards that are not replicas make up the full parameter, once.
         assert (counted - gradient).norm() <= tolerance * norm, name
 
 
@@ -192,18 +196,19 @@ def test_more_shards_than_kv_heads(processes: RankProcesses, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "opt", "gpt2", "gemma3"])
 def test_stages_in_shards(processes: RankProcesses, case: str) -> None:
-    """First, middle and last; tied embeddings on two of them."""
+    """Use first, middle and last stages; tied embeddings on two of them."""
     check_language(processes, case, 2, [0, 1, 2, 3])
 
 
 def test_llama_sums_twice_per_layer_and_direction(processes: RankProcesses) -> None:
-    """Attention and feed-forward; forward also the embedding and the loss, backward the head."""
+    """Count attention and feed-forward; forward also the embedding and the loss, backward the head.
+    """
     for result in processes.run(run_language, 2, case="llama", bounds=[0, 3]):
         assert result["sums"] == [2 * 3 + 2, 2 * 3 + 1] * 2
 
 
 def test_weights_gradients_in_a_pass_of_their_own(processes: RankProcesses) -> None:
-    """With a mask, which is the model's own: no sum is done twice."""
+    """Use the model's own mask; no sum is repeated."""
     expected = run_language("llama", [0, 3])
     case = {"case": "llama", "bounds": [0, 1, 3], "mask": "causal", "two_passes": True}
     results = processes.run(run_language, 2, **case)
@@ -225,7 +230,7 @@ def run_with_dropout(group: Any) -> list[torch.Tensor]:
 
 
 def test_dropout_is_the_same_on_all_processes(processes: RankProcesses) -> None:
-    """Where everybody computes the same, everybody drops the same."""
+    """Check that replicated tensors have the same dropout everywhere."""
     first, second = processes.run(run_with_dropout, 2)
     assert len(first) > 10
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -290,7 +295,7 @@ def test_projector(processes: RankProcesses) -> None:
 
 
 def run_frozen(group: Any, no_grad: bool) -> dict[str, Any]:
-    """A frozen model with something trainable before it, or nothing at all."""
+    """Run a frozen model, with or without a trainable input."""
     source = replace(LiveSource.of(module_of(pm.llama())), frozen=True)
     whole, shard, group = source.build(), source.build(), CountingGroup(group)
     shard_module(shard, tensor_plan(source, group.size, "llm"), group)

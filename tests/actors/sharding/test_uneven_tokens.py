@@ -1,5 +1,7 @@
-"""Stages whose processes have unequally many tokens, in gloo processes, compute what one process
-does; what they hand on is of one shape, whatever the masks."""
+"""Stages with uneven token shards, in gloo processes, equal one process.
+
+The sent tensors have one shape, whatever the masks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from raymm.kernels.mask.mask import AttentionMask
 from raymm.model.multimodal import complete_microbatch, text_inputs
 
 TOLERANCE = 1e-5
-TOKENS = 3072  # 24 blocks of 128, without padding: where the last block lies goes by length
+# 24 blocks of 128, without padding: the owner of the last block depends on the length
+TOKENS = 3072
 # Two rows whose last tokens see everything; one of two; none.
 BATCHES = (([TOKENS, TOKENS], 1), ([900, TOKENS], 2), ([900, TOKENS - 1000, TOKENS // 2], 3))
 
@@ -31,7 +34,7 @@ BATCHES = (([TOKENS, TOKENS], 1), ([900, TOKENS], 2), ([900, TOKENS - 1000, TOKE
 def last_sees_all(
     length: int, spans: Sequence[Any], document_lengths: Sequence[int]
 ) -> AttentionMask:
-    """A mask policy: rows of many tokens are causal blockwise."""
+    """Return causal blockwise masks for rows of many tokens."""
     if document_lengths[0] < TOKENS:
         return patterns.documents(document_lengths)
     return patterns.causal_blockwise(length, 128)
@@ -44,8 +47,7 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def run_language(bounds: list[int], group: Any = None) -> dict[str, Any]:
-    """Loss and gradients of the microbatches, stage by stage; the shapes handed on, and how many
-    tokens of each microbatch are the process's own."""
+    """Return loss and gradients of the microbatches, sent shapes, and local token counts."""
     source = LiveSource.of(module_of(pm.qwen3()))
     cut = probe_language_model(source)
     spec = LanguageSpec("llm", source, bounds[-1], Prepend(), cut, last_sees_all)

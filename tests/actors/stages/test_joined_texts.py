@@ -1,5 +1,7 @@
-"""Texts that a stage goes on with at once, whichever and in which order, get the tokens that the
-model gives each alone, from all its tokens and without a cache."""
+"""Texts that a stage continues together, in any combination and order.
+
+They get the tokens that the model gives each alone, from all its tokens and without a cache.
+"""
 
 import gc
 import weakref
@@ -22,7 +24,7 @@ VOCABULARY = 60
 
 
 def lfm2() -> hf.PretrainedConfig:
-    """Layers of convolutions, whose states are no keys and values."""
+    """Return a model with convolution layers, whose states are not keys and values."""
     return hf.Lfm2Config(
         vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3, pad_token_id=0,
         num_attention_heads=4, num_key_value_heads=2, block_auto_adjust_ff_dim=False,
@@ -30,21 +32,21 @@ def lfm2() -> hf.PretrainedConfig:
     )
 
 
-# Positions that are rotary, windows shorter than texts; learnt positions, and states that only one
-# text at a time can go on with.
+# Rotary positions, windows shorter than texts; learned positions, and states that support only one
+# text at a time.
 TOGETHER = {"llama": pm.llama, "gemma3": pm.gemma3}
 APART = {"gpt2": pm.gpt2, "lfm2": lfm2}
 
 
 class Writing:
-    """A model's only stage."""
+    """Single stage of a model."""
 
     def __init__(self, config: hf.PretrainedConfig) -> None:
         self.model = pm.build(config, 3).eval()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:
-                    parameter.mul_(4)  # what is written depends on all that was before
+                    parameter.mul_(4)  # every token depends on all previous ones
         blocks = self.model.config.num_hidden_layers
         spec = LanguageSpec("llm", None, blocks, Prepend())
         self.stage = LanguageStage(spec, 0, blocks, self.model)
@@ -112,7 +114,7 @@ def test_each_text_gets_its_own_tokens(writing, prompts, data):
     {"rope_type": "dynamic", "factor": 4.0},
 ])
 def test_frequencies_of_a_text_are_not_those_of_a_longer_one(rope):
-    """Some rotary embeddings have others for all of a batch as soon as one of its texts is long."""
+    """Check rotary embeddings that change for the whole batch once one of its texts is long."""
     config = pm.llama()
     config.max_position_embeddings = 8
     config.rope_parameters = {
@@ -125,7 +127,7 @@ def test_frequencies_of_a_text_are_not_those_of_a_longer_one(rope):
         model.rows.clear()
         tokens = model.tokens([texts[n][-1:] for n in numbers], Decode(numbers, False))
         assert model.rows == rows
-        if 1 in numbers:  # what is after it is of the short text alone
+        if 1 in numbers:  # later values belong to the short text alone
             tokens = tokens[:1]
         assert tokens == [model.alone(texts[n]) for n in numbers][: len(tokens)]
         for number, token in zip(numbers, tokens, strict=False):
@@ -141,7 +143,7 @@ def test_states_that_have_no_length_are_apart():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_nothing_is_kept_of_texts_that_have_ended(name):
-    """Whether texts go on together or apart; and of none of them in training."""
+    """Check texts that continue together or separately, and texts in training."""
     model = pm.build((TOGETHER | APART)[name](), 3).eval()
     caches = KeyValueCaches(model, 0, model.config.num_hidden_layers)
     prepared = PreparedInputs(model)
@@ -169,8 +171,10 @@ def test_nothing_is_kept_of_texts_that_have_ended(name):
 
 
 def test_arguments_of_whole_models_are_those_of_a_batch():
-    """What each text has in its own length is put behind padding; items follow one another; of what
-    is neither, nobody knows what it is of all."""
+    """Pad arguments with a text's length, and concatenate items.
+
+    Other arguments are rejected, as their meaning for a batch is unknown.
+    """
     short = {
         "input_ids": torch.tensor([[7]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64),
         "position_ids": torch.full((3, 1, 1), 1), "use_cache": True, "pixel_values": None,
@@ -189,9 +193,10 @@ def test_arguments_of_whole_models_are_those_of_a_batch():
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 4]]
     with pytest.raises(ModelError):
         joined_arguments([{**short, "use_cache": False}, long])
-    with pytest.raises(ModelError):  # counted from the cache, they would be the longest one's
+    # counted from the cache, they would be those of the longest text
+    with pytest.raises(ModelError):
         joined_arguments([{**row, "position_ids": None} for row in (short, long)])
-    with pytest.raises(ModelError):  # of one text's tokens; of the other's, nobody says
+    with pytest.raises(ModelError):  # tokens of one text; unknown for the other
         joined_arguments([{**short, "kinds": torch.ones(1, 1)}, long])
     with pytest.raises(ModelError):
         joined_arguments([{**short, "mask": torch.ones(1, 2)}, {**long, "mask": torch.ones(1, 3)}])

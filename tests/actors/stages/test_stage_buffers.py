@@ -1,4 +1,4 @@
-"""Buffers of a module in several stages: the one whose parameters they go with has them."""
+"""Buffers of a module in several stages are in the stage of their parameters."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Norms(nn.Module):
-    """Batch norms before, in and after the blocks; a buffer of the module's own."""
+    """Batch norms before, in and after the blocks; a buffer of the module itself."""
 
     def __init__(self) -> None:
         super().__init__()

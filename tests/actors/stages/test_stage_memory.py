@@ -26,7 +26,7 @@ def config() -> hf.LlamaConfig:
 
 
 def held_bytes(module: torch.nn.Module) -> int:
-    """Bytes of every tensor the module can reach, each storage once; buffers not counted."""
+    """Return bytes of all tensors the module can reach, each storage once, without buffers."""
     buffers = {b.untyped_storage().data_ptr() for b in module.buffers()}
     storages = {}
     for owner in module.modules():
@@ -71,7 +71,7 @@ def test_stages_own_their_parameters_and_ghosts_take_no_memory(kind, whole, tmp_
         seen += names
     assert set(seen) == set(sizes)
     tied = "model.embed_tokens.weight"
-    assert sorted(seen) == sorted([*sizes, tied])  # the embedding twice, all else once
+    assert sorted(seen) == sorted([*sizes, tied])  # the embedding twice, everything else once
 
 
 def test_a_rank_is_sent_only_its_own_tensors(whole):

@@ -1,4 +1,4 @@
-"""Small files of folders that others can write to."""
+"""Small files in folders that other users can write to."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from raymm.actors.storage.plain_file import is_plain_name, read_plain
 
 @pytest.fixture
 def odd(tmp_path):
-    """What is no regular file, by name."""
+    """Return paths that are not regular files, by name."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "circle").symlink_to("circle")

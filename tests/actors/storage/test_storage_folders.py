@@ -1,5 +1,7 @@
-"""A folder and a bucket do the same; what fails for a moment is tried again; what is no location is
-refused."""
+"""Folders and buckets behave the same.
+
+Temporary failures are retried, and invalid locations are rejected.
+"""
 
 import secrets
 import tempfile
@@ -78,13 +80,13 @@ def test_nothing_is_left_on_this_machine(s3, tmp_path, monkeypatch):
 
 
 def failing(s3, what, statuses):
-    """The server answers requests for what is named so with errors, as long as there are any."""
+    """Answer requests for a name with these error statuses, one each."""
     statuses = iter(statuses)
     s3.before = lambda method, key: next(statuses, None) if what in key else None
 
 
 def test_what_fails_for_a_moment_is_tried_again(s3, monkeypatch):
-    """More often than AWS' library does by itself, three times."""
+    """Fail more often than AWS' library retries, which is three times."""
     monkeypatch.setattr(buckets, "FIRST_WAIT_S", 0.01)
     folder = storage_folder(s3.url("retries"))
     failing(s3, "/flaky", [503] * 7)
@@ -102,7 +104,7 @@ def test_what_goes_on_failing_ends_with_an_error(s3, monkeypatch):
     failing(s3, "/broken", repeat(503))
     with pytest.raises(OSError, match="broken"):
         folder.read("broken")
-    # There is no point in trying these again.
+    # Retries of these are useless.
     s3.requests.clear()
     folder = storage_folder(s3.url("retries"))
     failing(s3, "/forbidden", repeat(403))

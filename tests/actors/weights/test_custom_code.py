@@ -1,4 +1,4 @@
-"""Folders that bring Python files: nothing of them runs, and nobody is asked, unless allowed."""
+"""Folders with Python files: they do not run, and do not prompt, unless allowed."""
 
 import builtins
 import json
@@ -20,7 +20,7 @@ from raymm.data.samples.processors import load_processor
 from raymm.errors import DataError, ModelError
 from raymm.model.module_kind import ModuleKind
 
-# Every process that imports it leaves its number.
+# Code that records the id of every importing process.
 CODE = """
 import os
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipImageProcessor
@@ -60,7 +60,7 @@ def nobody_is_asked(monkeypatch):
 
 
 class Folder:
-    """A checkpoint of a tiny Llama with a Python file, and the mark that the file leaves."""
+    """Checkpoint of a tiny Llama with a Python file, and the file's record."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.mark = path, path.parent / "mark"
@@ -74,7 +74,7 @@ class Folder:
         file.write_text(json.dumps({**known, **values}))
 
     def is_own(self) -> None:
-        """Only the file knows its classes."""
+        """Require the file, which defines the classes."""
         self.change(model_type="own_llama", architectures=["OwnForCausalLM"], auto_map={
             "AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM",
         })
@@ -86,7 +86,7 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path):
-    name = f"own_{uuid.uuid4().hex}"  # transformers keeps copies of files by the folder's name
+    name = f"own_{uuid.uuid4().hex}"  # transformers caches files by the folder's name
     yield Folder(tmp_path / name)
     for copy in (Path(HF_MODULES_CACHE) / "transformers_modules").glob(f"*{name}*"):
         shutil.rmtree(copy, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Live modules whose weights are computed in every forward: the same whole, cut, and sent."""
+"""Live modules with parametrized weights: the same uncut, cut, and sent."""
 
 import pickle
 
@@ -32,7 +32,7 @@ class Encoder(nn.Module):
 
 
 def outcome(spec, bounds, inputs):
-    """Output and gradients of the chain in stages, each sent to where it runs."""
+    """Return output and gradients of the chain in stages, each sent to its process."""
     message, stages = None, []
     for lo, hi in zip(bounds, bounds[1:], strict=False):
         sent = pickle.loads(cloudpickle.dumps(spec))

@@ -1,5 +1,7 @@
-"""Model folders whose weights are not those of the class: refused by name, or drawn from the seed
-where that was asked for."""
+"""Model folders whose weights do not match the class.
+
+They are rejected by name, or initialized from the seed on request.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ MOE = TEXT | {"num_experts_per_tok": 1}
 
 
 def plain():
-    """A factory's module."""
+    """Build a factory's module."""
     return torch.nn.Linear(3, 2)
 
 
@@ -58,7 +60,7 @@ CLASSES = {
 
 
 def saved(folder, kind, model_class=None):
-    """A folder with a model of a kind."""
+    """Save a model of a kind in a folder."""
     torch.manual_seed(1)
     (model_class or CLASSES[kind])(config(kind)).save_pretrained(folder)
     return folder
@@ -74,7 +76,8 @@ def edit(folder, change):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_any_tensor_that_a_folder_lacks_is_missed(tmp_path, kind):
-    """One of each kind in turn: renamed, fused, of experts, tied, parametrized, or a buffer."""
+    """Remove one tensor of each kind: renamed, fused, of experts, tied, parametrized, or a buffer.
+    """
     source = PretrainedSource(str(saved(tmp_path, kind)), CLASSES[kind].__name__)
     assert source.check() == []
     whole = load_file(tmp_path / "model.safetensors")
@@ -88,7 +91,7 @@ def test_any_tensor_that_a_folder_lacks_is_missed(tmp_path, kind):
         else:
             unnoticed.append(name)
         save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    # Counters that are read with momentum None only; transformers' classes say so themselves.
+    # Counters that are read with momentum None only; transformers' classes declare so.
     assert [name for name in unnoticed if not name.endswith("num_batches_tracked")] == []
 
 
@@ -106,7 +109,7 @@ def test_an_error_names_what_is_lacking_and_the_cure(tmp_path):
 
 
 def test_stages_refuse_what_they_own_and_do_without_the_rest(tmp_path):
-    """Also where nobody has looked before."""
+    """Check stages that have not been checked on the driver."""
     folder = saved(tmp_path, "llama")
     source = PretrainedSource(str(folder), language_model=True)
     cut = probe_language_model(source)
@@ -119,7 +122,7 @@ def test_stages_refuse_what_they_own_and_do_without_the_rest(tmp_path):
 
 
 def test_weights_that_are_asked_to_be_fresh_are_the_seeds_in_every_stage(tmp_path):
-    """A head that is not there, an embedding of another size; as a config's of the same seed."""
+    """Initialize a missing head and a resized embedding, as for a config with the same seed."""
     folder = saved(tmp_path, "llama")
     there = load_file(folder / "model.safetensors")
 
@@ -187,7 +190,7 @@ OUTSIDE = ["../model.safetensors", "/tmp/model.safetensors", "sub/model.safetens
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "a/../model.safetensors", "a\0b", "./a.safetensors"])
 def test_an_index_names_files_of_its_folder_only(tmp_path, name):
-    """Also where the file is there, and has the weights."""
+    """Reject other files, even if they exist and have the weights."""
     folder = tmp_path / "model"
     hf.LlamaForCausalLM(config("llama")).save_pretrained(folder)
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")

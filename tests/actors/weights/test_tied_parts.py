@@ -1,4 +1,4 @@
-"""Parts of a folder's model whose head is its embedding: both are the one tensor of the folder."""
+"""Modules from a folder with a tied head and embedding share one tensor."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_stages_have_it_where_they_read_it(folder):
     assert torch.equal(first.model.embed_tokens.weight, own)
     assert torch.equal(last.lm_head.weight, own)
     assert EMBEDDING not in dict(middle.named_parameters())
-    for stage in (first, last):  # one parameter, whatever it is called
+    for stage in (first, last):  # one parameter under either name
         assert [n for n, p in stage.named_parameters() if p.shape == own.shape] == [EMBEDDING]
 
 
