@@ -3,7 +3,7 @@
 Links on pages use paths of the repository, so that they also work there. README.md becomes the
 site's first page, pages of other folders that the navigation names keep their paths, and any other
 file that a page links to is copied next to the pages. ``configuration.md`` is generated from the
-classes that check a configuration.
+classes that check a configuration, ``reference.md`` from the public names of the package.
 """
 
 import posixpath
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
-from reference import configuration_page
+from reference import configuration_page, python_page
+
+import raymm
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("README.md", "index.md")
-REFERENCE = "configuration.md"
+GENERATED = {"configuration.md": configuration_page, "reference.md": python_page}
 _LINK = re.compile(r"(\]\()([\w./-]+)((?:#[\w-]+)?\))")
 
 
@@ -30,7 +32,7 @@ def repository_path(page: str) -> str:
     """Return the source file of a page of the site."""
     if page == FIRST[1]:
         return FIRST[0]
-    return f"docs/{page}" if (ROOT / "docs" / page).is_file() or page == REFERENCE else page
+    return f"docs/{page}" if (ROOT / "docs" / page).is_file() or page in GENERATED else page
 
 
 def linked(markdown: str, page: str) -> Iterator[str]:
@@ -40,12 +42,20 @@ def linked(markdown: str, page: str) -> Iterator[str]:
         yield posixpath.normpath(posixpath.join(folder, target))
 
 
+def on_config(config: Any) -> Any:
+    """Let the Python reference find the package where this process has found it."""
+    handlers = config.plugins["mkdocstrings"].config.handlers
+    handlers["python"]["paths"] = [str(Path(raymm.__file__).resolve().parents[1])]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the files that are not in this folder."""
     def add(path: str, **content: Any) -> None:
         files.append(File.generated(config, site_path(path), **content))
 
-    add(f"docs/{REFERENCE}", content=configuration_page())
+    for name, page in GENERATED.items():
+        add(f"docs/{name}", content=page())
     add(FIRST[0], abs_src_path=str(ROOT / FIRST[0]))
     for entry in _pages_of(config.nav):
         if files.get_file_from_path(entry) is None:

@@ -1,4 +1,6 @@
-"""Generator of the configuration page, from the classes that check a configuration."""
+"""Generators of the reference pages: of the configuration, from the classes that check it, and of
+the Python interface, from the public names of the package.
+"""
 
 import inspect
 import re
@@ -11,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import raymm
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.config.model_section import LoraSection
@@ -37,6 +40,38 @@ EXPLAINED_BY: dict[type[BaseModel], type] = {
     UpdateSection: UpdateRule,
     PlanningSection: PlanningOptions, DataConfig: Limits, LoraSection: LoraConfig,
 }  # fmt: skip
+PYTHON_INTRODUCTION = """# Python reference
+
+The public names of the package `raymm`, generated from their docstrings. Everything else may change
+between versions. `raymm.data` and `raymm.callbacks` have further names for data and loggers of your
+own; [your own data](own-data.md) and [watching a run](watching.md) show how to use them.
+"""
+# Every public name belongs to one group.
+GROUPS = {
+    "Models": (
+        "MultimodalModule", "ModalityModule", "from_pretrained", "WholeModel", "ModuleDag",
+        "DagModule", "DagLoss", "ContrastiveLoss", "FactorySource", "Projector", "LoraConfig",
+        "ReplaceTokens", "Prepend", "CrossAttend", "every", "normal_noise", "uniform_noise",
+        "SampleSeeds",
+    ),
+    "Layouts and plans": (
+        "MultimodalParallelSpec", "ParallelSpec", "RankResources", "plan", "Planned",
+        "plan_multiplexed", "PlannedMultiplexed", "PlanRequest", "Plan", "dag_plan", "whole_plan",
+        "plan_of_mapping",
+    ),
+    "Training": (
+        "Trainer", "RunConfig", "DataConfig", "ModalityDataConfig", "OptimizerConfig", "Callback",
+        "Result", "connect", "export_model",
+    ),
+    "Steps": (
+        "MultimodalParallelModule", "WholeParallelModule", "DagParallelModule", "StepOutput",
+        "Timeline", "SkippedStep", "SkippedStepWarning",
+    ),
+    "Errors": (
+        "Error", "InputError", "PlanError", "ClusterError", "RunError", "RankFailedError",
+        "NotFiniteError",
+    ),
+}
 _ATTRIBUTES = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*?)(?=^    \w|\Z)", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
@@ -48,6 +83,25 @@ _HUGE = 10**7  # larger bounds only prevent overflow of sums
 def configuration_page() -> str:
     """Return the page, in Markdown."""
     return "\n".join([INTRODUCTION, *map(_section, sections(TrainConfig).items())])
+
+
+def python_page() -> str:
+    """Return the page, in Markdown with directives of mkdocstrings.
+
+    Raises:
+        LookupError: a public name is in no group, or a group has a name that is not public.
+    """
+    grouped = {name for names in GROUPS.values() for name in names}
+    if wrong := grouped ^ (set(raymm.__all__) - {"__version__"}):
+        raise LookupError(f"GROUPS and raymm.__all__ differ: {', '.join(sorted(wrong))}")
+    parts = [PYTHON_INTRODUCTION]
+    for group, names in GROUPS.items():
+        parts.append(f"## {group}\n")
+        for name in names:
+            path = f"{getattr(raymm, name).__module__}.{name}"
+            # The name in the heading is the one that users import.
+            parts.append(f"::: {path}\n    options:\n      heading: raymm.{name}\n")
+    return "\n".join(parts)
 
 
 def sections(root: type[BaseModel], path: str = "") -> dict[type[BaseModel], list[str]]:

@@ -33,6 +33,7 @@ GCS_TIMEOUT_S = 20.0
 
 
 class Server(NamedTuple):
+    """Address of a Ray server, with the name that errors give it."""
     host: str
     port: int
     name: str

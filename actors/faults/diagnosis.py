@@ -46,6 +46,7 @@ class Failure:
 def death(
     rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
 ) -> Failure:
+    """Return the failure of a run whose rank has died, with stacks of the other ranks."""
     looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
     message = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}

@@ -20,6 +20,8 @@ _SETTINGS = {
 
 
 class Recorded(Protocol):
+    """Object with the paths of a process's flight records."""
+
     @property
     def records(self) -> tuple[str, ...]: ...
 

@@ -24,6 +24,8 @@ MOST_WAITING = 256
 
 
 class FeatureWriter:
+    """Writes features to a folder in a daemon thread, up to the folder's limit in bytes."""
+
     def __init__(self, folder: FeatureFolder) -> None:
         self._folder = folder
         self._left = folder.room - folder.bytes()

@@ -110,6 +110,7 @@ def _whole_names(files: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[
 
 
 class SavingActor(ABC):
+    """Base of actors that write their shards of a checkpoint, at once or from a copy."""
     _staging: HostStaging
     _host_copy: HostCopy | None = None
 

@@ -218,6 +218,7 @@ def parameter_places(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
+    """Return True if all values are finite; integers always are."""
     tensor = _countable(tensor)
     if not tensor.is_floating_point():
         return True

@@ -86,6 +86,7 @@ def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> Non
 
 
 def packed(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot whose tensors are NumPy arrays, which Ray shares without a copy."""
     return Snapshot(
         snapshot.progress,
         {key: _packed(tensor) for key, tensor in snapshot.trained.items()},
@@ -121,6 +122,7 @@ def _unpacked(value: torch.Tensor | PackedTensor) -> torch.Tensor:
 
 
 class SnapshotActor:
+    """Base of actors that copy their trained state and keep the snapshots of others."""
     _stages: Mapping[StageId, Any]
     _optimizer: RankOptimizer
     _staging: HostStaging

@@ -72,6 +72,8 @@ class Transfers(NamedTuple):
 
 
 class DoctorActor(RendezvousActor):
+    """Process that ``raymm doctor`` starts on a GPU or CPU to test and time its connections."""
+
     def __init__(self, spec: DoctorSpec) -> None:
         super().__init__(spec.rank, spec.device, Timeouts.of(spec.timeout_s, None))
         self._spec, self._device = spec, torch.device(spec.device)
@@ -158,5 +160,6 @@ def _check(tensor: torch.Tensor, expected: float, operation: str) -> None:
 
 
 class DoctorGroup(RankGroup):
+    """All processes of ``raymm doctor``; none of them is replaced."""
     actor_class = DoctorActor
     renews = False

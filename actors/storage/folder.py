@@ -115,6 +115,8 @@ class StorageFolder(ABC):
 
 
 class LocalFolder(StorageFolder):
+    """Folder on a local or shared file system."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).absolute()
 

@@ -17,6 +17,7 @@ from raymm.scheduler.plan.stage import Stage
 
 
 def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
+    """Return the module graph of a parsed plan file. Raises PlanError that names the field."""
     only(data, "graph", ("nodes", "edges", "every", "ports"))
     nodes = tuple(node_of(node) for node in data["nodes"])
     edges, every = (tuple(map(tuple, pairs)) for pairs in (data["edges"], data.get("every", ())))
@@ -31,6 +32,7 @@ def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
 
 
 def port_of(data: Any) -> Port:
+    """Return the port of a parsed list [consumer, name, layers, producers, output]."""
     consumer, name, layers, producers, output = data
     port = Port(consumer, name, tuple(layers), tuple(producers), output)
     texts = (consumer, name, *port.producers, *([] if output is None else [output]))
@@ -42,6 +44,7 @@ def port_of(data: Any) -> Port:
 
 
 def node_of(data: Mapping[str, Any]) -> ModuleNode:
+    """Return the graph node of a parsed object."""
     only(data, "node", ("name", "trainable", "projector", "loss"))
     flags = tuple(data["trainable"])
     if any(type(flag) is not bool for flag in flags):
@@ -53,6 +56,7 @@ def node_of(data: Mapping[str, Any]) -> ModuleNode:
 
 
 def stage_of(data: Mapping[str, Any]) -> Stage:
+    """Return the stage of a parsed object; fields of later versions have defaults."""
     only(data, "stage", tuple(field.name for field in fields(Stage)))
     layers = tuple(data["layers"])
     if [type(layer) for layer in layers] != [int, int]:
@@ -74,6 +78,7 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
 
 
 def policy_of(data: Mapping[str, Any]) -> Policy:
+    """Return the schedule policy of a parsed object."""
     only(data, "policy", tuple(field.name for field in fields(Policy)))
     try:
         ahead = tuple(tuple(module) for module in data.get("ahead", ()))

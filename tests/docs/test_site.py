@@ -7,6 +7,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
+import raymm
 from tests.docs.pages import PAGES, ROOT
 
 
@@ -17,6 +18,12 @@ def checkout(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     return tmp_path
+
+
+def reference_names() -> list[str]:
+    """Return the anchors of the public names: the modules that define them, and their names."""
+    public = [getattr(raymm, name) for name in raymm.__all__ if name != "__version__"]
+    return [f"{one.__module__}.{one.__qualname__}" for one in public]
 
 
 def built(folder):
@@ -34,6 +41,9 @@ def test_pages_and_what_they_link_to_are_there(checkout):
     assert 'href="checkpoints.html"' in (site / "index.html").read_text()
     assert 'href="deploy/index.html"' in (site / "clusters.html").read_text()
     assert (site / "examples" / "notebook.ipynb").is_file()  # a page links to it
+    reference = (site / "reference.html").read_text()
+    missing = [name for name in reference_names() if f'id="{name}"' not in reference]
+    assert not missing and ":class:`" not in reference
 
 
 def test_a_link_to_nothing_fails(checkout):

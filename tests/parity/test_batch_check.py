@@ -131,7 +131,7 @@ def test_features_without_one_row_per_item_are_rejected():
         return torch.cat([features, features], -1)
 
     for callbacks, said in (
-        ({"postprocess_module_callback": pooled}, r"features of shape \(1, 8, 32\) .* for 2 items"),
+        ({"postprocess_module_callback": pooled}, r"features of shape \(1, 8, 32\) for 2 items"),
         ({"postprocess_projector_callback": wide}, r"features of shape \(2, 4, 64\)"),
     ):
         vision = ModalityModule(pm.build(pm.siglip()), "linear", **callbacks)

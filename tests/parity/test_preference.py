@@ -226,7 +226,7 @@ def test_a_fully_trained_model(ray_cluster):
             replace(meta, sample_ids=tuple(f"{number}.{row}" for row in meta.sample_ids))
             for number, meta in enumerate(prepared[1])
         ])
-        with pytest.raises(DataError, match="'0.0' at first"):
+        with pytest.raises(DataError, match="reference scores of row '0.0' are missing"):
             parallel.submit(prepared)
         first = parallel.scores(prepared)
         torch.testing.assert_close(torch.cat(first), due, rtol=1e-5, atol=1e-6)
@@ -251,7 +251,7 @@ def _score(module: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 def test_rows_that_are_not_pairs(ray_cluster):
     with MultimodalParallelSpec({}, ParallelSpec(), 1).apply(model_of()) as parallel:
-        with pytest.raises(DataError, match="has 3 rows; accepted: pairs"):
+        with pytest.raises(DataError, match="has 3 rows; accepted: an even number"):
             parallel.train_step([{k: v[:3] for k, v in rows(STEP[0]).items()}])
 
 

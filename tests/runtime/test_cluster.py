@@ -111,6 +111,6 @@ def test_the_mode_of_authentication_is_the_users_if_it_is_set(monkeypatch):
 
 def test_cuda_without_gpus_names_cpu(monkeypatch):
     monkeypatch.setattr(cluster, "reachable_resources", lambda: {"CPU": 4.0})
-    with pytest.raises(ClusterError, match="run.device is 'cuda'.*run.device: cpu"):
+    with pytest.raises(ClusterError, match="run.device is 'cuda'.*set run.device to cpu"):
         cluster.pick_device("cuda")
     assert cluster.pick_device("auto") == "cpu"

@@ -38,6 +38,8 @@ class _Open(NamedTuple):
 
 
 class BucketStore(Store):
+    """Files of one bucket (``s3://``, ``gs://``), read by ranges with pyarrow."""
+
     def __init__(self, scheme: str, bucket: str, query: str) -> None:
         self._scheme, self._bucket, self._query = scheme, bucket, query
         self._opened: OrderedDict[str, _Open] = OrderedDict()

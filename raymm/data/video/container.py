@@ -164,6 +164,7 @@ def read_header(file: BinaryIO, max_pixels: int) -> VideoHeader:
 
 
 def header_of(container: Any) -> VideoHeader:
+    """Return the header of an opened container; fields of absent streams have defaults."""
     values: dict[str, Any] = {}
     sound = None
     with contextlib.suppress(SampleError):

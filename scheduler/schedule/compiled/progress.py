@@ -75,6 +75,7 @@ class Progress(NamedTuple):
 
 @part
 def nothing_done(step):
+    """Return the progress of a step before its first task."""
     stages, microbatches = step.uses.shape
     tasks, ranks = len(step.microbatches), len(step.rank_starts) - 1
     most = 0

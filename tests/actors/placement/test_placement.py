@@ -60,7 +60,7 @@ def test_what_fits_is_never_refused(bundles, types):
     ([{"GPU": 2.0}], "no node type has room for 2 GPU; node types: gpu (7 CPU, 1 GPU), head"),
     ([{"CPU": 8.0, "GPU": 1.0}], "no node type has room for 8 CPU, 1 GPU"),
     ([{"TPU": 1.0}], "no node type has room for 1 TPU"),
-    ([{"GPU": 1.0}] * 5, "5 x 1 GPU do not fit: there is room for 4 when all nodes are there"),
+    ([{"GPU": 1.0}] * 5, "5 x 1 GPU do not fit: there is room for 4 when all nodes are running"),
 ])  # fmt: skip
 def test_what_can_never_be_placed(bundles, says):
     assert says in without_room(bundles, [GPU, HEAD])

@@ -330,7 +330,7 @@ def test_probe_refuses_by_name():
     refused(vit(attention_probs_dropout_prob=0.1), "attention dropout", None, hf.ViTModel)
     refused(vit(output_hidden_states=True), "hidden states of all its blocks", None, hf.ViTModel)
     speech = hf.Wav2Vec2Config(**small, num_conv_pos_embedding_groups=2, layerdrop=0.1)
-    refused(speech, "skips layers at random in training", None, hf.Wav2Vec2Model)
+    refused(speech, "leaves out layers at random in training", None, hf.Wav2Vec2Model)
     windows = hf.Swinv2Config(image_size=32, embed_dim=8, depths=[1, 1], num_heads=[1, 1])
     refused(windows, "does not take its attention from", None, hf.Swinv2Model)
 

@@ -45,7 +45,7 @@ def test_items_read_alike_wherever_they_are(forms):
 def test_a_shard_that_became_shorter_is_noticed(forms, tmp_path):
     with open(tmp_path / "s.tar", "r+b") as shard:
         shard.truncate(tarfile.BLOCKSIZE + 20)
-    with pytest.raises(OSError, match="ends .* bytes before 'x.png'"):
+    with pytest.raises(OSError, match="ends .* bytes before the end of 'x.png'"):
         read_media(forms[2])
 
 
