@@ -6,6 +6,7 @@ file that a page links to is copied next to the pages. ``configuration.md`` is g
 classes that check a configuration, ``reference.md`` from the public names of the package.
 """
 
+import inspect
 import posixpath
 import re
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def linked(markdown: str, page: str) -> Iterator[str]:
 def on_config(config: Any) -> Any:
     """Let the Python reference find the package where this process has found it."""
     handlers = config.plugins["mkdocstrings"].config.handlers
-    handlers["python"]["paths"] = [str(Path(raymm.__file__).resolve().parents[1])]
+    handlers["python"]["paths"] = [str(Path(inspect.getfile(raymm)).resolve().parents[1])]
     return config
 
 

@@ -61,11 +61,11 @@ class Cut:
         """Return the local entries of a full tensor along ``dim``, with zeros for padding."""
         if self.is_uncut:
             return whole
-        pieces = [
+        shards = [
             whole.narrow(dim, start, min(stop, self.whole) - start)
             for start, stop in self.ranges if start < self.whole
         ]
-        local = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
+        local = torch.cat(shards, dim) if shards else whole.narrow(dim, 0, 0)
         missing = self.size - local.shape[dim]
         return F.pad(local, (0, 0) * (local.dim() - dim - 1) + (0, missing)) if missing else local
 

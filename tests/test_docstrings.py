@@ -28,7 +28,7 @@ OPENINGS = re.compile(r"^\s*(What|Whether|Of|How|Who|Whose|That|Those|Where)\b")
 FOLDER_LIMIT = 1.0  # phrases per 1,000 words
 SMALL_FOLDER = 1000  # words; one phrase is accepted in a folder that has fewer
 OVERALL_LIMIT = 0.5
-PAGES = [*house.ROOT.glob("docs/**/*.md"), house.ROOT / "README.md"]
+PAGES = [*(house.ROOT / "docs").rglob("*.md"), house.ROOT / "README.md"]
 
 _SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?:    .*)?\n?)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\*{0,2}\w+(?:(?:, | to | and )\*{0,2}\w+)*):", re.MULTILINE)

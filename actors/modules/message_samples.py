@@ -208,15 +208,15 @@ def _sum(first: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor
 def _places(has: Samples, reads: Samples, offsets: Sequence[int] | None) -> list[Range]:
     """Return the row ranges of samples within the rows of other samples."""
     row_ranges = []
-    for wanted in reads:
+    for samples in reads:
         row = 0
         for held in has:
             rows = rows_of(held, offsets)
-            if held.holds(wanted):
-                lo, hi = rows_of(wanted, offsets)
+            if held.holds(samples):
+                lo, hi = rows_of(samples, offsets)
                 row_ranges.append(Range(row + lo - rows.lo, row + hi - rows.lo))
                 break
             row += rows.size
         else:
-            raise InternalError(f"samples {wanted} are not among {has}")
+            raise InternalError(f"samples {samples} are not among {has}")
     return row_ranges

@@ -222,10 +222,10 @@ def stored_shards(
         yield name, tensor
         return
     ranges = own.ranges
-    pieces = tensor.split([stop - start for start, stop in ranges], own.dim)
-    for piece, (start, stop) in zip(pieces, ranges, strict=True):
+    shards = tensor.split([stop - start for start, stop in ranges], own.dim)
+    for shard, (start, stop) in zip(shards, ranges, strict=True):
         if stop > start:
-            yield f"{name}[{own.dim}:{start}:{stop}]", piece
+            yield f"{name}[{own.dim}:{start}:{stop}]", shard
 
 
 def copy_tensors(

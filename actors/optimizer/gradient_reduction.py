@@ -130,8 +130,8 @@ class _Bucket:
                     continue
                 first, *other_holders = member.parameters
                 first.grad = gradient.view(first.shape)
-                for holder in other_holders:
-                    holder.grad = first.grad.clone()
+                for reference in other_holders:
+                    reference.grad = first.grad.clone()
                 if not present:
                     absent = (counts[number] == 0).float()
                     for parameter in member.parameters:
@@ -146,10 +146,10 @@ class _Bucket:
 def _gathered(member: _Member) -> nn.Parameter:
     """Return the first holder, with the sum of the gradients of all holders on this process."""
     first, *other_holders = member.parameters
-    for holder in other_holders:
-        if holder.grad is not None:
-            first.grad = holder.grad if first.grad is None else first.grad + holder.grad
-            holder.grad = None
+    for reference in other_holders:
+        if reference.grad is not None:
+            first.grad = reference.grad if first.grad is None else first.grad + reference.grad
+            reference.grad = None
     return first
 
 

@@ -67,8 +67,8 @@ class StoredTensors:
             base, *numbers = match.groups()
             dim, start, stop = map(int, numbers)
             self._stored.setdefault(base, []).append(_Stored(start, stop, dim, name, file))
-        for pieces in self._stored.values():
-            pieces.sort()
+        for entries in self._stored.values():
+            entries.sort()
 
     def optimizer_keys(self) -> dict[str, list[str]]:
         """Return the keys of the optimizer state for each parameter (``optimizer/module/name``)."""
@@ -119,42 +119,42 @@ class StoredTensors:
         yield path
 
     def _files_of(self, name: str, own: ParameterShard | None) -> set[str]:
-        pieces = self._stored[name]
-        if own is None or pieces[0].stop is None or own.dim != pieces[0].dim:
-            return {piece.file for piece in pieces}
+        entries = self._stored[name]
+        if own is None or entries[0].stop is None or own.dim != entries[0].dim:
+            return {entry.file for entry in entries}
         files = {
-            piece.file for piece in pieces for start, stop in own.ranges
-            if max(start, piece.start) < min(stop, piece.end)
+            entry.file for entry in entries for start, stop in own.ranges
+            if max(start, entry.start) < min(stop, entry.end)
         }
-        return files or {pieces[0].file}
+        return files or {entries[0].file}
 
     def _read(
         self, name: str, own: ParameterShard | None, opened: Callable[[str], Any]
     ) -> torch.Tensor:
-        pieces = self._stored[name]
-        file = pieces[0].file
+        entries = self._stored[name]
+        file = entries[0].file
         try:
-            if pieces[0].stop is None:
-                view = opened(file).get_slice(pieces[0].name)
+            if entries[0].stop is None:
+                view = opened(file).get_slice(entries[0].name)
                 if own is None or not view.get_shape():
-                    return opened(file).get_tensor(pieces[0].name)
+                    return opened(file).get_tensor(entries[0].name)
                 return _ranges(view, own)
-            dim = pieces[0].dim
+            dim = entries[0].dim
             alike = own if own is not None and own.dim == dim else None
-            ranges = ((0, max(piece.end for piece in pieces)),) if alike is None else alike.ranges
+            ranges = ((0, max(entry.end for entry in entries)),) if alike is None else alike.ranges
             slices = []
             for start, stop in ranges:
                 position = start
-                for piece in pieces:
-                    low, high = max(position, piece.start), min(stop, piece.end)
+                for entry in entries:
+                    low, high = max(position, entry.start), min(stop, entry.end)
                     if low == position and low < high:
-                        file, position = piece.file, high
-                        view = opened(file).get_slice(piece.name)
-                        slices.append(_along(view, dim, low - piece.start, high - piece.start))
+                        file, position = entry.file, high
+                        view = opened(file).get_slice(entry.name)
+                        slices.append(_along(view, dim, low - entry.start, high - entry.start))
                 if position < stop:
                     raise CheckpointError(f"{self._folder} lacks [{position}, {stop}) of {name}")
             if not slices:
-                slices = [_along(opened(file).get_slice(pieces[0].name), dim, 0, 0)]
+                slices = [_along(opened(file).get_slice(entries[0].name), dim, 0, 0)]
             joined = torch.cat(slices, dim)
             return joined if own is None or alike is not None else _ranges(joined, own)
         except CheckpointError:

@@ -209,9 +209,9 @@ class _Part:
 
     def _among(self, whole: torch.Tensor, local: torch.Tensor, layout: Any, dim: int):
         ((start, stop),) = layout.ranges[self.rank]
-        pieces = [whole.narrow(dim, 0, start), local,
+        shards = [whole.narrow(dim, 0, start), local,
                  whole.narrow(dim, stop, layout.length - stop)]  # fmt: skip
-        return torch.cat(pieces, dim)
+        return torch.cat(shards, dim)
 
     def attend(self, layout: ContextLayout) -> Attend:
         everyone = tuple(attended for ranges in layout.ranges for attended in ranges)

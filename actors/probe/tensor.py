@@ -99,8 +99,8 @@ def probe_tensor(
         return plan
     if trial is None:
         trial = Trial(source, lambda model: (model, *example_run(model, inputs, read)))
-    known = trial
-    return of_one_that_runs(known.source, lambda model: _probe(source, tp, name, *known.of(model)))
+    tried = trial
+    return of_one_that_runs(tried.source, lambda model: _probe(source, tp, name, *tried.of(model)))
 
 
 def _probe(

@@ -63,10 +63,10 @@ class StreamPool:
         accepted = {module for quotas in sets.values() for module in quotas}
         if isinstance(modules, str):  # a string would count as a collection of its letters
             raise PlanError(f"modules is {modules!r}; accepted: a collection of names, or None")
-        wanted = accepted if modules is None else set(modules)
-        if not wanted <= accepted:
+        requested = accepted if modules is None else set(modules)
+        if not requested <= accepted:
             raise PlanError(
-                f"modules are {sorted(wanted)}; accepted: those of the sets, {sorted(accepted)}"
+                f"modules are {sorted(requested)}; accepted: those of the sets, {sorted(accepted)}"
             )
         self._backend = backend
         self._sets: dict[str, StreamSet] = {}
@@ -77,7 +77,7 @@ class StreamPool:
                 streams = {
                     share.module: backend.create(share, [p for p in layout if p is not share])
                     for share in layout
-                    if share.module in wanted
+                    if share.module in requested
                 }
                 self._sets[name] = StreamSet(name, streams, backend)
         except BaseException:

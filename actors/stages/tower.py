@@ -100,10 +100,10 @@ class TowerStage(EncoderStage):
             tensors = tuple(contribute_once(tensor, self._exchange) for tensor in tensors)
         if self._items is None:
             return Message(tensors, form_side)
-        pieces = form.parts(tensors, form_side, self.spec.layers)
+        shards = form.parts(tensors, form_side, self.spec.layers)
         if not int(on_host(side[ITEMS])):  # the process had no item and ran another process's one
-            pieces = [piece[:0] for piece in pieces]
-        gathered = gather_parts(pieces, self._items.exchange)
+            shards = [shard[:0] for shard in shards]
+        gathered = gather_parts(shards, self._items.exchange)
         return Message(*form.of_parts(gathered, form_side, self.spec.layers))
 
 

@@ -56,14 +56,14 @@ class AttentionCounter:
         """Yield the attention below a submodule, except modules whose number of heads is
         unknown."""
         load = self.loaded.load
-        known = {n: a for n, a in self.loaded.seen.items() if is_within(n, (place,)) or not place}
-        for sizes in known.values():
+        counted = {n: a for n, a in self.loaded.seen.items() if is_within(n, (place,)) or not place}
+        for sizes in counted.values():
             rows, keys, pairs = (size * load.total for size in sizes[:3])
             yield Attention(*sizes[3:], None, pairs, rows, keys)
-        if known and not self.loaded.causal:
+        if counted and not self.loaded.causal:
             return
         for name, attention in self._modules(place).items():
-            if any(is_within(path, (name,)) or is_within(name, (path,)) for path in known):
+            if any(is_within(path, (name,)) or is_within(name, (path,)) for path in counted):
                 continue
             if (widths := self._widths(attention)) is not None:
                 window = _window(attention, self.loaded.config)

@@ -20,9 +20,9 @@ def device_called(name: str) -> DeviceSpec | None:
     words = [re.sub(r"(\d)gb?$", r"\1gb", word) for word in words]
     best: tuple[int, DeviceSpec] | None = None
     for device_name, device in DEVICES.items():
-        pieces = device_name.lower().split("-")
+        terms = device_name.lower().split("-")
         # A name without a memory size ("A100") stands for the smallest one.
-        matching = sum(piece in words for piece in pieces) if pieces[0] in words else 0
+        matching = sum(term in words for term in terms) if terms[0] in words else 0
         if matching and (best is None or matching > best[0]):
             best = matching, device
     return best and best[1]

@@ -24,7 +24,7 @@ def parameter_shares(module: nn.Module) -> Mapping[str, int]:
     if module not in _SHARES:
         plan = _largest_plan(module)
         shards = {} if plan is None else plan.shards
-        _SHARES[module] = {name: len(set(pieces)) for name, pieces in shards.items()}
+        _SHARES[module] = {name: len(set(dims)) for name, dims in shards.items()}
     return _SHARES[module]
 
 

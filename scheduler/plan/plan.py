@@ -322,7 +322,7 @@ class Plan:
         ends: dict[StageId, list[StageId]] = {stage.id: [] for stage in self.stages}
         for first, second in edges:
             ends[first].append(second)
-        return {stage: tuple(neighbours) for stage, neighbours in ends.items()}
+        return {stage: tuple(adjacent) for stage, adjacent in ends.items()}
 
     @cached_property
     def depth(self) -> Mapping[StageId, int]:

@@ -34,7 +34,7 @@ def filled_samples(plan: Plan, size: int, offsets: Mapping[str, Sequence[int]]) 
     ends = sorted({index * size // count for count in counts for index in range(count + 1)})
     ranges = [Range(lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
     return Samples(size, tuple(
-        (module, union(piece for piece in ranges if rows_of(piece, module_offsets)))
+        (module, union(samples for samples in ranges if rows_of(samples, module_offsets)))
         for module, module_offsets in offsets.items()
     ))
 

@@ -282,16 +282,16 @@ class _Planner:
             candidates.refused.append((layout, reason))
             return
         bounded = sorted((candidates.bound(plan), at, plan) for at, plan in enumerate(plans))
-        found: list[tuple[float, int, Plan]] = []
+        simulated: list[tuple[float, int, Plan]] = []
         for bound, at, plan in bounded:
-            full = len(found) >= FINALISTS
-            if full and bound * (1 - ROUNDING) >= found[FINALISTS - 1][0]:
+            full = len(simulated) >= FINALISTS
+            if full and bound * (1 - ROUNDING) >= simulated[FINALISTS - 1][0]:
                 break
-            if found and candidates.control.should_stop():
+            if simulated and candidates.control.should_stop():
                 break
             if candidates.fits(plan):
-                found = sorted([*found, (candidates.seconds(plan), at, plan)])
-        for _, _, plan in found[:FINALISTS] or bounded[:1]:
+                simulated = sorted([*simulated, (candidates.seconds(plan), at, plan)])
+        for _, _, plan in simulated[:FINALISTS] or bounded[:1]:
             candidates.add_schedules(layout, plan)
 
     def _shared_spaces(self) -> Iterator[StageSpace]:

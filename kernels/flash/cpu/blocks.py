@@ -195,8 +195,8 @@ def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iter
     region = group[0]
     crossed = region.crossed()
     for start, stop in _cut(range(region.start, region.stop), _rows(region, crossed, keys, limits)):
-        piece = region.cut(start, stop)
-        parts = _mixed([piece], keys) if crossed else _exact(piece, keys, limits.triangles)
+        cut = region.cut(start, stop)
+        parts = _mixed([cut], keys) if crossed else _exact(cut, keys, limits.triangles)
         yield from _block([(start, stop)], parts, limits)
 
 

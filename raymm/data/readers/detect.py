@@ -153,8 +153,8 @@ def _members(reader: Reader) -> dict[str, str | None]:
     for name in sorted(reader.survey.media):
         if kind := _kind(name):
             pattern = name if "." not in name else f"*.{name.rpartition('.')[2]}"
-            known = columns.get(kind)
-            names = [*(known.split(";") if known else ()), pattern]
+            earlier = columns.get(kind)
+            names = [*(earlier.split(";") if earlier else ()), pattern]
             columns[kind] = ";".join(dict.fromkeys(names))
     return columns
 

@@ -189,13 +189,13 @@ def _without_some(packed, slowest, effort):
     """Take out the slowest module and random others, preferably its neighbours."""
     chosen, gpus, content = packed
     modules = len(chosen)
-    neighbours = 0
+    adjacent = 0
     for t in range(len(gpus)):
         if content[t] >> slowest & 1:
-            neighbours |= content[t]
+            adjacent |= content[t]
     score = np.random.random(modules)
     for m in range(modules):
-        if neighbours >> m & 1:
+        if adjacent >> m & 1:
             score[m] *= 2.0
     score[slowest] = 3.0
     remaining = chosen.copy()
