@@ -1,17 +1,16 @@
 """One Ray cluster for the whole test session (one per process of pytest-xdist).
 
-Starting Ray costs seconds, so tests share a cluster of logical CPUs; its workers are forked
+Starting Ray takes seconds, so tests share a cluster of logical CPUs. Its workers are forked
 (:mod:`raymm.runtime.embedded.forked_workers`), because importing torch and transformers in every
-actor costs more.
+actor takes longer.
 """
 
 import os
 
-# Before anything imports torch or numpy: every process of pytest-xdist has a core, and threads that
-# wait for each other by spinning take it from the other one's (tests of small tensors took sixty
-# times as long).
+# Set before torch or numpy is imported: every process of pytest-xdist has one core, and spinning
+# threads take it from the other processes (tests of small tensors took sixty times as long).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Of the S3 server that tests start, for all processes; nothing here reaches another one.
+# Credentials of the tests' S3 server for all processes; no other server is used.
 os.environ |= {
     "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull,
@@ -35,30 +34,30 @@ from needs import (  # noqa: F401 (hooks)
 from s3_server import running_s3, s3  # noqa: F401 (fixtures)
 from small_disk import small_disk  # noqa: F401 (fixture)
 
-# What a property test draws is the same in every run, so that what passes once passes always;
-# `make explore` draws others, and more of them. A deadline would be an assertion on wall time, and
+# Property tests draw the same examples in every run, so that results are reproducible; `make
+# explore` draws other and more examples. A deadline would be an assertion on wall time, and
 # compiled code is slow the first time.
 settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=300)
 settings.load_profile("fixed")
 
-# A shell starts what runs in its background with SIGINT ignored, and processes hand that down:
-# tests that send one mean a process that was started like any other.
+# A shell starts background processes with SIGINT ignored, and child processes inherit that. Tests
+# that send SIGINT need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Logical CPUs, whatever the machine has: enough for the largest test (6 ranks). Ray prestarts
-# a worker per CPU, so more would only cost time.
+# Logical CPUs, whatever the machine has: enough for the largest test (6 ranks). Ray prestarts a
+# worker per CPU, so more would only take time.
 CLUSTER_CPUS = 8
-# Whose ranks many tests start.
+# Models whose ranks many tests start.
 MODELS = ("gemma3", "gpt2", "llama", "qwen3", "siglip", "whisper")
-# How long the cluster may take to notice that an actor has ended.
+# Seconds that the cluster may take to notice the end of an actor.
 ACTORS_END_SECONDS = 30
 
 
 @pytest.fixture
 def ended_actors():
-    """Waits for the end of the actors that the test has started, and returns their states."""
+    """Return a function that waits for the test's actors to end and returns their states."""
     import ray._private.state
 
     def states() -> dict[str, str]:
@@ -67,7 +66,7 @@ def ended_actors():
     before = states()
 
     def wait() -> list[str]:
-        # The cluster learns of an actor's end a moment later.
+        # The cluster detects an actor's end a moment later.
         deadline = time.monotonic() + ACTORS_END_SECONDS
         while True:
             mine = [state for name, state in states().items() if name not in before]
@@ -80,24 +79,26 @@ def ended_actors():
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A local cluster of :data:`CLUSTER_CPUS` logical CPUs with a temp folder and ports of its
-    own: every pytest-xdist worker has one."""
+    """Start a local cluster of :data:`CLUSTER_CPUS` logical CPUs.
+
+    Every pytest-xdist worker has one with its own temp folder and ports.
+    """
     import ray
 
     from raymm.runtime.embedded.embedded_ray import start_embedded_ray
     from raymm.runtime.embedded.forked_workers import start_servers
 
-    # Ranks unpickle modules and callbacks that tests define, so they need the folders that
-    # pytest put on this process's path.
+    # Ranks unpickle modules and callbacks that tests define, so they need the folders that pytest
+    # put on this process's path.
     here = str(Path(__file__).parent)
     folders = [path for path in sys.path if path.startswith(here)]
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([inherited] if inherited else [])])
-    # Ray kills what it likes when others use the machine's memory up.
+    # Otherwise Ray kills workers when other processes use up the machine's memory.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"
-    # Two, so that ranks of a group differ in the order of their sets.
+    # Two servers, so that ranks of a group iterate over sets in different orders.
     start_servers(2, [f"transformers.models.{name}.modeling_{name}" for name in MODELS])
-    # Short: Ray's socket paths below it must stay under 107 characters.
+    # Ray's socket paths below it must stay under 107 characters.
     folder = tempfile.mkdtemp(prefix="raymm-", dir="/tmp")
     start_embedded_ray(
         num_cpus=CLUSTER_CPUS, log_to_driver=False, object_store_memory=200 * 2**20,
@@ -114,9 +115,11 @@ def ray_cluster():
 
 @pytest.fixture
 def joins(ray_cluster) -> dict[str, str]:
-    """Environment of a process that joins the session's cluster. Ray would look for a cluster that
-    listens on the loopback interface at this machine's other address, except where it believes that
-    there are no others."""
+    """Return the environment of a process that joins the session's cluster.
+
+    For a cluster that listens on the loopback interface, Ray would use this machine's other address
+    unless it finds no other.
+    """
     return {
         "RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token",
         "RAY_memory_monitor_refresh_ms": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -1,5 +1,7 @@
-"""Processes that tests start are forked from one which has imported what they need; each of them
-would take seconds for it."""
+"""Fork server for test processes that has imported their dependencies.
+
+The imports would take seconds in each process.
+"""
 
 import multiprocessing
 from collections.abc import Callable
@@ -14,17 +16,17 @@ MODULES = (
 
 
 def fork_server() -> ForkServerContext:
-    """Where such processes come from."""
+    """Return the context of the fork server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(MODULES))  # before the first of them
+    context.set_forkserver_preload(list(MODULES))  # before the first process
     return context
 
 
 def run_processes(function: Callable, arguments: tuple, count: int) -> None:
-    """``function(rank, *arguments)`` in that many processes.
+    """Run ``function(rank, *arguments)`` in that many processes.
 
     Raises:
-        ProcessRaisedException: with the traceback of the first one that fails.
+        ProcessRaisedException: a process failed; has the traceback of the first.
     """
     fork_server()
     mp.start_processes(function, args=arguments, nprocs=count, start_method="forkserver")

@@ -3,10 +3,10 @@
     python -m tests.house
 
 prints the rooms with their files, lines and floors, the longest file and function, warnings, and
-every breach of the rules; ``--draw FILE`` draws the rooms, and ``--metrics --json`` prints
-measures of the code (:mod:`tests.house_metrics`, :mod:`tests.house_roads`). A room is a folder of
-the four packages, or a public door: a file of ``kernels/`` that lies in none. Imports inside
-functions count, and those for types.
+every breach of the rules; ``--draw FILE`` draws the rooms, and ``--metrics --json`` prints measures
+of the code (:mod:`tests.house_metrics`, :mod:`tests.house_roads`). A room is a folder of the four
+packages, or a public door: a file of ``kernels/`` outside all rooms. Imports inside functions
+count, and those for types.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "scheduler", "actors", "raymm")
-# More than this asks for a second look; it is not against the rules. A subject that needs more is
-# better whole than split.
-MOST_FILES = 20  # of a room, without an __init__.py that only has a docstring
-MOST_LINES = 600  # of a file
+# Larger sizes deserve a second look; they do not break the rules. A subject that needs more should
+# not be split.
+MOST_FILES = 20  # per room, without an __init__.py that only has a docstring
+MOST_LINES = 600  # per file
 MOST_FUNCTION_LINES = 100
 
-# What a room may import, in the order in which the house stands: never what is below it here.
-# A package's name stands for all of its rooms.
+# Accepted imports of a room, in bottom-up order: a room never imports a later one. A package's name
+# stands for all of its rooms.
 GROUND = ("raymm/errors.py", "raymm/version.py", "raymm/packages.py")  # for all rooms
 TABLE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GROUND, ()),
@@ -80,7 +80,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler/graph", "scheduler/progress", "scheduler/costs", "scheduler/plan",
         "scheduler/schedule", "scheduler/search",
     ),
-    # actors: what lives in Ray
+    # actors: code that runs in Ray
     "actors/memory": ("kernels",),
     "actors/storage": (),
     "actors/quota": (),
@@ -129,7 +129,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
         "actors/optimizer", "actors/stages", "actors/executor", "actors/recovery",
     ),
-    # raymm: what a user touches
+    # raymm: the user interface
     "raymm/files": ("actors/faults", "actors/storage"),
     "raymm/data/video": (),
     "raymm/data/remote": ("actors/storage",),
@@ -227,13 +227,13 @@ TABLE: dict[str, tuple[str, ...]] = {
 
 
 class Import(NamedTuple):
-    """One name that one file takes from another.
+    """Name that one file imports from another.
 
     Attributes:
-        source: the file that imports.
-        line: where.
-        target: the file that has it.
-        name: what; the target's own name where the module itself is imported.
+        source: importing file.
+        line: line of the import.
+        target: imported file.
+        name: imported name; the target's own name if the module itself is imported.
     """
 
     source: str
@@ -244,8 +244,10 @@ class Import(NamedTuple):
 
 @functools.cache
 def files() -> tuple[str, ...]:
-    """Every Python file of the four packages, from the repository's root. Links to the packages
-    within ``raymm/`` are not followed."""
+    """Return every Python file of the four packages, relative to the repository's root.
+
+    Links to the packages within ``raymm/`` are not followed.
+    """
     found: list[str] = []
     for package in PACKAGES:
         found += (
@@ -256,31 +258,31 @@ def files() -> tuple[str, ...]:
 
 @functools.cache
 def tree(file: str) -> ast.Module:
-    """A file, parsed."""
+    """Return the syntax tree of a file."""
     return ast.parse((ROOT / file).read_text(), file)
 
 
 @functools.cache
 def num_lines(file: str) -> int:
-    """Lines of a file."""
+    """Return the lines of a file."""
     return len((ROOT / file).read_text().splitlines())
 
 
 def room_of(file: str) -> str:
-    """The room that a file is in."""
+    """Return the room of a file."""
     folder = file.rpartition("/")[0]
     return file if file in TABLE else folder
 
 
 def module_name(file: str) -> str:
-    """The dotted name of a file's module."""
+    """Return the dotted name of a file's module."""
     parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
     return ".".join(parts if parts[0] == "raymm" else ["raymm", *parts])
 
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Every import of one file of the packages by another."""
+    """Return every import of one file of the packages by another."""
     modules = {module_name(file): file for file in files()}
     found = []
     for file in files():
@@ -301,7 +303,7 @@ def imports() -> tuple[Import, ...]:
 
 
 def rooms() -> dict[str, list[str]]:
-    """The files of every room, without those that only say what a room is."""
+    """Return the files of every room, without those that only have a docstring."""
     found: dict[str, list[str]] = defaultdict(list)
     for file in files():
         if not file.endswith("__init__.py") or len(tree(file).body) > 1:
@@ -310,14 +312,14 @@ def rooms() -> dict[str, list[str]]:
 
 
 def sentence(room: str) -> str:
-    """What a room holds: the first sentence of its docstring."""
+    """Return the first sentence of a room's docstring."""
     file = room if room.endswith(".py") else f"{room}/__init__.py"
     text = " ".join((ast.get_docstring(tree(file)) or "").split("\n\n")[0].split())
     return text.split(". ")[0].removesuffix(".")
 
 
 def may_import(room: str) -> set[str]:
-    """Rooms whose files a room's may import, besides its own."""
+    """Return the other rooms that a room's files may import."""
     if room in GROUND:
         return set(GROUND[: GROUND.index(room)])
     return {
@@ -327,7 +329,7 @@ def may_import(room: str) -> set[str]:
 
 
 def forbidden() -> list[str]:
-    """Imports that the table does not have, and names of others that are private."""
+    """Return imports that the table does not allow, and imports of private names."""
     wrong = []
     for one in imports():
         source, target = room_of(one.source), room_of(one.target)
@@ -339,7 +341,7 @@ def forbidden() -> list[str]:
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Groups of nodes that lead to each other (Tarjan, 1972)."""
+    """Return groups of nodes that reach each other (Tarjan, 1972)."""
     after: dict[str, set[str]] = defaultdict(set)
     for source, target in edges:
         if source != target:
@@ -371,7 +373,7 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def floors(edges: Mapping[str, set[str]]) -> dict[str, int]:
-    """The floor of every room: one above the highest that it imports; 1 imports nothing."""
+    """Return the floor of every room: 1 without imports, else one above the highest import."""
 
     @functools.cache
     def floor(room: str) -> int:
@@ -381,7 +383,7 @@ def floors(edges: Mapping[str, set[str]]) -> dict[str, int]:
 
 
 def functions() -> list[tuple[int, str, str]]:
-    """(lines, file, name) of every function, the longest first."""
+    """Return (lines, file, name) of every function, the longest first."""
     found = [
         (node.end_lineno - node.lineno + 1, file, node.name)
         for file in files()
@@ -392,7 +394,7 @@ def functions() -> list[tuple[int, str, str]]:
 
 
 def problems() -> list[str]:
-    """Return all breaches of the rules; empty in a house in order."""
+    """Return all breaches of the rules."""
     found = forbidden()
     inside = rooms()
     found += [f"no room {room!r} in the table" for room in inside if room not in TABLE]
@@ -409,7 +411,7 @@ def problems() -> list[str]:
 
 
 def warnings() -> list[str]:
-    """Return the sizes that ask for a second look."""
+    """Return the sizes that deserve a second look."""
     found = [
         f"{room} has {len(names)} files; more than {MOST_FILES} ask for a second look"
         for room, names in rooms().items() if len(names) > MOST_FILES
@@ -426,7 +428,7 @@ def warnings() -> list[str]:
 
 
 def room_imports() -> dict[str, set[str]]:
-    """Which rooms every room imports."""
+    """Return the imported rooms of every room."""
     edges: dict[str, set[str]] = {room: set() for room in rooms()}
     for one in imports():
         source, target = room_of(one.source), room_of(one.target)
@@ -436,7 +438,7 @@ def room_imports() -> dict[str, set[str]]:
 
 
 def main() -> None:
-    """Print the house, and end with 1 if it is not in order."""
+    """Print the house, and exit with 1 if it breaks a rule."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the rooms (.png, .svg)")
     parser.add_argument(

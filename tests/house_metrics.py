@@ -17,7 +17,7 @@ from tests.house import PACKAGES, ROOT, files, imports, num_lines, tree
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = FUNCTIONS | ast.ClassDef | ast.Module
-# Classes that stand for a model as a user composes it, and its counterparts at run time.
+# Classes that represent a user's model, and their counterparts at run time.
 MODEL_CLASSES = {
     "MultimodalModule", "WholeModel", "ModuleDag", "MultimodalParallelModule",
     "ParallelModule", "ParallelWholeModel", "ParallelDag",
@@ -30,11 +30,11 @@ NOT_CODE = {
 
 
 def metrics() -> dict[str, Any]:
-    """Return all measures that the syntax trees give.
+    """Return all measures of the syntax trees.
 
     Returns:
-        the measures by name. ``packages`` has the lines of each package; measures whose members a
-        reader wants to see are numbers here and lists in :func:`members`.
+        Measures by name. ``packages`` has the lines of each package; measures with members are
+        numbers here and lists in :func:`members`.
     """
     packages: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
     for file in files():
@@ -51,7 +51,7 @@ def metrics() -> dict[str, Any]:
 
 
 def members() -> dict[str, list[str]]:
-    """Return, for each measure that counts something, what it counts."""
+    """Return the counted members of each measure."""
     return {
         "isinstance_on_models": _model_checks(),
         "language_model_files": [
@@ -144,10 +144,10 @@ def _files_with_one_importer() -> list[str]:
 
 
 def _attributes_set_from_outside() -> list[str]:
-    """Find assignments to an attribute of an object that is neither ``self`` nor made there.
+    """Find assignments to an attribute of an object that is neither ``self`` nor created there.
 
-    Only attributes that a class of the packages defines count: those of torch's modules and of
-    transformers' configurations belong to others.
+    Only attributes that a class of the packages defines count: torch's modules and transformers'
+    configurations are excluded.
     """
     defined = {
         target.attr
@@ -180,7 +180,7 @@ def _attributes_set_from_outside() -> list[str]:
 
 
 def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[ast.expr]:
-    """Yield what a statement assigns to, members of tuples one by one."""
+    """Yield the targets of an assignment, with the members of tuples."""
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 
@@ -203,7 +203,7 @@ def exception_classes() -> list[str]:
         if isinstance(known, type) and issubclass(known, BaseException)
     }
     size = 0
-    while size < len(exceptions):  # until no class joins those that derive from one of them
+    while size < len(exceptions):  # repeat until no further class is added
         size = len(exceptions)
         exceptions |= {name for _, name, bases in classes if bases & exceptions}
     return sorted(where for where, _, bases in classes if bases & exceptions)

@@ -1,8 +1,8 @@
-"""A picture of the rooms: who stands on whom, and what each holds.
+"""Picture of the rooms: their imports and their contents.
 
-An arrow leads from a room to one that it imports. What can be reached by other arrows has none of
-its own (a transitive reduction), and rooms hang as high as their importers let them, so that few
-arrows are long; those that are pass other rooms by in a gap of their own (Sugiyama, 1981).
+An arrow points from a room to an imported one. Imports that other arrows imply have no arrow (a
+transitive reduction), and rooms are as high as their importers permit, so that few arrows are long;
+long arrows pass other rooms through separate gaps (Sugiyama, 1981).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def draw_rooms(path: str | Path, imports: Edges, sentences: Mapping[str, str]) -
     """Draw the rooms of the four packages; ``.png`` or ``.svg``.
 
     Args:
-        path: the file to write.
-        imports: per room the rooms that it imports. They make no circle.
-        sentences: what every room holds.
+        path: output file.
+        imports: imported rooms per room, without cycles.
+        sentences: contents of every room.
 
     Returns:
-        the path written.
+        The output path.
     """
     inside = {
         package: _reduced({
@@ -85,7 +85,7 @@ def draw_rooms(path: str | Path, imports: Edges, sentences: Mapping[str, str]) -
 
 
 def _reduced(edges: Edges) -> dict[str, set[str]]:
-    """Edges without those that others lead to as well."""
+    """Return the edges that no other path implies."""
 
     @functools.cache
     def reach(room: str) -> frozenset[str]:
@@ -98,8 +98,10 @@ def _reduced(edges: Edges) -> dict[str, set[str]]:
 
 
 def _levels(edges: Edges) -> list[list[str | tuple[str, str]]]:
-    """Rooms by level, the lowest first, and the passages of arrows through levels, as (source,
-    target); neighbours in a level are near what they are joined to."""
+    """Return rooms by level, the lowest first, and the passages of arrows through levels.
+
+    Passages are (source, target); neighbours in a level are near the nodes that they connect to.
+    """
     importers: dict[str, set[str]] = defaultdict(set)
     for room, targets in edges.items():
         for target in targets:
@@ -136,7 +138,7 @@ def _levels(edges: Edges) -> list[list[str | tuple[str, str]]]:
 
 
 def _sort(level: list, number: int, other: list, other_number: int, joined: Mapping) -> None:
-    """Order a level by the mean place of what each of it is joined to in another."""
+    """Order a level by the mean position of connected nodes in another level."""
 
     def key(node: object, at: int) -> object:
         return (*node, at) if isinstance(node, tuple) else node
@@ -158,7 +160,7 @@ def _height(levels: Sequence) -> float:
 def _places(
     levels: Sequence[Sequence], left: float, bottom: float, width: float, floor: float
 ) -> dict[object, Place]:
-    """Where every room is, and every passage, by (source, target, level)."""
+    """Return the positions of every room, and of every passage by (source, target, level)."""
     places: dict[object, Place] = {}
     for number, nodes in enumerate(levels):
         rooms = [node for node in nodes if isinstance(node, str)]
@@ -205,7 +207,7 @@ def _room(axes: Axes, room: str, sentence: str, place: Place) -> None:
 def _arrow(
     axes: Axes, source: str, target: str, places: Mapping[object, Place], colour: str
 ) -> None:
-    """From the foot of a room to the top of another, upright through passages."""
+    """Draw an arrow from the bottom of a room to the top of another, vertical in passages."""
     passages = sorted(
         (place for key, place in places.items() if key[:2] == (source, target)),
         key=lambda place: -place[1],
@@ -227,7 +229,7 @@ def _arrow(
 
 
 def _between(axes: Axes, *points: tuple[float, float]) -> None:
-    """One arrow for all imports of a package by another."""
+    """Draw one arrow for all imports of a package by another."""
     axes.add_patch(FancyArrowPatch(
         path=Outline(points), arrowstyle="-|>,head_width=0.3", mutation_scale=16, lw=3.5,
         color="#666666", zorder=5,

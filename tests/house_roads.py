@@ -1,14 +1,14 @@
 """Files on five roads through the code: a step, a plan, a save, a resume and a lost rank.
 
 A tiny run (three stages of two modules on two ranks) is trained in processes that record their
-calls; the files on a road are those whose functions are called while it lasts, in the driver, the
-ranks and the data workers:
+calls; the files on a road are those whose functions are called meanwhile, in the driver, the ranks
+and the data workers:
 
-- step: the fourth step, with nothing else going on.
+- step: the fourth step, without any other activity.
 - save: the step after which the run is saved, without the files of a plain step.
-- lost_rank: from the moment at which a rank is killed to the end of the step that is done again,
-  without the files of a plain step.
-- resume: the start of a run that continues from a checkpoint, without the files of a fresh start.
+- lost_rank: from the kill of a rank to the end of the repeated step, without the files of a plain
+  step.
+- resume: the start of a run from a checkpoint, without the files of a new start.
 - plan: ``raymm plan`` for the same model.
 """
 
@@ -29,7 +29,7 @@ from tests.house import PACKAGES, ROOT, files, num_lines
 
 FOLDERS = [ROOT / "tests" / "training", ROOT / "tests", ROOT]
 LOG = "RAYMM_ROADS_LOG"
-# Steps of the first run, and what happens after which.
+# Steps of the first run, and its events.
 STEPS, CHECKPOINT_EVERY, PLAIN_STEP, KILL_AFTER = 12, 8, 4, 10
 
 
@@ -103,7 +103,7 @@ def _recorded(inputs: Path, road: str, steps: int) -> Recording:
 
 
 def _travel(inputs: Path, road: str, steps: int, marks_file: Path) -> None:
-    """Train, or plan, and write the times of what happened."""
+    """Train, or plan, and write the times of events."""
     from tiny_run import (  # pyright: ignore[reportMissingImports]
         change,
         prepare,
@@ -140,7 +140,7 @@ def _train(values: dict[str, Any], marks: dict[str, float]) -> None:
     from raymm.training.trainer import Trainer
 
     class Marks(Callback):
-        """Notes the time of every step's end; kills a rank once."""
+        """Callback that records the time of every step's end; kills a rank once."""
 
         def on_step(self, row: Mapping[str, Any]) -> None:
             marks[f"step {row['step']}"] = time.monotonic()
@@ -159,7 +159,7 @@ def _train(values: dict[str, Any], marks: dict[str, float]) -> None:
 
 
 def _rank_process() -> int:
-    """Return a process that the log names as one that ran a step on a rank."""
+    """Return a process that, by the log, ran a step on a rank."""
     for line in Path(os.environ[LOG]).read_text().splitlines():
         if line.endswith(" RankActor.run_step"):
             return int(line.split(" ", 2)[1])

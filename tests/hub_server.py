@@ -1,4 +1,4 @@
-"""A small server of Hugging Face's hub on this machine: models and data sets with revisions."""
+"""Small server of Hugging Face's hub on this machine: models and data sets with revisions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _KINDS = {"models": "", "datasets": "datasets/"}
 
 
 class HubServer:
-    """Serves repositories, which are dicts of file name -> bytes by commit.
+    """Server of repositories, which are dicts of file name -> bytes by commit.
 
     Attributes:
-        root: the value of ``HF_ENDPOINT``.
+        root: value of ``HF_ENDPOINT``.
         requests: ``"METHOD path"`` of all requests.
-        tokens: repository -> the token that it wants.
-        files_at: the root of another server to which downloads of files are redirected, as the hub
-            redirects to its storage; empty for none.
-        authorizations: the ``Authorization`` header of each request, None where it had none.
+        tokens: repository -> required token.
+        files_at: root of another server for redirected downloads, like the hub's storage; empty for
+            none.
+        authorizations: ``Authorization`` header of each request, or None.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,10 @@ class HubServer:
         self._server.server_close()
 
     def commit(self, repository: str, folder: Path, **more: bytes) -> str:
-        """Make the files of a folder, and more, the newest commit of ``models/ORG/NAME`` or
-        ``datasets/ORG/NAME``; returns its hash."""
+        """Commit a folder's files and others to ``models/ORG/NAME`` or ``datasets/ORG/NAME``.
+
+        Returns the hash of the new commit.
+        """
         files = {
             str(file.relative_to(folder)): file.read_bytes()
             for file in folder.rglob("*") if file.is_file()

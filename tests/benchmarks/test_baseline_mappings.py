@@ -30,7 +30,7 @@ def test_baselines_are_mappings_and_not_better(kind: str, modules: int, gpus: in
             used = [g for placement in stage.placements for g in placement.gpus]
             assert len(used) == len(set(used))
     assert len(megatron(problem).stages) == modules
-    # As many GPUs as modules or more: DistMM has one stage per level.
+    # With at least as many GPUs as modules, DistMM has one stage per level.
     if gpus >= modules:
         assert len(distmm(problem).stages) == len(problem.levels)
 

@@ -1,4 +1,4 @@
-"""Emulated GPUs take the time that the mapping's model says, and run its stages in order."""
+"""Emulated GPUs take the time of the mapping's model, and run its stages in order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster, make):
     with DagParallelModule(made.dag, made.plan, quota_backend=made.backend) as running:
         batch = {ENTRY: torch.ones(4, 2)}
         output = running.train_step(batch)
-        # Both towers hand on x + weight; align adds them and its own weight.
+        # Both towers return x + weight; align adds them and its own weight.
         assert output.loss == pytest.approx(2.0)
         assert running.evaluate(batch).loss < 2.0
     placed = {p.module: p for stage in mapping.stages for p in stage.placements}
@@ -83,7 +83,7 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster, make):
         (name, gpu, op) for name, p in placed.items() for gpu in p.gpus
         for op in (Op.FORWARD, Op.BACKWARD)
     }
-    # Sleeping never ends early, and stages do not overlap.
+    # A sleep never ends early, and stages do not overlap.
     for (name, _, op), span in spans.items():
         share = 1 / 3 if op == Op.FORWARD else 2 / 3
         alone = quick.seconds[quick.names.index(name), len(placed[name].gpus).bit_length() - 1,

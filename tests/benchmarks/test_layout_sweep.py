@@ -1,4 +1,4 @@
-"""The quick part of the layout sweep, and that its comparison finds errors."""
+"""Quick part of the layout sweep, and errors that its comparison detects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tables_have_all_rope_types_and_optimizers():
 
 @pytest.mark.parametrize("kind", ["losses", "gradients", "after"])
 def test_small_errors_are_wrong(ray_cluster, monkeypatch, kind):
-    """One part of the reference in a thousand, in one tensor."""
+    """Change one part of the reference in a thousand, in one tensor."""
     def altered(*arguments: object, **options: object) -> Training:
         found = trained(*arguments, **options)
         values = getattr(found, kind)

@@ -1,4 +1,4 @@
-"""OmniBal's candidates against enumerating every jitter."""
+"""OmniBal's candidates equal an enumeration of all neighbours."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_candidates_are_the_best_of_all_jitters(case, top, exact_origin):
 
 
 def test_a_cut_moves_to_where_tokens_were_merged():
-    # A vision tower whose output shrinks after layer 5: one layer off balance saves much.
+    # A vision tower whose output shrinks after layer 5: a cut one layer off balance saves much.
     forward, volumes = [1.0] * 12, [8, 8, 8, 8, 8, 8, 1, 1, 1, 1, 1, 1]
     best, *_ = partition_candidates(forward, volumes, 2, radius=1)
     assert greedy_start(forward, 2) == ((0, 6), (6, 12))
@@ -85,7 +85,7 @@ def test_a_cut_moves_to_where_tokens_were_merged():
     "forward", [[0.1] * 300, [1.0 + (7 * layer % 5) / 10 for layer in range(300)], [0] * 300]
 )
 def test_many_stages_do_not_explode(forward):
-    # 7^23 jitters; no list of them would fit anywhere, nor one of the equally good ones.
+    # 7^23 neighbours: neither they nor the equally good ones fit in memory as a list.
     found = partition_candidates(forward, [1.0] * 300, 24, radius=3, top=50)
     assert len({candidate.ranges for candidate in found}) == 50
     assert [c.score for c in found] == sorted(c.score for c in found)

@@ -1,4 +1,4 @@
-"""The benchmark's pure parts: the papers' rows as plans, and stages that sleep."""
+"""Pure parts of the benchmark: the papers' rows as plans, and sleeping stages."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_trained_and_recomputing_variants():
     ops = {(i.stage, i.op) for rank in full_program(plan) for i in rank}
     assert (StageId("llm", 0), Op.RECOMPUTE) in ops
     assert (StageId("encoder", 2), Op.RECOMPUTE) not in ops
-    assert (StageId("llm", 4), Op.RECOMPUTE) not in ops  # it would gain nothing
+    assert (StageId("llm", 4), Op.RECOMPUTE) not in ops  # it would have no benefit
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -102,7 +102,7 @@ def test_own_planners(row):
         costs = stage_costs(plan).values()
         bottleneck[aware] = max(c.forward + c.backward_input + c.backward_weight for c in costs)
     assert bottleneck[True] <= bottleneck[False] * (1 + 1e-9)
-    # To the unaware planner, every backward is the same multiple of its forward.
+    # For the unaware planner, every backward is the same multiple of its forward.
     ratios = [
         work.backward / work.forward
         for works in unaware_work(graph, profile).values() for work in works if work.forward
@@ -203,7 +203,7 @@ def test_overheads_of_ops_and_their_messages():
     assert added[StageId("a", 0), Op.FORWARD] == pytest.approx(10.11)
     assert added[StageId("a", 1), Op.FORWARD] == pytest.approx(30.31)
     assert added[StageId("a", 0), Op.BACKWARD] == pytest.approx(20.32)
-    # Down and back: both messages take what was measured, ends included.
+    # Down and back: both messages take the measured time, including their ends.
     makespan = simulate(program, added, overheads.latency).makespan
     assert makespan == pytest.approx(100 + 2 * 0.01 + 2 * 0.02 + 2 * 1.0)
 
@@ -224,7 +224,7 @@ def test_messages_of_a_timeline():
 
 @pytest.mark.timeout(180)
 def test_on_real_ranks(ray_cluster):
-    """Plans of different lengths on one group; what ran is what was lowered."""
+    """Run plans of different lengths on one group; the executed programs are the lowered ones."""
     row = BY_NAME["VLM-S"]
     pipeline = SleepingPipeline(3)
     try:

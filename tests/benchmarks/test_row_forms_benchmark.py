@@ -1,4 +1,4 @@
-"""Rows of every form are what transformers makes of them; the reference's labels are TRL's."""
+"""Rows of every form equal those of transformers; the reference's labels are TRL's."""
 
 import pytest
 import transformers
@@ -21,13 +21,13 @@ FOR_ALL = (
     "audios: list, mark",
 )
 FULL = ("qwen3_5", "qwen3 (tokenizer)")
-# Tokens of TRL's template are other ones: it writes thoughts in every turn, or a role at the end.
+# TRL's template has other tokens: it writes thoughts in every turn, or a role at the end.
 REWRITTEN = ("glm4moe (tokenizer)",)
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """A folder with media, and the cases whose rows name them."""
+    """Return a folder with media, and the cases whose rows name them."""
     transformers.logging.set_verbosity_error()
     folder = tmp_path_factory.mktemp("rows")
     return folder, list(cases(Media(folder)))
@@ -35,7 +35,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(rows):
-    """Processors and tokenizers by the name of their target, loaded once."""
+    """Return processors and tokenizers by the name of their target, loaded once."""
     loaded = {}
 
     def get(name):
@@ -84,7 +84,7 @@ def test_labels_of_the_reference_are_those_of_trl(name, rows, models):
             ids = due["input_ids"][0].tolist()
             if mask is None or list(map(int, mask[0])) != ids:
                 continue
-            # Items are learned by TRL; white space at the ends of a turn is a template's choice.
+            # TRL learns items; white space at the ends of a turn depends on the template.
             texts = [
                 "".join(tokenizer.decode([i for i in labels if i != IGNORED]).split())
                 for labels in (due["labels"][0].tolist(), map(int, mask[1]))

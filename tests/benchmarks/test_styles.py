@@ -1,4 +1,4 @@
-"""The styles' benchmark: what is found between them is never slower and provable, and runs."""
+"""Styles benchmark: plans between the styles are never slower, and run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,19 @@ def test_what_is_between_the_styles_is_never_slower_and_can_run(model):
 
 
 def test_a_plan_between_the_styles_wins_where_neither_fits_well():
-    """Of a large language model and two encoders: one encoder in turns with the other's pipeline,
-    copies of the language model's stages that share samples."""
+    """Plan a large language model and two encoders.
+
+    One encoder alternates with the other's pipeline, and replicas of the language model's stages
+    share samples.
+    """
     starts, search = searched("valm_ms", None)
-    assert list(starts) == ["pipelined"]  # whole, the language model fits nowhere
+    assert list(starts) == ["pipelined"]  # the unsharded language model fits nowhere
     assert search.best.seconds < 0.95 * starts["pipelined"].seconds
     assert len(search.best.plan.replicas("llm")) > 1
 
 
 def test_it_gives_the_loss_of_one_process(ray_cluster):
-    """Stages that take no time, on six ranks: copies that share samples, stages, guests in turn."""
+    """Run stages that take no time, on six ranks: replicas that share samples, stages, guests."""
     _, search = searched("valm_ms", None)
     profile = search.best.plan.profile
     quick = replace(profile, modules={

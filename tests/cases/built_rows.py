@@ -1,4 +1,4 @@
-"""Rows of a case, read and built as a data worker does it after ``raymm train --data``."""
+"""Rows of a case, read and built as in a data worker after ``raymm train --data``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class BuiltRows:
     """Rows of a file for a processor.
 
     Args:
-        file: the rows.
+        file: file with the rows.
         model: folder of the processor.
-        more: further values of ``data``.
+        more: additional values of the section ``data``.
     """
 
     def __init__(self, file: Path, model: str, **more: Any) -> None:
@@ -48,14 +48,14 @@ class BuiltRows:
         self.processor: Any = AutoProcessor.from_pretrained(model)
 
     def row(self, index: int = 0) -> dict[str, Any]:
-        """Tensors of one row in a microbatch of its own."""
+        """Return tensors of one row in a separate microbatch."""
         return self.builder.build([[index]]).microbatches[0]
 
     def text(self, index: int = 0) -> str:
-        """All tokens of a row, decoded."""
+        """Return all tokens of a row, decoded."""
         return self.processor.tokenizer.decode(self.row(index)["input_ids"][0])
 
     def learned(self, index: int = 0) -> str:
-        """The tokens of a row that have labels, decoded."""
+        """Return the labelled tokens of a row, decoded."""
         labels = self.row(index)["labels"][0]
         return self.processor.tokenizer.decode(labels[labels != IGNORE_INDEX])

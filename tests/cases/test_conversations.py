@@ -1,4 +1,4 @@
-"""Conversations that used to be refused or were trained on wrong labels."""
+"""Conversations that were once rejected or trained on wrong labels."""
 
 import json
 
@@ -17,7 +17,7 @@ END = "<|im_end|>\n"
 
 
 def due(rows: BuiltRows, index: int = 0, **more) -> str:
-    """What the chat template itself writes for the messages of a row."""
+    """Return the text that the chat template renders for the messages of a row."""
     text = rows.dataset.path.read_text().splitlines()[index]
     return rows.processor.apply_chat_template(json.loads(text)["messages"], tokenize=False, **more)
 
@@ -52,7 +52,7 @@ def test_thinking_templates_learn_every_turn(template, thought, tmp_path):
     model = with_template(KIND, f"thinking-multiturn/{template}.jinja", tmp_path)
     rows = BuiltRows(case_file("thinking-multiturn/rows.jsonl", tmp_path), model)
     assert rows.text() == due(rows)
-    end = END if thought else "<|im_end|>"  # a generation block says where a turn ends
+    end = END if thought else "<|im_end|>"  # a generation block marks the end of a turn
     assert rows.learned() == f"A red circle.{end}{thought}A blue square.{end}"
 
 

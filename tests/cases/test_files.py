@@ -1,4 +1,4 @@
-"""Files and media that used to be refused, cut or overlooked."""
+"""Files and media that were once rejected, cut or overlooked."""
 
 import json
 

@@ -42,7 +42,7 @@ def test_items_have_sizes_and_numbers_of_tokens(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "1 image items in column 'images'" in out
     assert "<|image_pad|> x 6<|vision_end|>" in out  # 2 x 3 patches of 28 x 28 pixels
-    # The item is what the template writes for it, with the tokens that begin and end it.
+    # The item is the text of the template, with the item's start and end tokens.
     title = next(line for line in out.splitlines() if line.startswith("row 0, rows.jsonl:1: "))
     assert " text, 8 media), " in title and title.endswith(" learned; image 56 x 84 pixels")
     assert "row 1, one: " in out and ", 0 media)" in out

@@ -1,4 +1,4 @@
-"""``raymm doctor`` on gloo: what it prints, and messages that arrive changed."""
+"""``raymm doctor`` on gloo: its output, and corrupted messages."""
 
 import re
 

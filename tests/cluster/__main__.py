@@ -1,10 +1,10 @@
-"""``python -m tests.cluster``: the shipped RayCluster under Ray's own autoscaler, with real runs.
+"""Scenario ``python -m tests.cluster``: the shipped RayCluster with Ray's autoscaler and real runs.
 
-From no GPU node: a run without layouts, as the shipped job's, is planned for the GPUs that the
-node types may bring, brings them and trains; a submitted run brings as many as it needs; a node of
-a second run is deleted, as ``kubectl drain`` does, and the run leaves with its last step saved; the
-same run, started again, goes on, with the losses of an undisturbed one; and nodes go when idle.
-Then ``tests.cluster.going_on``: what runs do by themselves.
+It starts without a GPU node. A run without layouts, like the shipped job's, is planned for the GPUs
+of the possible node types, requests them and trains; a submitted run requests as many as it needs.
+Then a node of a second run is deleted, as ``kubectl drain`` does, and the run leaves with its last
+step saved. The same run resumes with the losses of an undisturbed one, and idle nodes are removed.
+Then ``tests.cluster.going_on`` tests automatic recovery.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FEW_STEPS = 4
 
 
 def main() -> int:
-    """Run all of it; 0 if it went as it should."""
+    """Run the whole scenario; return 0 if it succeeded."""
     start = time.monotonic()
     start_servers(ray_modules=())
     with kuberay(shipped_cluster(idle_seconds=25), jobs=True) as rig:
@@ -46,7 +46,7 @@ def _planned(rig: Rig) -> None:
     output = job(rig, "planned", "parallel={}", f"run.steps={FEW_STEPS}")
     plan = Plan.from_json((rig.folder / "planned" / "plan.json").read_text())
     (group,) = shipped_cluster(0)["spec"]["workerGroupSpecs"]
-    # A model as small as this one is quicker on fewer than there may be.
+    # A model this small is faster on fewer devices than possible.
     assert 1 < plan.num_processes <= group["maxReplicas"], (plan, output)
     assert len(rig.pods.workers()) == plan.num_processes, (plan, output)
     assert len(losses(rig.folder / "planned")) == FEW_STEPS, output

@@ -1,5 +1,6 @@
-"""A small HTTPS server that plays the Kubernetes API, as far as Ray's KubeRay autoscaler asks it:
-one RayCluster, which it reads and patches, and the pods, which it reads.
+"""Small HTTPS server with the part of the Kubernetes API that Ray's autoscaler uses.
+
+It has one RayCluster, which the autoscaler reads and patches, and the pods, which it reads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Say = Callable[..., None]
 
 
 class ApiState:
-    """What the server has: read and changed under :attr:`lock` only."""
+    """Resources of the server: read and changed under :attr:`lock` only."""
 
     def __init__(self, cluster: dict[str, Any], say: Say) -> None:
         self.lock = threading.RLock()
@@ -31,12 +32,12 @@ class ApiState:
         self.changed()
 
     def changed(self) -> None:
-        """A new resource version, as after every change."""
+        """Set a new resource version, as after every change."""
         self._version += 1
         self.cluster["metadata"]["resourceVersion"] = str(self._version)
 
     def get(self, path: str) -> dict[str, Any] | None:
-        """The resource of a path."""
+        """Return the resource of a path."""
         with self.lock:
             name = path.rpartition("/")[2]
             if path.endswith("/pods"):
@@ -64,7 +65,7 @@ class ApiState:
 
 
 def merge_patch(document: Any, patch: Any) -> Any:
-    """A document after a merge patch (RFC 7396)."""
+    """Apply a merge patch to a document (RFC 7396)."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(document) if isinstance(document, dict) else {}
@@ -78,7 +79,7 @@ def merge_patch(document: Any, patch: Any) -> Any:
 
 @contextmanager
 def served(state: ApiState, certificate: Path, key: Path):
-    """The server on a free port of the loopback interface, which it gives."""
+    """Serve on a free port of the loopback interface, and yield the server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -98,7 +99,7 @@ def _handler(state: ApiState) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: the rig says what happens."""
+            """Log nothing; the rig reports events."""
 
         def _answer(self, code: int, body: Any) -> None:
             data = json.dumps(body).encode()

@@ -1,9 +1,7 @@
-"""``python -m tests.cluster.going_on``: the nodes of the shipped RayCluster are taken from under
-runs, which go on by themselves.
+"""Scenario ``python -m tests.cluster.going_on``: runs lose nodes and recover automatically.
 
-A node is killed; another one is announced to end, at a random step, and no step is lost; and
-replicas come and go with the nodes that Ray's autoscaler brings for them. Every run has the losses
-of an undisturbed one.
+A node is killed; another one is drained, at a random step, and no step is lost; and replicas follow
+the nodes that Ray's autoscaler adds for them. Every run has the losses of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from tests.cluster.scenario import shipped_cluster
 STEPS = 12
 CHECKPOINT_EVERY = 2
 ELASTIC = {"language_model": {"dp": {"min": 1, "max": 2}}}
-# Relative, of the losses of other layouts.
+# Relative error of losses under other layouts.
 ROUNDING = 1e-5
-# Seconds until idle nodes go: longer than between two runs.
+# Seconds until idle nodes are removed: longer than between two runs.
 IDLE_S = 15
 
 
@@ -33,7 +31,7 @@ class Runs:
     """Runs on a rig, driven by this process.
 
     Args:
-        rig: that they run on; this process has its environment.
+        rig: rig of the runs; this process has its environment.
     """
 
     def __init__(self, rig: Rig) -> None:
@@ -45,19 +43,19 @@ class Runs:
         self._inputs = prepare(inputs)
 
     def folder(self, name: str) -> Path:
-        """Of a run."""
+        """Return the folder of a run."""
         return self.rig.folder / name
 
     def train(
         self, name: str, disturb: Mapping[int, Callable[[Any], None]] | None = None,
         parallel: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Train to the end; steps in the order in which they were taken.
+        """Train to the end; return steps in execution order.
 
         Args:
-            name: of its folder.
-            disturb: what to do to the trainer after a step, the first time that it is taken.
-            parallel: the layout, if another than of two ranks.
+            name: name of the run folder.
+            disturb: step -> action on the trainer after its first execution.
+            parallel: layout; None for two ranks.
         """
         from tiny_run import settings, write_config
 
@@ -84,7 +82,7 @@ class Runs:
         return disturbing.taken
 
     def announce_end(self, name: str) -> Callable[[Any], None]:
-        """Deletes a pod, as ``kubectl drain`` does, and waits until the run has heard of it."""
+        """Return an action that drains a pod and waits until the run is notified."""
         def delete(trainer: Any) -> None:
             self.rig.pods.delete(name)
             self.rig.wait_until(lambda: trainer.stop.reason is not None, "the notice")
@@ -92,7 +90,7 @@ class Runs:
         return delete
 
     def fail(self, name: str) -> Callable[[Any], None]:
-        """Kills a pod's processes, and waits until Ray knows: tiny steps are quicker."""
+        """Return an action that kills a pod's processes, and waits until Ray detects it."""
         def kill(trainer: Any) -> None:
             from raymm.actors.faults.cluster_observer import dead_nodes
 
@@ -103,7 +101,7 @@ class Runs:
         return kill
 
     def restarts(self, name: str) -> list[tuple[str, int]]:
-        """Cause of each, and the step it went on from."""
+        """Return the cause of each restart, and the step after it."""
         from raymm.monitor.metrics import read_metrics
 
         rows = read_metrics(self.folder(name) / "metrics.jsonl")
@@ -117,7 +115,7 @@ def _disturbing(actions: dict[int, Callable[[Any], None]]) -> Any:
     from raymm import Callback
 
     class Disturbing(Callback):
-        """Notes steps, and does what is to be done after one."""
+        """Callback that records steps, and runs an action after one."""
 
         trainer: Any = None
 
@@ -132,7 +130,7 @@ def _disturbing(actions: dict[int, Callable[[Any], None]]) -> Any:
 
 
 def killed_node(runs: Runs, whole: list[tuple]) -> None:
-    """A machine fails."""
+    """Lose a node."""
     from tiny_run import curve
 
     step, victim = random.randrange(1, STEPS - 2), random.choice(runs.rig.pods.workers())
@@ -145,7 +143,7 @@ def killed_node(runs: Runs, whole: list[tuple]) -> None:
 
 
 def drained_node(runs: Runs, whole: list[tuple]) -> None:
-    """A machine is to end, and says so."""
+    """Drain a node."""
     from tiny_run import curve
 
     step, victim = random.randrange(1, STEPS - 2), random.choice(runs.rig.pods.workers())
@@ -158,7 +156,7 @@ def drained_node(runs: Runs, whole: list[tuple]) -> None:
 
 
 def elastic_replicas(runs: Runs, whole: list[tuple]) -> None:
-    """1, 2 and 1 replicas of the language model."""
+    """Train with 1, 2 and 1 replicas of the language model."""
     from tiny_run import curve
 
     from raymm.monitor.metrics import read_metrics
@@ -174,12 +172,12 @@ def elastic_replicas(runs: Runs, whole: list[tuple]) -> None:
         rig.wait_until(lambda: _gpu_nodes() == 3, "the node that was asked for")
 
     def drain(trainer: Any) -> None:
-        rig.pods.machines = 2  # nobody has another one
+        rig.pods.machines = 2  # no other machine is available
         runs.announce_end(random.choice(rig.pods.workers()))(trainer)
 
     taken = runs.train("elastic", {3: wait_for_node, 7: drain}, ELASTIC)
     rig.pods.machines = None
-    # Of three ranks, and a data worker beside them.
+    # For three ranks, and a data worker.
     assert sum(asked) == 4 and _constraints() == [], (asked, _constraints())
     assert taken == list(range(1, STEPS + 1)), taken
     (grown, at), (left, after) = runs.restarts("elastic")
@@ -202,7 +200,7 @@ def elastic_replicas(runs: Runs, whole: list[tuple]) -> None:
 
 
 def _constraints() -> list[int]:
-    """What the autoscaler is asked for beside what waits: numbers of bundles."""
+    """Return the resource constraints of the autoscaler: numbers of bundles."""
     import ray
     from ray._raylet import GcsClient
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
@@ -222,7 +220,7 @@ def _gpu_nodes() -> int:
 
 
 def main() -> int:
-    """All of it; 0 if it went as it should."""
+    """Run the whole scenario; return 0 if it succeeded."""
     start = time.monotonic()
     start_servers(ray_modules=())
     assert server_variables()

@@ -1,6 +1,7 @@
-"""What KubeRay's operator does with a RayCluster, with processes of this machine for pods: makes
-what replicas ask for, deletes what the autoscaler names, replaces what has ended. A pod that is
-deleted runs its preStop command, then has SIGTERM, and after its grace period SIGKILL.
+"""Replacement for KubeRay's operator, with local processes as pods.
+
+It creates the requested replicas, deletes those that the autoscaler names, and replaces ended ones.
+A deleted pod runs its preStop command, then gets SIGTERM, and SIGKILL after its grace period.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from deploy.check.quantities import quantity
 from tests.cluster.api_server import ApiState
 from tests.training.processes import descendants
 
-# Seconds from a pod's making to its start, as machines and images take, only shorter.
+# Seconds from a pod's creation to its start; shorter than on real machines.
 START_S = 1.0
 INTERVAL_S = 0.25
-# What `ray start` prints when a node is up, and seconds that it may take.
+# Line that `ray start` prints for a ready node, and timeout in seconds.
 STARTED = "Ray runtime started"
 START_TIMEOUT_S = 60.0
 OBJECT_STORE = str(100 * 2**20)
@@ -30,17 +31,17 @@ RAY = str(Path(__file__).with_name("ray_command.py"))
 
 
 class Pods:
-    """The pods of one cluster.
+    """Pods of one cluster.
 
     Args:
-        state: of the API server.
-        environment: of every pod's process.
-        gcs_port: of the head.
-        head_options: more of ``ray start --head``.
+        state: state of the API server.
+        environment: environment of every pod's process.
+        gcs_port: GCS port of the head.
+        head_options: additional options of ``ray start --head``.
         logs: folder of their output.
 
     Attributes:
-        machines: how many workers can run at once; more are pending. None: any number.
+        machines: maximum number of running workers; more are pending. None for no limit.
     """
 
     machines: int | None = None
@@ -58,7 +59,7 @@ class Pods:
         self._loop = threading.Thread(target=self._reconcile, daemon=True)
 
     def start(self) -> None:
-        """Start the head, and look after the workers."""
+        """Start the head, and manage the workers."""
         cluster = self._state.cluster
         group = cluster["spec"]["headGroupSpec"]
         with self._state.lock:
@@ -68,12 +69,12 @@ class Pods:
         self._loop.start()
 
     def head_has_started(self) -> bool:
-        """Whether drivers can connect."""
+        """Return True if drivers can connect."""
         name = f"{self._state.cluster['metadata']['name']}-head"
         return self._has_started(name)
 
     def workers(self) -> list[str]:
-        """Names of worker pods that run."""
+        """Return the names of running worker pods."""
         with self._state.lock:
             return sorted(
                 name for name, pod in self._state.pods.items()
@@ -82,7 +83,7 @@ class Pods:
             )
 
     def delete(self, name: str) -> None:
-        """Delete a pod, as ``kubectl drain`` does; returns at once."""
+        """Delete a pod, as ``kubectl drain`` does, without waiting."""
         with self._state.lock:
             pod = self._state.pods.pop(name)
             self._state.changed()
@@ -96,14 +97,14 @@ class Pods:
         self._leaving.append(thread)
 
     def kill(self, name: str) -> None:
-        """End a pod's processes without a word, as a machine that fails: its raylet, too."""
+        """Kill a pod's processes, including its raylet, as if the machine failed."""
         with self._state.lock:
             process = self._processes[name]
         for pid in (process.pid, *descendants(process.pid)):
             os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End everything that was started."""
+        """Stop everything that was started."""
         self._stop.set()
         self._loop.join()
         processes = list(self._processes.values())
@@ -142,7 +143,7 @@ class Pods:
                 process = self._processes.get(name)
                 if process is not None and process.poll() is not None:
                     self._state.say("pod ended:", name, process.returncode)
-                    _signal(process, signal.SIGKILL)  # what it may have left
+                    _signal(process, signal.SIGKILL)  # children that may remain
                     del self._processes[name], self._state.pods[name]
                     self._state.changed()
                     mine.remove(name)
@@ -157,7 +158,7 @@ class Pods:
         self._state.say("pod pending:", name)
 
         def later() -> None:
-            # One after the other: two that start at once on one machine take each other's ports.
+            # One after the other: two concurrent starts on one machine take each other's ports.
             with self._starting:
                 if self._stop.wait(START_S):
                     return
@@ -224,7 +225,7 @@ class Pods:
         container = group["template"]["spec"]["containers"][0]
         own = {
             one["name"]: one["value"] for one in container.get("env") or ()
-            if one["name"].startswith("RAY_")  # others are paths of the image
+            if one["name"].startswith("RAY_")  # other variables are paths of the image
         }
         return {
             **self._environment, **own, "RAY_CLOUD_INSTANCE_ID": name,
@@ -263,8 +264,10 @@ class Pods:
 
 
 def start_options(group: dict[str, Any]) -> list[str]:
-    """What KubeRay makes of a group for ``ray start``: its parameters, and the rest from the Ray
-    container's limits."""
+    """Return KubeRay's options of a group for ``ray start``.
+
+    They are its parameters, and the Ray container's limits.
+    """
     parameters = dict(group.get("rayStartParams") or {})
     parameters.pop("dashboard-host", None)  # the rig's is on the loopback interface
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]

@@ -1,6 +1,8 @@
-"""``python ray_command.py start ...``: Ray's command, whose nodes fork their workers where servers
-for that run (:mod:`raymm.runtime.embedded.forked_workers`): importing torch in every worker takes
-longer than the runs on the rig."""
+"""Command ``python ray_command.py start ...``: Ray's command with forked workers.
+
+Nodes fork their workers from running servers (:mod:`raymm.runtime.embedded.forked_workers`),
+because importing torch in every worker takes longer than the runs on the rig.
+"""
 
 import sys
 

@@ -1,6 +1,8 @@
-"""A KubeRay cluster on one machine: Ray's own KubeRay autoscaler (v2, from the wheel) against a
-small server that plays the Kubernetes API, and pods that are ``ray start`` processes. Everything
-has ports and folders of its own; what ends is what was started here.
+"""KubeRay cluster on one machine.
+
+Ray's own KubeRay autoscaler (v2, from the wheel) uses a small server with the Kubernetes API, and
+pods are ``ray start`` processes. Everything has separate ports and folders, and only processes
+started here are stopped.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from tests.cluster.api_server import ApiState, Say, served
 from tests.cluster.pods import Pods
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of modules that tests share, as pytest has them on its path.
+# Folders of shared test modules, as on pytest's path.
 TEST_FOLDERS = [str(ROOT / "tests" / "training"), str(ROOT / "tests")]
-# Of every wait: a busy machine takes many times what a quiet one does.
+# Timeout of every wait: a busy machine takes many times as long as a quiet one.
 PATIENCE_S = 180.0
 _AUTOSCALER = (
     "from ray.autoscaler._private.kuberay.run_autoscaler import run_kuberay_autoscaler as run; "
@@ -37,15 +39,14 @@ _AUTOSCALER = (
 
 @dataclass(frozen=True)
 class Rig:
-    """A cluster that runs.
+    """Running cluster.
 
     Attributes:
-        pods: its pods.
         dashboard: address for ``ray job submit``, if there is one.
         gcs: address for ``ray.init``.
-        environment: of processes that talk to it: token and import path.
-        folder: of logs, and for whatever a test writes.
-        events: what has happened, a line each.
+        environment: environment of client processes: token and import path.
+        folder: folder of logs, and for files of tests.
+        events: one line per event.
     """
 
     pods: Pods
@@ -56,9 +57,10 @@ class Rig:
     events: list[str]
 
     def wait_until(self, done: Callable[[], Any], what: str) -> None:
-        """
+        """Wait for a condition.
+
         Raises:
-            TimeoutError: it does not come.
+            TimeoutError: the condition stays false.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not done():
@@ -67,7 +69,7 @@ class Rig:
             time.sleep(0.2)
 
     def account(self) -> str:
-        """Events, and the end of every log."""
+        """Return the events, and the end of every log."""
         logs = [
             f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}"
             for file in sorted(self.folder.glob("*.txt"))
@@ -76,7 +78,7 @@ class Rig:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, below Ray's worker ports (10002 to 19999)."""
+    """Return free ports below Ray's worker ports (10002 to 19999)."""
     ports: list[int] = []
     for port in range(5200 + os.getpid() * 7 % 1500, 10000):
         with socket.socket() as probe:
@@ -92,12 +94,12 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def kuberay(cluster: dict[str, Any], say: Say = print, jobs: bool = False) -> Iterator[Rig]:
-    """A RayCluster, brought up; ended with all of its processes at the block's end.
+    """Start a RayCluster for a `with` block; all of its processes are stopped at the end.
 
     Args:
-        cluster: the manifest.
-        say: is told of events, too.
-        jobs: whether some will be submitted: to a dashboard, whose processes take seconds to start.
+        cluster: manifest.
+        say: called with every event, too.
+        jobs: True to start a dashboard for submitted jobs, which takes seconds.
     """
     start, events = time.monotonic(), []
 
@@ -106,7 +108,7 @@ def kuberay(cluster: dict[str, Any], say: Say = print, jobs: bool = False) -> It
         say(events[-1])
 
     cluster = _with_defaults(cluster)
-    # Short: Ray's socket paths below it must stay under 107 characters.
+    # Ray's socket paths below it must stay under 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="rig-", dir="/tmp"))
     certificate, key = _certificate(folder)
     gcs, dashboard, agent, client = free_ports(4)
@@ -121,7 +123,7 @@ def kuberay(cluster: dict[str, Any], say: Say = print, jobs: bool = False) -> It
     pods = autoscaler = None
     try:
         with served(state, certificate, key) as port:
-            # Of the head's pod: its service account may read the RayCluster.
+            # For the head's pod: its service account may read the RayCluster.
             environment |= {
                 "KUBERNETES_SERVICE_HOST": "127.0.0.1", "RAY_CLUSTER_NAME": name,
                 "KUBERNETES_SERVICE_PORT_HTTPS": str(port), "RAY_HEAD_POD_NAME": f"{name}-head",
@@ -159,7 +161,8 @@ def _with_defaults(cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(cluster: dict[str, Any]) -> dict[str, str]:
-    """Of all of its processes: what the operator sets, and what lets nodes share a machine."""
+    """Return the environment of all processes: the operator's, and settings for a shared machine.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {
         **server_variables(),
@@ -168,13 +171,13 @@ def _environment(cluster: dict[str, Any]) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "RAY_enable_autoscaler_v2": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        # Ray kills what it likes when others use the machine's memory up.
+        # Otherwise Ray kills workers when other processes use up the machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         # A node of 7 CPUs would start 7 workers at once, which import for a minute.
         "RAY_prestart_worker_first_driver": "0",
         "RAY_raylet_start_wait_time_s": "120",
-        # A node that is killed is found dead after some 3 s, not 15.
+        # Detect a killed node after some 3 s instead of 15.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": "3",
     }

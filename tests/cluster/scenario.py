@@ -1,4 +1,4 @@
-"""What the rig's tests share: the shipped cluster, and a small run that asks for its GPUs."""
+"""Shared parts of the rig's tests: the shipped cluster, and a small run that needs its GPUs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from deploy.check import kustomize
 from tests.cluster.rig import ROOT, TEST_FOLDERS, Rig
 
-# More than a run takes while a node is announced to end.
+# More than a run takes while a node is drained.
 STEPS = 400
 SHIPPED = ROOT / "deploy" / "overlays" / "interactive"
-# Of a whole job: its driver and two ranks import torch and transformers anew.
+# Timeout of a whole job: its driver and two ranks import torch and transformers.
 JOB_TIMEOUT_S = 400
 
 
 def shipped_cluster(idle_seconds: int) -> dict[str, Any]:
-    """The RayCluster as it is shipped, but for how long an idle node stays: minutes there."""
+    """Return the shipped RayCluster with a shorter idle timeout, which is minutes there."""
     (cluster,) = (
         one for one in kustomize.build(SHIPPED) if one["kind"] == "RayCluster"
     )
@@ -27,7 +27,8 @@ def shipped_cluster(idle_seconds: int) -> dict[str, Any]:
 
 
 def write_run(folder: Path) -> None:
-    """``config.yaml``: two ranks on a GPU each, which compute on the CPU, and data workers."""
+    """Write ``config.yaml``: two ranks on one GPU each that compute on the CPU, and data workers.
+    """
     sys.path[:0] = TEST_FOLDERS
     from tiny_run import prepare, settings, write_config
 
@@ -36,18 +37,18 @@ def write_run(folder: Path) -> None:
     values = settings(prepare(inputs), folder / "run", STEPS)
     values["resources"] = {"cpus": 1, "gpus": 1}
     values["run"]["checkpoint_every"] = STEPS
-    # A run that has to leave a node shows how it ends; by itself it would go on.
+    # A run that has to leave a node ends here; by default it would continue.
     values["run"]["max_preemptions"] = 0
     write_config(values, folder / "config.yaml")
 
 
 def submit(rig: Rig, name: str, *settings: str) -> subprocess.Popen:
-    """Submit the run with a folder of its own; the process ends with the job.
+    """Submit the run with a new folder; the returned process ends with the job.
 
     Args:
-        rig: with a dashboard.
-        name: of the folder.
-        settings: that replace those of the file, as ``section.field=value``.
+        rig: rig with a dashboard.
+        name: name of the folder.
+        settings: changes of the file, as ``section.field=value``.
     """
     ray = str(Path(sys.executable).with_name("ray"))
     settings = (f"run.storage_path={rig.folder / name}", *settings)
@@ -60,7 +61,7 @@ def submit(rig: Rig, name: str, *settings: str) -> subprocess.Popen:
 
 
 def job(rig: Rig, name: str, *settings: str) -> str:
-    """As :func:`submit`, and wait for its end; its output."""
+    """Submit the run like :func:`submit`, wait for its end, and return its output."""
     process = submit(rig, name, *settings)
     text, _ = process.communicate(timeout=JOB_TIMEOUT_S)
     assert process.returncode == 0, f"{text}\n{rig.account()}"
@@ -68,7 +69,7 @@ def job(rig: Rig, name: str, *settings: str) -> str:
 
 
 def losses(run: Path) -> list[float]:
-    """Of every step that a run has taken, in order."""
+    """Return the losses of all steps of a run, in order."""
     from raymm.monitor.metrics import read_metrics
 
     file = run / "metrics.jsonl"

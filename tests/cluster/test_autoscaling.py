@@ -1,6 +1,9 @@
-"""The shipped RayCluster under Ray's own KubeRay autoscaler: nodes come when a run's places are
-asked for, and go; and the hook that a pod runs before its end announces it. Runs on it are in
-``test_going_on``; submitted jobs take minutes and are for ``python -m tests.cluster`` only."""
+"""Shipped RayCluster under Ray's own KubeRay autoscaler.
+
+Nodes are added when a run requests resources, and removed later; the hook that a pod runs before
+its end announces it. Runs are in ``test_going_on``; submitted jobs take minutes and are only in
+``python -m tests.cluster``.
+"""
 
 import shutil
 import subprocess
@@ -11,7 +14,7 @@ import pytest
 from tests.cluster.rig import kuberay
 from tests.cluster.scenario import shipped_cluster
 
-# Of the whole test: some 30 s alone, many times that on a busy machine.
+# Timeout of the whole test: some 30 s alone, many times that on a busy machine.
 TEST_TIMEOUT_S = 600
 DRIVER = """
 import ray, sys

@@ -1,5 +1,7 @@
-"""Runs whose nodes are taken from under them: ``python -m tests.cluster.going_on`` in a process of
-its own, as Ray reads its settings once."""
+"""Runs that lose nodes: ``python -m tests.cluster.going_on`` in a separate process.
+
+Ray reads its settings once per process.
+"""
 
 import shutil
 import subprocess
@@ -9,7 +11,7 @@ import pytest
 
 from tests.cluster.rig import ROOT
 
-# Of the whole test: two to three minutes, many times that on a busy machine.
+# Timeout of the whole test: two to three minutes, many times that on a busy machine.
 TEST_TIMEOUT_S = 900
 
 

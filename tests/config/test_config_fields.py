@@ -1,4 +1,4 @@
-"""Every field of a configuration refuses what makes no sense, and says so by its name."""
+"""Every field of a configuration rejects invalid values by its name."""
 
 import types
 import typing
@@ -22,7 +22,7 @@ ODD = {
 
 
 def sections(root: type[BaseModel], where: str = "") -> dict[str, tuple[type[BaseModel], str]]:
-    """By path, every field of a section and of those in it."""
+    """Return every field of a section and its subsections, by path."""
     found = {}
     for name, field in root.model_fields.items():
         path = f"{where}{name}"
@@ -34,7 +34,7 @@ def sections(root: type[BaseModel], where: str = "") -> dict[str, tuple[type[Bas
 
 
 def leaves(annotation: Any) -> list[Any]:
-    """The types that an annotation is made of."""
+    """Return the component types of an annotation."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
         return [leaf for one in typing.get_args(annotation) for leaf in leaves(one)]
     return [annotation]
@@ -73,7 +73,7 @@ def test_odd_values_are_refused(path):
             pytest.fail(f"{path} takes {what}: {value!r:.40}")
 
 
-# Numbers of these have their ranges in the classes that they become.
+# Numbers whose ranges are checked in the classes that they become.
 ELSEWHERE = ("parallel.", "optimizer.", "planning.tokens", "resources.custom")
 
 

@@ -11,7 +11,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(1, 9))
 def test_a_module_may_have_a_longer_warm_up(steps, general, of_module):
-    """The schedule of a run that ends within a warm-up ends with it, in modules, too."""
+    """Check that a module's schedule may end within its warm-up, as a run's may."""
     section = OptimizerSection(
         schedule="cosine", warmup_steps=general, modules={"vision": {"warmup_steps": of_module}}
     )
@@ -30,7 +30,7 @@ def test_a_warm_up_beyond_the_given_end_is_refused():
 
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from(SCHEDULES))
 def test_a_run_without_a_rate_is_noted(steps, general, of_vision, schedule):
-    """Rates are 0 in the first step of a warm-up: a run of one step would train nothing."""
+    """Note that the rate is 0 in the first step of a warm-up: one step would train nothing."""
     section = OptimizerSection(
         schedule=schedule, warmup_steps=general, modules={"vision": {"warmup_steps": of_vision}}
     )

@@ -1,4 +1,4 @@
-"""Analytic profiles: whole models, what a device and a parallel group make of the counts."""
+"""Analytic profiles: whole models, and the effects of devices and parallel groups on counts."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ SIGLIP = SiglipVisionConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     image_size=32, patch_size=8,
 )
-# Where neither memory traffic nor a share of the peak blurs what is compared.
+# A device without memory traffic and with full efficiency, for exact comparisons.
 IDEAL = replace(find_device("A40"), memory_bandwidth=1e30, efficiency=1.0)
 
 
@@ -56,7 +56,7 @@ def test_parameter_bytes_are_exact(model):
 
 
 def test_weights_under_adapters_have_no_gradients(model):
-    """Bytes of the parameters that torch would train, and B_w of their products."""
+    """Compare bytes with torch's trainable parameters, and B_w with their products."""
     adapted = MultimodalModule(
         {"vision": ModalityModule(SIGLIP, "mlp", frozen=True)},
         ModalityModule(LLAMA, lora=LoraConfig(r=4)),

@@ -1,4 +1,4 @@
-"""Bytes of analytic profiles, against those that real layers have."""
+"""Bytes of analytic profiles equal those of real layers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_an_encoder(dtype: str) -> None:
         "cpu", "bfloat16" if dtype == "bf16" else None, False, 1,
     ).measure(ProfileRequest(inputs, {}), repeats=1).layers
     analytic = analytic_layers(source.skeleton(), Load(ROWS, 144), "H100", dtype)
-    # With the first are pixels, which are data; under autocast, a cast of them is saved instead.
+    # The first layer includes pixels, which are data; under autocast, their cast is saved instead.
     kept = [layer.activation_bytes for layer in analytic]
     kept[0] -= inputs["pixel_values"].nbytes if dtype == "fp32" else 0
     for layer, expected, activations in zip(measured, analytic, kept, strict=True):
         assert activations == pytest.approx(float(layer.activation_bytes), rel=0.01)
         assert expected.working_bytes > 0.8 * layer.working_bytes
         assert expected.forward_bytes == pytest.approx(float(layer.forward_bytes), rel=0.2)
-    # The gradient of what the last one hands on is there already.
+    # The gradient of the last one's output already exists.
     for layer, expected in zip(measured[:-1], analytic[:-1], strict=True):
         assert expected.working_bytes == pytest.approx(float(layer.working_bytes), rel=0.2)
     assert analytic[0].data_bytes == inputs["pixel_values"].nbytes

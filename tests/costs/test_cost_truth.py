@@ -1,5 +1,7 @@
-"""Counted parameters, FLOPs and bytes of some kinds of modules against what torch measures; all
-kinds are in ``python -m benchmarks.cost_truth``."""
+"""Counted parameters, FLOPs and bytes of some modules equal torch's measurements.
+
+``python -m benchmarks.cost_truth`` covers all kinds of modules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that autograd saves, against runs with values and against runs of all blocks."""
+"""Bytes that autograd saves equal those of runs with values and of runs of all blocks."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_an_encoder_and_its_projector_have_their_own_bytes() -> None:
     assert sum(encoder.layers) == pytest.approx(measured, rel=0.1)
     projector = forward_run.forward_run(torch.nn.Identity(), load.of_projector(), "fp32")
     assert projector is not None
-    # What its activation function reads and returns; its input is saved by the encoder's head.
+    # Input and output of its activation function; its own input is saved by the encoder's head.
     assert sum(projector.layers) == 3 * 16 * 4 * (64 + 64)

@@ -1,4 +1,4 @@
-"""Counted FLOPs against torch's own counter on real models, parameters against real ones."""
+"""Counted FLOPs equal torch's counter on real models, counted parameters the real ones."""
 
 import pytest
 import torch
@@ -84,7 +84,8 @@ ENCODERS = {
 
 
 def make(model_class, config) -> nn.Module:
-    """A model whose attention and experts are plain products, which torch's counter knows."""
+    """Return a model with attention and experts as plain products, which torch's counter supports.
+    """
     torch.manual_seed(0)
     model = model_class(config).eval()
     model.set_attn_implementation("eager")
@@ -93,7 +94,7 @@ def make(model_class, config) -> nn.Module:
 
 
 def measured_flops(model: nn.Module, inputs: dict) -> tuple[int, int]:
-    """Forward and backward FLOPs of a real run, as torch counts them."""
+    """Return forward and backward FLOPs of a real run, as counted by torch."""
     with FlopCounterMode(display=False) as forward:
         output = model(**inputs)
     result = output.logits if hasattr(output, "logits") else output.last_hidden_state
@@ -112,7 +113,7 @@ def test_language_models_agree_with_torchs_counter(name):
     layers = count_layers(on_meta(model), load, causal=True)
     assert len(layers) == num_blocks(model)
     products = sum(layer.matmul_flops for layer in layers)
-    # Eager attention computes the masked half too, and its backward recomputes no scores.
+    # Eager attention computes the masked half too, and its backward does not recompute scores.
     whole = 2 * load.tokens / (load.tokens + 1)
     attention = whole * sum(layer.attention_flops for layer in layers)
     assert products + attention == pytest.approx(forward, rel=1e-3)
@@ -128,7 +129,7 @@ def test_encoders_agree_with_torchs_counter(name):
     assert len(layers) == num_blocks(model)
     total = sum(layer.matmul_flops + layer.attention_flops for layer in layers)
     assert total == pytest.approx(forward, rel=0.02)
-    # Torch has no gradient of the pixels, and none of a pooling head that nothing reads.
+    # Torch computes no gradient of the pixels or of an unused pooling head.
     assert 2 * total == pytest.approx(backward, rel=0.1)
     if name != "wav2vec2":
         assert default_tokens(model) == tokens
@@ -150,7 +151,7 @@ def test_parameters_are_exact(name):
     counted = sum(layer.parameters for layer in layers)
     exact = sum(p.numel() for p in model.parameters())
     tied = getattr(config, "tie_word_embeddings", False) and name in LANGUAGE_MODELS
-    # A tied embedding lies on the first and on the last stage.
+    # A tied embedding is on the first and on the last stage.
     assert counted == exact + (model.get_input_embeddings().weight.numel() if tied else 0)
 
 
@@ -160,7 +161,7 @@ def test_what_surrounds_the_blocks_counts_with_the_first_and_last():
     assert middle == third
     assert first.parameters - middle.parameters == 300 * 64
     assert last.parameters - middle.parameters == 300 * 64 + 64
-    assert first.matmul_flops == middle.matmul_flops  # looking up an embedding is no product
+    assert first.matmul_flops == middle.matmul_flops  # an embedding lookup is not a product
     assert last.matmul_flops - middle.matmul_flops == 2 * 16 * 300 * 64
     assert (first.output_elements, last.output_elements) == (16 * 64, 1)
 
@@ -201,7 +202,7 @@ def test_experts_take_only_the_tokens_routed_to_them():
     one_expert = 3 * 64 * 160
     assert block(2).matmul_flops - block(1).matmul_flops == 2 * 16 * one_expert
     assert block(2).expert_parameters == 4 * one_expert
-    # Every token goes to two experts, with a weight, and comes back.
+    # Every token is sent to two experts, with a weight, and returned.
     assert block(2).exchange_elements == 16 * 2 * (2 * 64 + 1)
     assert block(2).parameters == block(1).parameters
 

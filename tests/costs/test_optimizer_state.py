@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and what optimizers keep, measured, are those of the plan."""
+"""Measured bytes of weights, gradients and optimizer state equal those of the plan."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def tensors_in(value) -> list[torch.Tensor]:
 
 
 def measured(stage, config: OptimizerConfig, module: StageId, dtype: str) -> int:
-    """Bytes of what is there after a step, and of copies that are there during one."""
+    """Return the bytes after a step, and those of temporary copies during a step."""
     if dtype == "bf16":
         cast_frozen(stage, torch.bfloat16)
     parameters = {(module, n): p for n, p in stage.named_parameters() if p.requires_grad}
@@ -81,7 +81,7 @@ def test_bytes_are_as_planned(name, dtype):
     values, lora = CASES[name]
     config = OptimizerConfig(**values)
     if config.parameters != FP32 and dtype == "fp32":
-        return  # refused
+        return  # rejected
     model = MultimodalModule(
         {"vision": ModalityModule(SIGLIP, "mlp")}, ModalityModule(LLAMA, lora=lora)
     )

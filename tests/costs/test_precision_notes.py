@@ -1,4 +1,4 @@
-"""A run says which GPU it is on, and in fp32 what that costs."""
+"""A run reports its GPU, and the cost of fp32."""
 
 import pytest
 

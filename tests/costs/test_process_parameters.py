@@ -1,5 +1,4 @@
-"""The parameters of a process of a tensor-parallel group: those that are planned for, and those
-that its shards of a real model have."""
+"""Planned parameters of a tensor-parallel process equal its shards of a real model."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from raymm.scheduler.schedule.process_costs import process_layers, stage_layers
 
 
 def tiny_configs():
-    """Language models without experts, with few, and with more experts than all the rest."""
+    """Return language models without experts, with few, and with mostly experts."""
     sizes = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=64, tie_word_embeddings=False,
@@ -46,7 +45,7 @@ def tiny_configs():
 
 
 def tiny_encoders():
-    """Encoders with convolutions, position embeddings and biases."""
+    """Return encoders with convolutions, position embeddings and biases."""
     sizes = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         image_size=32, patch_size=8,
@@ -58,7 +57,7 @@ def tiny_encoders():
 
 
 def pieces(name: str, tp: int) -> tuple[tuple[LayerCost, ...], dict[str, int]]:
-    """The costs of a process's layers, and the bytes of its shards of a real model by parameter."""
+    """Return costs of a process's layers, and bytes of its shards of a real model by parameter."""
     configs = tiny_configs() | tiny_encoders()
     source = ConfigSource(getattr(transformers, name), configs[name])
     skeleton = source.skeleton()

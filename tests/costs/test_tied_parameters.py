@@ -1,5 +1,4 @@
-"""State of stages whose embedding is their head, too: against the parameters that each stage of a
-real model holds."""
+"""State of stages with tied embeddings equals the parameters of each stage of a real model."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def llama(tied: bool) -> LlamaConfig:
 
 
 def counted(tied: bool) -> tuple[CostProfile, int, int]:
-    """The profile, with bytes of all parameters and of the embedding."""
+    """Return the profile, with bytes of all parameters and of the embedding."""
     skeleton = ConfigSource(transformers.LlamaForCausalLM, llama(tied)).skeleton()
     layers = analytic_layers(skeleton, Load(1, 16), "cpu", "fp32", causal=True)
     exact = 4 * sum(p.numel() for p in skeleton.parameters())
@@ -82,7 +81,7 @@ def test_a_module_that_is_not_cut_holds_a_tied_parameter_once() -> None:
 
 
 def test_weight_gradients_of_adapters_move_no_bytes_of_their_base() -> None:
-    """On a device whose products take no time, B_w takes as long as its bytes."""
+    """Use a device with instant products, so that B_w takes the time of its bytes."""
     device = find_device("H100")
     slow = type(device)(**{**vars(device), "flops": dict.fromkeys(device.flops, 1e30)})
     model = MultimodalModule({}, ModalityModule(llama(False), lora=LoraConfig(r=4)))

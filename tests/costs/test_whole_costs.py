@@ -1,5 +1,4 @@
-"""Counted FLOPs of whole models' towers against torch's own counter, on what the tower itself
-computes of a microbatch."""
+"""Counted FLOPs of VLM towers equal torch's counter for the tower's own computation."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from raymm.costs.observed_load import observe
 from raymm.costs.workload import microbatch_workload
 from raymm.model.whole_model import from_pretrained
 
-# Of all; attention is counted in pairs, and these images are tiny.
+# Relative to all FLOPs; attention is counted in pairs, and these images are tiny.
 TOLERANCE = 0.1
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "Gemma3ForConditionalGeneration",  # a config of parts does not say an image's tokens
-        "GlmAsrForConditionalGeneration",  # convolutions, of which one reduces
-        "DeepseekVLHybridForConditionalGeneration",  # two encoders, whose convolutions are many
-        "Idefics3ForConditionalGeneration",  # does not run without values
+        "Gemma3ForConditionalGeneration",  # a config of parts does not contain an image's tokens
+        "GlmAsrForConditionalGeneration",  # convolutions, one of them with a stride
+        "DeepseekVLHybridForConditionalGeneration",  # two encoders with many convolutions
+        "Idefics3ForConditionalGeneration",  # cannot run without values
     ],
 )
 def test_a_towers_flops_are_those_of_its_forward(name):
@@ -47,7 +46,7 @@ def test_a_towers_flops_are_those_of_its_forward(name):
 
 
 def tiny_qwen(windows: bool) -> transformers.PreTrainedModel:
-    """A tower of images of their own sizes, with or without windows of attention."""
+    """Return a tower for images of native sizes, with or without windows of attention."""
     sizes = dict(depth=4, num_heads=4, patch_size=4, temporal_patch_size=2)
     torch.manual_seed(0)
     if windows:
@@ -76,7 +75,8 @@ GRIDS = st.lists(
 @given(GRIDS, st.booleans())
 def test_a_tower_of_native_sizes_attends_within_items_and_windows(grids, windows):
     module = tiny_qwen(windows).eval()
-    module.set_attn_implementation("eager")  # torch's counter does not know CPU's flash attention
+    # torch's counter does not support the CPU's flash attention
+    module.set_attn_implementation("eager")
     patches = sum(t * h * w for t, h, w in grids)
     inputs = {"hidden_states": torch.randn(patches, 96), "grid_thw": torch.tensor(grids)}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -90,7 +90,7 @@ def test_a_tower_of_native_sizes_attends_within_items_and_windows(grids, windows
 
 
 def test_cross_attention_counts_keys_of_the_other_modality():
-    """Of a language model that attends to features: FLOPs, and bytes of keys and values."""
+    """Count FLOPs, and bytes of keys and values, of a language model that attends to features."""
     name = "MllamaForConditionalGeneration"
     model_class = getattr(transformers, name)
     config, (microbatch, *_) = runnable(Family(KIND, model_class, model_class.config_class))

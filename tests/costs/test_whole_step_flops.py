@@ -1,4 +1,4 @@
-"""FLOPs of a step of a whole model, per module, are those that torch counts."""
+"""FLOPs of a VLM's step per module equal torch's count."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def described(kind, train):
 
 
 def counted_by_torch(kind, trained, step):
-    """Of transformers' own model, whose head runs on all rows, without the rows that raymm's leaves
-    out."""
+    """Count FLOPs of transformers' own model, without the rows that raymm's head skips."""
     model = AutoModelForMultimodalLM.from_pretrained(tiny(kind)[0], attn_implementation="eager")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)

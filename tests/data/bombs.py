@@ -1,4 +1,4 @@
-"""Small files that say they are huge, each as a library would take it."""
+"""Small files that claim to be huge, each valid for some library."""
 
 import struct
 import tarfile
@@ -10,7 +10,7 @@ import soundfile
 
 
 def png(path: Path, width: int = 20_000, height: int = 10_000) -> None:
-    """A whole, valid picture of one colour, written row by row."""
+    """Write a valid picture of one colour, row by row."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         body = kind + data
@@ -26,7 +26,7 @@ def png(path: Path, width: int = 20_000, height: int = 10_000) -> None:
 
 
 def gif(path: Path, frame: int = 60_000) -> None:
-    """A small screen with a first frame that is not."""
+    """Write a small screen with a huge first frame."""
     path.write_bytes(
         b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0)
         + b"," + struct.pack("<HHHHB", 0, 0, frame, frame, 0) + b"\x02\x02\x4c\x01\x00;"
@@ -34,7 +34,7 @@ def gif(path: Path, frame: int = 60_000) -> None:
 
 
 def webp(path: Path, side: int = 16_384) -> None:
-    """An animation's canvas, which Pillow would allocate on opening."""
+    """Write an animation's canvas, which Pillow would allocate when it opens the file."""
     size = struct.pack("<I", side - 1)[:3]
     body = b"WEBPVP8X" + struct.pack("<I", 10) + b"\x02\0\0\0" + size + size
     body += b"ANIM" + struct.pack("<I", 6) + bytes(6)
@@ -42,7 +42,7 @@ def webp(path: Path, side: int = 16_384) -> None:
 
 
 def tiff(path: Path, side: int = 50_000) -> None:
-    """One strip of zeros that is not there."""
+    """Write one strip of zeros that is missing."""
     tags = [(256, side), (257, side), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1),
             (278, side), (279, 100)]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
@@ -52,20 +52,20 @@ def tiff(path: Path, side: int = 50_000) -> None:
 
 
 def bmp(path: Path, side: int = 30_000) -> None:
-    """A header without pixels."""
+    """Write a header without pixels."""
     info = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0)
     path.write_bytes(b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + info)
 
 
 def jpeg(path: Path, side: int = 65_000) -> None:
-    """A start of frame, nothing else."""
+    """Write a start of frame, nothing else."""
     frame = struct.pack(">BHHB", 8, side, side, 1) + b"\x01\x11\x00"
     path.write_bytes(b"\xff\xd8\xff\xc0" + struct.pack(">H", len(frame) + 2) + frame
                      + b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00\xff\xd9")
 
 
 def flac(path: Path) -> None:
-    """Silence whose header promises 2**36 - 1 frames: 256 GiB as float32."""
+    """Write silence whose header claims 2**36 - 1 frames: 256 GiB as float32."""
     soundfile.write(path, np.zeros(4096, np.float32), 16_000, format="FLAC")
     content = bytearray(path.read_bytes())
     content[21] |= 0x0F  # STREAMINFO: the 36 bits after rate, channels and bits per sample
@@ -74,13 +74,13 @@ def flac(path: Path) -> None:
 
 
 def sparse(path: Path, size: int = 2**40) -> None:
-    """Zeros that take no room on the disk."""
+    """Write a sparse file of zeros."""
     with open(path, "wb") as file:
         file.truncate(size)
 
 
 def shard(path: Path, size: int = 2**33) -> None:
-    """A tar shard with one good sample, and one whose picture is a sparse range of its file."""
+    """Write a tar shard with a good sample, and one whose picture is a sparse range of its file."""
     with tarfile.open(path, "w") as out:
         from same_rows import add_member
 

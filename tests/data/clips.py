@@ -1,4 +1,4 @@
-"""Clips for tests, made with PyAV: moving blocks of which every frame is another, and a tone."""
+"""Clips for tests, made with PyAV: moving blocks, different in every frame, and a tone."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def make_clip(
     rate: int = RATE, sound: bool = False, codec: str | None = None, turned: int = 0,
     options: dict[str, str] | None = None, uneven: bool = False, file: Any = None,
 ) -> bytes:
-    """A clip's bytes.
+    """Return a clip's bytes.
 
     Args:
-        format: a key of :data:`FORMATS`.
-        frames: how many; 0 for a file that begins and ends.
+        format: key of :data:`FORMATS`.
+        frames: number of frames; 0 for an empty file.
         size: width and height.
-        gop: frames from a key frame to the next, at most.
+        gop: maximum distance of key frames.
         rate: frames per second.
-        sound: with a tone as long as the pictures.
-        codec: of the pictures.
-        turned: degrees.
-        options: of the container.
-        uneven: every third frame is shown three times as long.
-        file: where to write it; then nothing is returned.
+        sound: True for a tone as long as the pictures.
+        codec: codec of the pictures.
+        turned: rotation in degrees.
+        options: options of the container.
+        uneven: True to show every third frame three times as long.
+        file: file to write instead of returning bytes.
     """
     av.logging.set_level(None)
     target = io.BytesIO() if file is None else file
@@ -67,7 +67,7 @@ def make_clip(
 
 
 def picture(number: int, width: int, height: int) -> np.ndarray:
-    """(H, W, 3) uint8: blocks that move to the right, and a bar that tells the number."""
+    """Return (H, W, 3) uint8: blocks that move to the right, and a bar that encodes the number."""
     random = np.random.default_rng(7)
     blocks = random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3))
     pixels = blocks.repeat(8, 0).repeat(8, 1)[:height, :width]
@@ -77,7 +77,7 @@ def picture(number: int, width: int, height: int) -> np.ndarray:
 
 
 def tone(seconds: float) -> np.ndarray:
-    """(samples,) float32."""
+    """Return a tone, (samples,) float32."""
     at = np.arange(round(seconds * SOUND_RATE)) / SOUND_RATE
     return (0.3 * np.sin(2 * np.pi * TONE * at)).astype(np.float32)
 

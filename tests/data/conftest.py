@@ -1,4 +1,4 @@
-"""Fixtures of the data tests; this folder is on sys.path, for the helpers beside them."""
+"""Fixtures of the data tests; this folder is on sys.path, for the helpers in it."""
 
 import pytest
 from range_server import web  # noqa: F401 (fixture)
@@ -16,7 +16,10 @@ def tokenizer_dir(tmp_path_factory) -> str:
 
 @pytest.fixture
 def make_config(tmp_path, tokenizer_dir):
-    """A configuration over ``count`` fresh rows in ``tmp_path``; keywords override fields."""
+    """Return a function that writes a configuration over ``count`` new rows in ``tmp_path``.
+
+    Keywords override fields.
+    """
 
     def make(count: int = 20, image: str = "image", **overrides) -> DataConfig:
         write_rows(tmp_path, count)

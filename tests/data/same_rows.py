@@ -16,7 +16,7 @@ def add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def hf_media(folder: Path, name: str | None, embedded: bool) -> dict | None:
-    """What ``datasets`` stores for a media file."""
+    """Return the value that ``datasets`` stores for a media file."""
     if name is None:
         return None
     if embedded:
@@ -25,7 +25,7 @@ def hf_media(folder: Path, name: str | None, embedded: bool) -> dict | None:
 
 
 def hf_rows(folder: Path, count: int, embedded: bool = True) -> list[dict]:
-    """``write_rows`` with media as ``datasets`` has them; all rows have all columns."""
+    """Write rows with media in the form of ``datasets``; all rows have all columns."""
     return [
         {
             "id": row["id"],
@@ -39,7 +39,7 @@ def hf_rows(folder: Path, count: int, embedded: bool = True) -> list[dict]:
 
 
 def write_parquet(folder: Path, count: int, embedded: bool = True, group: int = 7) -> Path:
-    """Two Parquet files of several row groups."""
+    """Write two Parquet files of several row groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -53,7 +53,8 @@ def write_parquet(folder: Path, count: int, embedded: bool = True, group: int = 
 
 
 def write_shards(folder: Path, count: int) -> Path:
-    """Two tar shards: text in ``json`` or ``txt``, images ``0.png`` and ``1.png``, ``wav``."""
+    """Write two tar shards: text in ``json`` or ``txt``, images ``0.png`` and ``1.png``, ``wav``.
+    """
     rows, half = write_rows(folder, count), count // 2
     (folder / "shards").mkdir()
     for number, part in enumerate((rows[:half], rows[half:])):
@@ -72,7 +73,7 @@ def write_shards(folder: Path, count: int) -> Path:
 
 
 def write_datasets_folder(folder: Path, count: int, embedded: bool = True) -> Path:
-    """A folder of ``save_to_disk`` with ``datasets``' own types."""
+    """Write a folder of ``save_to_disk`` with ``datasets``' own types."""
     import datasets
 
     message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
@@ -81,7 +82,7 @@ def write_datasets_folder(folder: Path, count: int, embedded: bool = True) -> Pa
         text=datasets.Value("string"),
         messages=datasets.List(message),
         images=datasets.List(datasets.Image()),
-        # What datasets.Audio() stores; writing with that type needs torchcodec.
+        # Storage type of datasets.Audio(); writing with that type needs torchcodec.
         audio={"bytes": datasets.Value("binary"), "path": datasets.Value("string")},
     )
     rows = hf_rows(folder, count, embedded)

@@ -1,4 +1,4 @@
-"""A small real tokenizer, and small real PNG, WAV and JSONL files."""
+"""Small real tokenizer, and small real PNG, WAV and JSONL files."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def write_sound(path: Path, seed: int) -> None:
 
 
 def write_rows(folder: Path, count: int) -> list[dict]:
-    """Rows that cycle through text, image, sound, both, and two images; ``train.jsonl``."""
+    """Write ``train.jsonl``: rows that cycle through text, image, audio, both, and two images."""
     rows = []
     for i in range(count):
         row = {"id": f"s{i}", "images": [], "audio": None}

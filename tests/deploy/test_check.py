@@ -1,4 +1,4 @@
-"""``python -m deploy.check`` finds nothing in what is shipped, and what is planted in it."""
+"""``python -m deploy.check`` accepts the shipped files, and detects planted mistakes."""
 
 import copy
 import functools
@@ -55,9 +55,9 @@ HEAD_POD, POD = f"{HEAD}/template/spec", f"{WORKER}/template/spec"
 RAY_CONTAINER = f"{POD}/containers/0"
 OF_JOB = RAY_CONTAINER.replace("/spec/", "/spec/rayClusterSpec/", 1)
 
-# (of what, the mistake as a JSON patch, a part of what must be said)
+# (document, mistake as a JSON patch, a part of the message)
 MISTAKES = {
-    # types and names that the schemas know
+    # types and names in the schemas
     "misspelt field": (CLUSTER, {"op": "add", "path": "/spec/rayverion", "value": "2.60.0"},
                        "'rayverion' was unexpected"),
     "misspelt field of a pod": (
@@ -132,7 +132,7 @@ MISTAKES = {
     "environment that is no YAML": (
         JOB, {"op": "add", "path": "/spec/runtimeEnvYAML", "value": "env_vars: {a: [}"},
         "runtimeEnvYAML"),
-    # what would be taken, and not work
+    # accepted by the operator, but not working
     "another Ray than the image's": (
         CLUSTER, {"op": "replace", "path": "/spec/rayVersion", "value": "2.55.0"},
         "the image has Ray 2.60.0"),

@@ -1,4 +1,4 @@
-"""Each of the operator's rules, alone, on the smallest cluster and job that keep all of them."""
+"""Each of the operator's rules, alone, on the smallest valid cluster and job."""
 
 import copy
 
@@ -40,7 +40,7 @@ def cases(manifest, *rows):
     return [(manifest, *row) for row in rows]
 
 
-# (of what, rule's number and part, values by path, what is said); None removes.
+# (document, rule's number and part, values by path, message); None removes.
 RULES = [
     *cases(
         CLUSTER,
@@ -162,7 +162,7 @@ def test_rule(manifest, rule, values, says):
 
 
 def test_every_rule_is_broken_above():
-    """A rule that no row breaks would be untested."""
+    """Require a row for each rule, so that every rule is tested."""
     for rules, kind in ((CLUSTER_RULES, "RayCluster"), (JOB_RULES, "RayJob")):
         for rule in rules:
             assert any(

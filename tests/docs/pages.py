@@ -1,4 +1,4 @@
-"""The pages for users, and the blocks of code in them."""
+"""Pages for users, and the blocks of code in them."""
 
 import re
 from pathlib import Path
@@ -14,14 +14,14 @@ _BLOCK = re.compile(r"(?:<!-- not (run|checked): .+? -->\n)?^```(\w*)\n(.*?)^```
 
 
 class Block(NamedTuple):
-    """A block of code.
+    """Block of code.
 
     Attributes:
-        page: its file, from the root.
-        line: where it begins.
-        language: as the fence says; empty for commands.
-        text: what is in it.
-        skipped: whether a comment over it says why it is ``not run`` or ``not checked``.
+        page: its file, relative to the root.
+        line: first line.
+        language: language of the fence; empty for commands.
+        text: content.
+        skipped: True if a comment before it explains why it is ``not run`` or ``not checked``.
     """
 
     page: str
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    """All blocks of these languages."""
+    """Return all blocks of these languages."""
     found = []
     for page in PAGES:
         text = page.read_text()

@@ -1,4 +1,4 @@
-"""Texts that the source can print, as a page quotes them: with … for what is filled in."""
+"""Texts that the source can print, as a page quotes them: with … for filled-in values."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ FILLED_IN = "…"
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A constant or an f-string; None for what is neither."""
+    """Return a constant or an f-string as text; None for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -18,7 +18,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def source_texts() -> Iterator[str]:
-    """Of all files of the packages, docstrings too; white space as one blank."""
+    """Yield texts of all files of the packages, including docstrings, with single spaces."""
     for file in house.files():
         for node in ast.walk(house.tree(file)):
             if (text := text_of(node)) is not None:

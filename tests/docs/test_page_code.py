@@ -1,7 +1,7 @@
-"""The Python on pages runs as it stands, and does what the text around it says.
+"""Python code on pages runs unchanged, with the described results.
 
-The blocks of a page are one program, in the order of the page. The README's starts a Ray of its
-own; the others run in the session's cluster.
+The blocks of a page are one program, in the order of the page. The README's program starts its own
+Ray; the others run in the session's cluster.
 """
 
 import subprocess
@@ -22,13 +22,13 @@ for block in blocks("python"):
 
 
 def model_folder(names):
-    """What docs/masks.md is given: a model's folder, and some tokens."""
+    """Return the inputs of docs/masks.md: a model's folder, and some tokens."""
     LlamaForCausalLM(LlamaConfig(vocab_size=61, **TINY)).save_pretrained("tiny")
     names.update(folder="tiny", input_ids=torch.arange(1000)[None] % 61)
 
 
 def masks_hide(names):
-    """A change of the first document changes its outputs and none of the second's."""
+    """Check that a change of the first document affects its outputs and none of the second's."""
     model, ids, mask = (names[name] for name in ("model", "input_ids", "mask"))
     with torch.no_grad():
         before = model(ids, raymm_mask=mask).logits

@@ -1,4 +1,4 @@
-"""Commands on pages are ones that raymm, make and the shell have."""
+"""Commands on pages exist in raymm, make and the shell."""
 
 import re
 import shlex
@@ -16,10 +16,10 @@ _RAYMM = re.compile(r"(?:^|-- |-m |&& )raymm ([a-z]+\b.*)$")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every command, from blocks and from within text."""
+    """Return (page, command) of every command in blocks and text."""
     found = []
     for block in blocks("", "sh", "bash"):
-        joined = re.sub(r"\\?\n\s+", " ", block.text)  # what is indented goes on
+        joined = re.sub(r"\\?\n\s+", " ", block.text)  # indented lines continue a command
         found += [(block.page, line) for line in joined.splitlines() if line.strip()]
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
@@ -29,7 +29,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def arguments(command: str) -> list[str] | None:
-    """What a command gives to ``raymm``; None if it is another's."""
+    """Return a command's arguments for ``raymm``; None for other programs."""
     match = _RAYMM.search(re.sub(r"\s+# .*", "", command))
     if match is None:
         return None
@@ -47,7 +47,7 @@ OF_RAYMM = sorted({
 @pytest.mark.parametrize("page, given", OF_RAYMM)
 def test_options_are_those_of_the_command_line(page, given, capsys):
     words = shlex.split(given)
-    if len(words) == 1:  # `raymm train`, in a sentence
+    if len(words) == 1:  # `raymm train` in a sentence
         assert words[0] in SUBCOMMANDS, page
         return
     try:

@@ -1,4 +1,4 @@
-"""YAML on pages is a part of a configuration, and the reference says what every field is."""
+"""YAML on pages is a valid part of a configuration, and the reference describes every field."""
 
 import copy
 
@@ -10,7 +10,7 @@ from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
 from tests.docs.pages import blocks
 
-# What a part of a configuration on a page is completed by.
+# Completion of a part of a configuration on a page.
 WHOLE = {
     "run": {"storage_path": "runs/x", "steps": 10},
     "model": {
@@ -28,7 +28,7 @@ BLOCKS = [block for block in blocks("yaml") if not block.skipped]
 
 
 def completed(part, whole):
-    """A part, with what is missing in it. An encoder or source that is given is not completed."""
+    """Return a part with the missing sections; given encoders and sources are not completed."""
     if not isinstance(part, dict) or not isinstance(whole, dict):
         return part
     if {"path", "config", "factory"} & set(part):
@@ -41,7 +41,7 @@ def test_settings_are_accepted(block):
     part = parse_yaml(block.text, str(block))
     assert set(part) <= set(TrainConfig.model_fields)
     whole = copy.deepcopy(WHOLE)
-    if "path" in part.get("model", {}):  # a whole model's processor has kinds of items of its own
+    if "path" in part.get("model", {}):  # a VLM's processor has its own kinds of items
         del whole["data"]["modalities"]
     parse_config(completed(part, whole))
 
@@ -79,7 +79,7 @@ def test_the_reference_has_every_field():
 
 def test_a_field_that_nothing_is_said_of_ends_the_build():
     class Silent(reference.BaseModel):
-        """A section."""
+        """Section without descriptions."""
 
         name: int = 1
 

@@ -1,7 +1,7 @@
-"""Promises of the pages about faults and hostile input, each with the test that holds it.
+"""Promises of the pages about faults and hostile input, each with the test that checks it.
 
-The tests are named by file and function, and run where they are. A promise that is reworded must be
-compared with its test again.
+The tests are named by file and function, and run in their own files. After a promise is reworded,
+compare it with its test again.
 """
 
 import ast
@@ -226,7 +226,7 @@ PROMISES = {
 }
 
 
-# Pages on which every list item with a title promises something.
+# Pages where every list item with a title is a promise.
 TITLED = re.compile(r"^- \*\*(.+?)\*\*.*?(?=^- |^\n|^#|\Z)", re.MULTILINE | re.DOTALL)
 WHOLE_PAGES = ("docs/checkpoints.md", "docs/security.md")
 
@@ -242,7 +242,7 @@ def test_every_titled_item_has_a_promise_with_a_test(page):
 
 @functools.cache
 def functions(file: str) -> frozenset[str]:
-    """Names of the functions of a module."""
+    """Return the names of the functions of a module."""
     tree = ast.parse((ROOT / file).read_text())
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 

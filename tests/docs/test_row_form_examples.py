@@ -1,4 +1,4 @@
-"""The examples of the table of row forms are read as the table says."""
+"""Examples in the table of row forms are read as described."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def chat(*turns):
     ]
 
 
-# What the text around the examples says that they become.
+# Results of the examples according to the text around them.
 BECOMES = {
     "messages": chat("What is in the picture?", "A red circle."),
     "conversations": chat("What is in the picture?", "A red circle."),

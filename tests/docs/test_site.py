@@ -1,4 +1,4 @@
-"""The site has every page, and a link to nothing fails its build."""
+"""The site has every page, and a broken link fails its build."""
 
 import shutil
 
@@ -13,7 +13,7 @@ from tests.docs.pages import PAGES, ROOT
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The pages and what they link to, in another place."""
+    """Copy the pages and their link targets to another folder."""
     for name in ("README.md", "mkdocs.yml", "deploy", "benchmarks", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

@@ -1,4 +1,4 @@
-"""What the page on troubleshooting quotes can be printed by the source."""
+"""The source can print all quotes of the page on troubleshooting."""
 
 import re
 
@@ -10,7 +10,7 @@ QUOTES = re.findall(r"^\| `(.+?)` \|", PAGE, re.M)
 
 
 def missing(quotes: list[str]) -> list[str]:
-    """Quotes that no text of the source has in it."""
+    """Return the quotes that no text of the source contains."""
     texts = set(source_texts())
     return [quote for quote in quotes if not any(quote in text for text in texts)]
 

@@ -1,4 +1,4 @@
-"""Figures as they are before they become files, to assert on what is drawn."""
+"""Figures before they are written to files, for assertions on their content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.transforms import Bbox
 
 
 class Drawn:
-    """What the last picture holds."""
+    """Content of the last picture."""
 
     figure: Figure
 
@@ -17,7 +17,7 @@ class Drawn:
         return [text.get_text() for text in self.figure.findobj(Text) if text.get_text()]
 
     def overlapping_texts(self) -> list[tuple[str, str]]:
-        """Pairs of visible texts whose boxes share more than a pixel in both directions."""
+        """Return pairs of visible texts whose boxes share more than a pixel in both directions."""
         boxes = sorted(self.placed(), key=lambda entry: entry[1].x0)
         pairs = []
         for index, (one, a) in enumerate(boxes):
@@ -29,7 +29,7 @@ class Drawn:
         return pairs
 
     def outside(self) -> list[str]:
-        """Texts that leave the page."""
+        """Return texts that extend beyond the page."""
         page = self.figure.bbox
         return [
             text for text, box in self.placed()
@@ -37,7 +37,7 @@ class Drawn:
         ]
 
     def placed(self) -> list[tuple[str, Bbox]]:
-        """Visible texts and where they are, in pixels."""
+        """Return visible texts and their positions in pixels."""
         self.figure.draw_without_rendering()  # places legends
         renderer = self.figure.canvas.get_renderer()
         # Axes keep ticks beyond their limits, which are not drawn.

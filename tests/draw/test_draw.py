@@ -1,4 +1,4 @@
-"""Every picture is a whole PNG or SVG, at small and large sizes, and leaves nothing else."""
+"""Every picture is a complete PNG or SVG, at small and large sizes, without other files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chain(ranks: int, microbatches: int) -> Plan:
 
 
 def multimodal() -> Plan:
-    """Vision and audio into an LLM, an edge that skips a module, ranks that are shared."""
+    """Return a plan with vision and audio into an LLM, a skipping edge, and shared ranks."""
     graph = ModuleGraph(
         (
             ModuleNode("vision", (False,) * 27 + (True,), projector=True),
@@ -76,7 +76,7 @@ def history(steps: int) -> list[dict[str, float | None]]:
 
 
 def check_picture(folder, name: str) -> None:
-    """The file is a whole picture with something on it, and lies there alone."""
+    """Check that the file is a complete, non-empty picture, and the only file."""
     path = folder / name
     assert [entry.name for entry in folder.iterdir()] == [name]
     if path.suffix == ".svg":
@@ -105,7 +105,7 @@ def test_timelines(tmp_path, plan: Plan, suffix: str) -> None:
 
 
 def svg_comments(path) -> str:
-    """Matplotlib writes each text of an SVG as a comment before its glyphs."""
+    """Return the texts of an SVG, which Matplotlib writes as comments before their glyphs."""
     return "\n".join(line for line in path.read_text().splitlines() if "<!--" in line)
 
 
@@ -116,7 +116,7 @@ def test_timelines_say_what_a_reader_looks_for(tmp_path) -> None:
         Span(1, Op.RECV, StageId("llm", 0), 3, 0.0, 0.010, StageId("vision", 0)),
         Span(1, Op.FORWARD_NO_GRAD, StageId("llm", 0), 3, 0.010, 0.040),
     ), 2)
-    # Late as a whole: the panel still begins at 0 and its length leaves the start out.
+    # All spans are late: the panel still begins at 0 and its length excludes the start.
     measured = Timeline(tuple(s._replace(start=5 + 2 * s.start, end=5 + 2 * s.end)
                               for s in predicted.spans), 2)
     draw_timelines([("predicted", predicted), ("measured", measured)], path, title="heading")
@@ -128,7 +128,7 @@ def test_timelines_say_what_a_reader_looks_for(tmp_path) -> None:
         "llm forward, no grad", "waiting for a message", "time (ms)", "<!-- 3 -->",
     ):
         assert expected in text, expected
-    assert "backward" not in text  # there is none, so the legend has none
+    assert "backward" not in text  # without a backward, the legend has none
 
 
 def test_rank_names_replace_the_row_labels(tmp_path) -> None:
@@ -264,7 +264,7 @@ def test_a_failure_leaves_the_old_picture_and_no_temporary_file(
 
 
 def test_pyplot_is_left_alone(tmp_path) -> None:
-    """Figures of pyplot live until closed, and choose a display: a trainer wants neither."""
+    """Avoid pyplot, whose figures live until closed, and which selects a display."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""The picture of a mapping: lanes, bars, labels, and what it says beside them."""
+"""The picture of a mapping: lanes, bars, labels and notes."""
 
 import re
 
@@ -51,7 +51,7 @@ def test_an_svg_has_a_lane_per_gpu_and_says_who_has_what(tmp_path, monkeypatch):
 
 
 def test_bars_are_as_wide_as_times_and_as_high_as_quotas(tmp_path):
-    """Counted in pixels: twice the GPU seconds at full quota are twice the area."""
+    """Count pixels: twice the GPU seconds at full quota are twice the area."""
     of = problem()
     path = draw_mapping(of, mapping(of), tmp_path / "m.png")
     with Image.open(path) as picture:

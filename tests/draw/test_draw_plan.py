@@ -1,4 +1,4 @@
-"""What a plan's picture shows: every stage apart, its costs, and pages that are not too wide."""
+"""Content of a plan's picture: every stage separate, its costs, and a limited page width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chain(ranks: int, chunks: int = 1, recompute: bool = False, costs: bool = Tr
 
 
 def alignment(copies: int = 1, llm_stages: int = 4, recompute: bool = True) -> Plan:
-    """Frozen encoders with trained projectors into a frozen LLM, the vision encoder copied."""
+    """Return frozen encoders with trained projectors into a frozen LLM; vision has replicas."""
     graph = ModuleGraph(
         (
             ModuleNode("vision", (False,) * 4 + (True,), projector=True),
@@ -51,7 +51,7 @@ def alignment(copies: int = 1, llm_stages: int = 4, recompute: bool = True) -> P
 
 
 def stage_boxes(figure) -> list:
-    """The stages' frames; badges are patches of texts, not of the axes."""
+    """Return the stages' frames; badges are patches of texts, not of the axes."""
     return [p for p in figure.axes[0].patches if isinstance(p, FancyBboxPatch)]
 
 
@@ -75,7 +75,7 @@ def test_everything_is_on_the_page_and_apart(drawn, plan: Plan) -> None:
     for stage in plan.stages:
         assert str(stage.id) in texts and f"rank {stage.rank}" in texts
     pixels = [box.get_window_extent() for box in stage_boxes(figure)]
-    for text, extent in drawn.placed():  # what begins in a box ends in it
+    for text, extent in drawn.placed():  # texts stay in their boxes
         for box in pixels:
             if box.x0 <= extent.x0 < box.x1 and box.y0 <= extent.y0 < box.y1:
                 assert extent.x1 <= box.x1 + 1 and extent.y1 <= box.y1, text
@@ -105,7 +105,7 @@ def test_costs_are_those_the_stage_has(drawn) -> None:
     for expected in (
         "F 8 ms",  # vision.0: frozen, nothing trained before it
         "F 12 + B_w 6 ms",  # its projector is trained
-        "F 4 + R 4 + B_d 5 ms",  # the LLM passes gradients on
+        "F 4 + R 4 + B_d 5 ms",  # the LLM sends gradients back
         "state 200 MiB, keeps 0 B", "state 600 MiB, keeps 72.0 MiB",  # with its output
         "state 100 MiB, keeps 16.0 MiB",  # inputs from both encoders
     ):

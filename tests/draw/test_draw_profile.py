@@ -1,4 +1,4 @@
-"""The picture of a profile."""
+"""Picture of a profile."""
 
 import pytest
 from PIL import Image

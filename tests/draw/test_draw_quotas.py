@@ -1,4 +1,4 @@
-"""Pictures of modules that run side by side on one rank."""
+"""Pictures of concurrent modules on one rank."""
 
 from pytest import approx
 

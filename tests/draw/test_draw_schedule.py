@@ -1,4 +1,4 @@
-"""What a schedule's picture shows: every op apart, chunks apart, labels that can be read."""
+"""Content of a schedule's picture: separate ops, separate chunks, readable labels."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def collections(axes) -> list[PolyCollection]:
-    """The boxes, without the plain patches behind digits."""
+    """Return the boxes, without the plain patches behind digits."""
     return [
         c for c in axes.collections if isinstance(c, PolyCollection) and c.get_gid() != "digits"
     ]
 
 
 def boxes(axes) -> list[tuple[float, float, float, float, tuple]]:
-    """(left, right, top, bottom, fill) of every box; rows count downwards."""
+    """Return (left, right, top, bottom, fill) of every box; rows count downwards."""
     found = []
     for sheet in collections(axes):
         for path, fill in zip(sheet.get_paths(), sheet.get_facecolors(), strict=True):
@@ -136,7 +136,7 @@ def test_stages_of_different_modules_and_ranks_stand_level(drawn) -> None:
     assert {round((top + bottom) / 2, 9) for *_, top, bottom, _ in found} == {0.0, 1.0, 2.0}
     by_start = {(round(left), round(top + bottom) // 2): fill
                 for left, _, top, bottom, fill in found}
-    assert by_start[0, 0] == by_start[0, 1] != by_start[1, 0]  # a copy has its module's colour
+    assert by_start[0, 0] == by_start[0, 1] != by_start[1, 0]  # a replica has its module's colour
     assert not any("lower boxes" in text for text in drawn.texts())
 
 

@@ -1,4 +1,4 @@
-"""Best evaluations, patience and the best checkpoint, against transformers' Trainer."""
+"""Best evaluations, patience and the best checkpoint equal those of transformers' Trainer."""
 
 import math
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ def trainer_decisions(values: list[float], greater: bool, patience: int) -> list
     )
     for step, value in enumerate(values, start=1):
         callback.on_evaluate(args, state, control, {"eval_m": value})
-        # The rule of Trainer._determine_best_metric.
+        # Rule of Trainer._determine_best_metric.
         if state.best_metric is None:
             state.best_metric = -math.inf if greater else math.inf
         if value > state.best_metric if greater else value < state.best_metric:
@@ -44,7 +44,7 @@ def trainer_decisions(values: list[float], greater: bool, patience: int) -> list
 def test_best_and_patience_equal_the_trainers(
     tmp_path_factory, values, greater, patience, resumed
 ) -> None:
-    """With ties, NaN, steps without an evaluation, and a resume between two evaluations."""
+    """Include ties, NaN, steps without an evaluation, and a resumption between two evaluations."""
     folder = tmp_path_factory.mktemp("best")
     best = BestEvaluation(
         EvaluateSection(
@@ -68,7 +68,7 @@ def test_best_and_patience_equal_the_trainers(
 
 
 def rows_of(margins: list[int], heldout: bool) -> list[dict]:
-    """Of a held-out loss of pairs of answers, which has rewards, too, and of an evaluation."""
+    """Return rows of a held-out loss of pairs, which includes rewards, and of an evaluation."""
     rows = []
     for step, margin in enumerate(margins):
         both = {"step": step, f"heldout_{MARGINS}": float(margin)}
@@ -83,8 +83,10 @@ def rows_of(margins: list[int], heldout: bool) -> list[dict]:
 def test_the_start_counts_for_patience_and_is_no_checkpoint(
     tmp_path_factory, margins, patience, saved
 ) -> None:
-    """Held-out losses of pairs have the same names as evaluations, and do not count as such; only
-    saved steps are candidates."""
+    """Ignore held-out losses of pairs, which have the same names as evaluations.
+
+    Only saved steps are candidates.
+    """
     best = BestEvaluation(
         EvaluateSection(every=1, metrics=[MARGINS], best=MARGINS, patience=patience),
         tmp_path_factory.mktemp("best"),
@@ -102,7 +104,7 @@ def test_the_start_counts_for_patience_and_is_no_checkpoint(
 
 
 def test_the_best_is_saved_though_its_last_step_was_not_applied(tmp_path) -> None:
-    """Its checkpoint must be of the parameters that were evaluated, not of the next step's."""
+    """Save the evaluated parameters, not those of the next step."""
     metrics = MetricsLog(tmp_path / "metrics.jsonl")
     metrics.add({"step": 4, "loss": None, "not_applied": {}})
     evaluate = EvaluateSection(every=2, metrics=["anls"], best="anls")

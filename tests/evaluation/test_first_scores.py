@@ -1,4 +1,4 @@
-"""What a model says of rows first is kept by their ids, of which each must be one row's."""
+"""Initial scores of rows are stored by id, and each id must belong to one row."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ RUN = {"run.steps": 3, "data.batch_size": 2, "data.max_length": 9, "data.train":
 
 
 class Steps:
-    """Microbatches of two rows each, as a loader gives them."""
+    """Microbatches of two rows each, like a loader's."""
 
     def __init__(self, rows):
         self.steps = []
@@ -50,12 +50,12 @@ def asked(rows, folder, scores=(-1.0, -2.0), run=None, begins=True):
 
 
 def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path):
-    """However likely it is."""
+    """Detect it by its tokens, even if its score is equal."""
     rows = [("a", [1, 2, 3]), ("b", [4, 5]), ("a", [1, 2, 3]), ("b", [4, 5, 6, 7])]
     with pytest.raises(ConfigError, match="two rows have the id 'b'"):
         asked(rows, tmp_path)
     assert not list(tmp_path.iterdir())
-    # The same row again is no other, whatever it is padded to.
+    # A repeated row is not a new one, whatever its padding.
     again = [("a", [1, 2, 3]), ("b", [4, 5]), ("a", [1, 2, 3]), ("b", [4, 5])]
     references = asked(again, tmp_path)
     assert references == {"a": -1.0, "b": -2.0}
@@ -63,7 +63,7 @@ def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path)
 
 
 def test_another_row_with_the_same_tokens_is_told_by_its_score(ray_cluster, tmp_path):
-    """It has another picture."""
+    """Detect a row with another picture."""
     with pytest.raises(ConfigError, match="two rows have the id 'a'"):
         asked([("a", [1, 2]), ("a", [1, 2])], tmp_path)
 
@@ -77,7 +77,7 @@ def test_another_row_with_the_same_tokens_is_told_by_its_score(ray_cluster, tmp_
     ({"data.train": [{"digest": "2"}]}, True),
 ])  # fmt: skip
 def test_a_resumed_run_scores_rows_that_differ(ray_cluster, tmp_path, changes, is_computed):
-    """Scores of the initial weights are read again only if they are of the same rows."""
+    """Read scores of the initial weights only for the same rows."""
     rows = [("a", [1, 2, 3]), ("b", [4, 5])]
     first = asked(rows, tmp_path)
     again = asked(rows, tmp_path, (-3.0, -4.0), {**RUN, **changes}, begins=False)

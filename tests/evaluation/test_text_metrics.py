@@ -1,4 +1,4 @@
-"""Metrics of texts against their definitions."""
+"""Metrics of texts equal their definitions."""
 
 import functools
 
@@ -13,7 +13,7 @@ TEXTS = st.text("ab c", max_size=7)
 
 @functools.cache
 def distance(first: str, second: str) -> int:
-    """By its definition: the least of all ways."""
+    """Return the minimum over all edit paths, as in the definition."""
     if not first or not second:
         return len(first) + len(second)
     return min(

@@ -1,4 +1,4 @@
-"""The CLIP example on a few pictures made here: it learns them, as one process would."""
+"""The CLIP example on a few generated pictures learns them, like one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {"bar": (60, 10), "square": (40, 40)}
 
 @pytest.fixture
 def data(tmp_path):
-    """Pictures with captions, one without, one caption twice; a tokenizer of words."""
+    """Return captioned pictures, one without, one caption twice; a tokenizer of words."""
     lines = []
     for colour, rgb in COLOURS.items():
         for shape, size in SHAPES.items():
@@ -45,7 +45,7 @@ def test_pairs_and_captions(data):
     assert len(pairs) == 8 and pairs[0] == (data / "red_bar.png", "a red bar")
     captions = clip_stamps.Captions(data / "words", pairs[:2])
     assert captions.size == 3 + len({"a", "red", "bar", "square"})
-    batch = captions.encode(["a red bar", "a green bar"])  # green was not seen
+    batch = captions.encode(["a red bar", "a green bar"])  # green was not in the data
     assert batch["attention_mask"].sum(1).tolist() == [5, 4]
     ids = batch["input_ids"]
     assert ids.shape == (2, clip_stamps.MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""``examples/multiplexed/clip_stamps.py`` refuses what it cannot train, before it starts."""
+"""``examples/multiplexed/clip_stamps.py`` rejects unsupported input before it starts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The comparison of schedules on paper: its numbers hold together, and it needs no cluster."""
+"""The comparison of schedules has consistent numbers, and needs no cluster."""
 
 from __future__ import annotations
 

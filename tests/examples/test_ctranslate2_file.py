@@ -1,4 +1,4 @@
-"""The CTranslate2 reader against a writer of the documented layout."""
+"""The CTranslate2 reader reads files of a writer for the documented layout."""
 
 import random
 import struct

@@ -64,7 +64,7 @@ def test_efficientnet_weights_are_renamed_or_refused():
 
 
 def _ctranslate2_names(state: dict, layers: int) -> dict:
-    """The inverse renaming, written out independently from CTranslate2's converter."""
+    """Return the inverse renaming, written independently from CTranslate2's converter."""
     pairs = {
         "embed_positions.weight": "encoder/position_encodings/encodings",
         "conv1.weight": "encoder/conv1/weight",

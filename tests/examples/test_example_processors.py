@@ -30,7 +30,7 @@ def test_values_and_padding(tmp_path):
     inside = pixels[:, 112, 112]
     assert torch.allclose(inside, torch.tensor([1.0, 0.0, -127 / 128]))
     assert (pixels[:, :56] == WHITE).all() and (pixels[:, 168:] == WHITE).all()
-    assert (pixels[2, 57:167] < 0).all()  # aspect kept: 112 rows of picture
+    assert (pixels[2, 57:167] < 0).all()  # aspect ratio kept: 112 rows of picture
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])

@@ -1,4 +1,4 @@
-"""``examples/planning/imagebind.py`` plans and draws what it says."""
+"""``examples/planning/imagebind.py`` plans and draws as described."""
 
 import subprocess
 import sys

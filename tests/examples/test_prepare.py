@@ -1,4 +1,4 @@
-"""Cache and download behaviour, with downloads made up on the spot."""
+"""Cache and download behaviour, with generated downloads."""
 
 import hashlib
 import os
@@ -24,13 +24,13 @@ def _console() -> Console:
 
 
 def _files(root: Path) -> list[str]:
-    """Everything in the cache but the lock."""
+    """Return everything in the cache except the lock."""
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.name != ".lock")
 
 
 @pytest.fixture
 def wheel(tmp_path):
-    """A real archive to download, and its pin."""
+    """Return a real archive to download, and its pin."""
     path = tmp_path / "source" / "tiny-1.0.whl"
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
@@ -40,7 +40,7 @@ def wheel(tmp_path):
 
 
 class _Fetch:
-    """Writes ``data``, or the first half and then fails."""
+    """Download that writes ``data``, or the first half and then fails."""
 
     def __init__(self, data: bytes, error: BaseException | None = None):
         self.data, self.error, self.calls = data, error, 0
@@ -134,7 +134,7 @@ def test_newer_revision_replaces_the_folder(tmp_path, wheel):
     newer = (Step("data/a", (package,), convert, revision=2),)
     assert prepare(cache, newer, _console(), _Fetch(data)) == ["data/a"]
     assert not (cache.root / "data/a/old.txt").exists() and not cache.leftovers()
-    # an attempt that fails leaves the old folder as it was
+    # a failed attempt leaves the old folder unchanged
     broken = (Step("data/a", (package,), _Convert(ValueError("no")), revision=3),)
     with pytest.raises(ValueError):
         prepare(cache, broken, _console(), _Fetch(data))
@@ -142,7 +142,7 @@ def test_newer_revision_replaces_the_folder(tmp_path, wheel):
 
 
 def test_killed_run_is_cleaned_up_by_the_next(tmp_path, wheel):
-    """SIGKILL in the middle of a download: a real process, a real kill."""
+    """Send SIGKILL to a real process in the middle of a download."""
     script = f"""
 import sys, time
 from pathlib import Path
@@ -199,7 +199,7 @@ def _tool(folder: Path, name: str, script: str) -> None:
 
 
 def test_apt_updates_its_own_lists_only_when_the_package_is_unknown(tmp_path, monkeypatch):
-    """A stand-in apt-get that knows nothing until ``update`` has run."""
+    """Use an apt-get that knows no package before ``update``."""
     tools = tmp_path / "tools"
     tools.mkdir()
     log = tmp_path / "log"

@@ -1,5 +1,7 @@
-"""The whole model that the example assembles, of small stand-ins for its pretrained parts where the
-cache has none, and of themselves where it has."""
+"""VLM that the example assembles, from its pretrained parts if they are cached.
+
+Otherwise it uses small replacements.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ PICTURES = {
 
 
 def lite(size: int):
-    """The plain module with weights and statistics that are not those of a new one, and the same of
-    transformers."""
+    """Return the plain module with non-initial weights and statistics, and transformers' version.
+    """
     module = efficientnet_lite.build().eval()
     random = torch.Generator().manual_seed(1)
     for name, tensor in module.state_dict().items():
@@ -81,7 +83,8 @@ def test_a_folder_of_something_else_is_not_ready(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """As ``examples.alignment.prepare`` fills it, with a small language model and few stamps."""
+    """Return a cache as ``examples.alignment.prepare`` fills it, with a small model and few stamps.
+    """
     root = tmp_path_factory.mktemp("cache")
     tokenizer = Tokenizer(models.BPE(
         {letter: i for i, letter in enumerate(
@@ -229,7 +232,7 @@ PREPARED = Cache(default_root())
     reason="the cache has no pretrained weights: `make train` fetches them",
 )
 def test_the_pretrained_parts_see_and_read_as_before(tmp_path):
-    """And so does the folder that is written of them, read by transformers alone."""
+    """Check also the exported folder, loaded by transformers alone."""
     assemble(PREPARED.root, tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()
     language = LlamaForCausalLM.from_pretrained(PREPARED.root / "models/smollm2-135m").eval()

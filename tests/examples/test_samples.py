@@ -64,7 +64,7 @@ def test_no_caption_is_in_both_splits(captions):
     train, heldout = split(samples)
     assert sorted(s.id for s in (*train, *heldout)) == sorted(s.id for s in samples)
     assert not {group_key(s.group) for s in train} & {group_key(s.group) for s in heldout}
-    # and neither order nor company of a sample changes anything
+    # neither the order nor the other samples matter
     assert split(reversed(samples)) == (train, heldout)
     assert {s.id for s in split(samples[: len(samples) // 2])[1]} <= {s.id for s in heldout}
 

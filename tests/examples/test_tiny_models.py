@@ -1,4 +1,4 @@
-"""The start with a folder and a file, of every kind of tiny model: make it, train it, resume."""
+"""First use with a folder and a file, for every kind of tiny model: create, train, resume."""
 
 from __future__ import annotations
 

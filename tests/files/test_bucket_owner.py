@@ -1,5 +1,7 @@
-"""One run at a time in a bucket, where files can only be replaced. A folder, used so, stands for
-the bucket."""
+"""One run at a time in a bucket, where files can only be replaced.
+
+A folder with the same operations replaces the bucket.
+"""
 
 import subprocess
 import sys
@@ -25,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def elsewhere(owner):
-    """An owner, as if its process were on another machine."""
+    """Return an owner whose process seems to be on another machine."""
     owner._me = replace(owner._me, host="far", boot="another")
     return owner
 
@@ -44,7 +46,7 @@ def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
     with elsewhere(BucketOwner(folder)) as owner:
         with pytest.raises(ConfigError, match="on far"):
             BucketOwner(folder, said.append).__enter__()
-        owner._left.set()  # no more of them
+        owner._left.set()  # no further heartbeats
         owner._beating.join()
         with BucketOwner(folder, said.append) as heir:
             heir.check()
@@ -78,7 +80,7 @@ def test_a_file_that_names_nobody_is_followed_when_nothing_happens(folder):
 
 
 def test_of_many_at_once_one_owns(folder):
-    """They begin within the time that one may take to write itself down."""
+    """Start within the time that an owner may take to register."""
     owned, refused, done = [], [], threading.Event()
 
     def enter(delay):

@@ -1,4 +1,4 @@
-"""Reading configuration files: what YAML allows and a configuration should not mean."""
+"""Configuration files: valid YAML that a configuration should not contain."""
 
 from pathlib import Path
 

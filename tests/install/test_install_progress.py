@@ -1,4 +1,4 @@
-"""The line that an installation prints, from pip's output."""
+"""Progress line of an installation, from pip's output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def progress(monkeypatch):
 
 
 def printed(progress, capsys, line):
-    """What is printed at the next interval after a line of pip."""
+    """Return the printed line at the next interval after a line of pip."""
     progress.read(line + "\n")
     waits = iter([False, True])
     progress.done.wait = lambda seconds: next(waits)

@@ -1,5 +1,7 @@
-"""Optional packages that are missing or broken: one sentence with the command that installs them,
-before anything starts."""
+"""Missing or broken optional packages: one message with the command that installs them.
+
+It is printed before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.tiny_folders import tiny
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ROOT / "tests/install/hidden"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# By use (tests/install/uses.py), the package it needs and the extra that installs the package.
+# Use (tests/install/uses.py) -> required package, and extra that installs it.
 NEEDS = {
     "a Parquet file": ("pyarrow", "parquet"),
     "a compressed file": ("zstandard", "zstd"),
@@ -65,7 +67,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def raised(models) -> dict:
-    """What every use raises without any of the packages."""
+    """Return the error of every use without any of the packages."""
     hidden = ",".join(sorted({package for package, _ in NEEDS.values()} | {"num2words"}))
     done = python("tests/install/uses.py", str(models), hidden=hidden)
     assert done.returncode == 0, done.stderr
@@ -107,7 +109,7 @@ def test_a_processor_that_needs_num2words_names_it(models):
 def test_the_command_ends_before_ray_starts(state, words, tmp_path):
     folder, data = tiny("qwen2_5_vl")
     place = tmp_path / "site-packages"
-    if state == "broken":  # as torchvision ends next to a torch that it was not built for
+    if state == "broken":  # like torchvision with a torch that it was not built for
         (place / "torchvision").mkdir(parents=True)
         (place / "torchvision/__init__.py").write_text(
             "raise RuntimeError('operator torchvision::nms does not exist')"

@@ -1,4 +1,4 @@
-"""Versions of constraints.txt: they fit pyproject.toml and each other, also as PyPI's wheels."""
+"""Versions of constraints.txt fit pyproject.toml, each other, and PyPI's wheels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the CUDA wheel of torch requires of triton. A CPU wheel requires nothing, so that an
-# installation of it does not show a contradiction.
+# Requirement of torch's CUDA wheel on triton. A CPU wheel has none, so installing it would not
+# reveal a contradiction.
 TRITON_OF_TORCH = {"2.11.0": "==3.6.0", "2.13.0": "==3.7.1", "2.14.1": "~=3.8.0"}
-# The release of torch that a release of torchvision was built for.
+# Release of torch for which a release of torchvision was built.
 TORCH_OF_TORCHVISION = {"0.29.1": "2.14.1"}
-# What `make train`, `make test` and the image install.
+# Extras of `make train`, `make test` and the image.
 EXTRAS = ("example,vlm", "dev")
 
 
@@ -55,7 +55,7 @@ def test_ranges_admit_the_pins():
 
 
 def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pip as a machine without any configuration does."""
+    """Run pip as on a machine without any configuration."""
     environment = {
         name: value for name, value in os.environ.items()
         if not name.startswith("PIP_") or name == "PIP_CERT"
@@ -77,7 +77,7 @@ def registry() -> None:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_wheels_of_the_registry_fit_together(registry, extras):
-    """``fast-deps`` reads the metadata within wheels: megabytes, where these have gigabytes."""
+    """Use ``fast-deps``, which reads the metadata within wheels: megabytes instead of gigabytes."""
     resolved = pip(
         "install", "--dry-run", "--ignore-installed", "--quiet", "--use-feature", "fast-deps",
         "--constraint", str(ROOT / "constraints.txt"), f"{ROOT}[{extras}]",
@@ -87,7 +87,7 @@ def test_wheels_of_the_registry_fit_together(registry, extras):
 
 @pytest.mark.system
 def test_a_contradiction_between_pins_is_found(registry, tmp_path):
-    """As torch 2.13.0 had with triton 3.9.0."""
+    """Use torch 2.13.0 with triton 3.9.0."""
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("torch==2.13.0\ntriton==3.9.0\n")
     resolved = pip(

@@ -1,4 +1,4 @@
-"""Uses of optional packages, each tried; prints as JSON what each raises: ``[class, message]``.
+"""Uses of optional packages. Prints each error as JSON: ``[class, message]``.
 
     python tests/install/uses.py FOLDER
 

@@ -1,8 +1,8 @@
-"""Compile the Triton kernels for sm_90 without a GPU, and read what ptxas says of each.
+"""Compilation of the Triton kernels for sm_90 without a GPU, with the reports of ptxas.
 
-Runs in processes of its own (spawned by test_compile_gate): kernels compile only where Triton
-was not imported to interpret. Compiling all takes minutes, so what came of it is kept in
-``compiled_kernels.json``, each launch with a digest of everything that it follows from.
+Runs in separate processes (spawned by test_compile_gate): kernels compile only if Triton was not
+imported to interpret. Compiling all takes minutes, so results are stored in
+``compiled_kernels.json``, each launch with a digest of its inputs.
 
     python tests/kernels/compiled_kernels.py            # prints a table; --every: more head dims
     python tests/kernels/compiled_kernels.py --record   # writes the file
@@ -33,14 +33,14 @@ RECORD = Path(__file__).with_suffix(".json")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "flash" / "gpu"
 COMPILED = ("backward", "forward", "ops")
 TARGET = ("cuda", 90, 32)
-# Head dims of decoders and encoders in use; those between powers of two are padded to the next
-# and differ by a column test. fp16 compiles to the same code as bf16 but for types.
+# Head dims of decoders and encoders in use; those between powers of two are padded to the next and
+# need a column test. fp16 compiles to the same code as bf16 except for types.
 HEAD_DIMS = {
     "bfloat16": (32, 64, 80, 128, 192, 256, 512),
     "float16": (128,),
     "float32": (32, 80, 128, 256, 512),
 }
-# Where masks without identity bits are compiled too: the kernels with them do all that and more.
+# Variants without identity bits in masks are a subset of those with them.
 WITHOUT_BITS = {"bfloat16": (128,), "float16": (), "float32": ()}
 EVERY_HEAD_DIM = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _TENSORS = {
@@ -57,7 +57,7 @@ _FLOATS = {"inner", "multiplier", "scale", "factor"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled kernel that some call of `triton_attention` launches."""
+    """Compiled kernel that some call of `triton_attention` launches."""
 
     kernel: str
     dtype: str
@@ -76,11 +76,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas said.
+    """Report of ptxas.
 
     Attributes:
         spills: bytes of spill stores and loads.
-        shared: bytes of shared memory that the launch asks for.
+        shared: bytes of shared memory of the launch.
         tensor_cores: wgmma or mma instructions in the PTX.
     """
 
@@ -92,8 +92,10 @@ class Report:
 
 
 def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launch]:
-    """Every launch of a dtype for some head dims; by default those of :data:`HEAD_DIMS`, a
-    compilation takes 2 s or more."""
+    """Return every launch of a dtype for some head dims; by default :data:`HEAD_DIMS`.
+
+    A compilation takes 2 s or more.
+    """
     import torch
 
     from raymm.kernels.flash.gpu.launch_configs import attention_config
@@ -126,8 +128,10 @@ def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launc
 
 
 def kernel_sources() -> dict[str, str]:
-    """By function, the functions and constants of these files that it consists of, itself and what
-    it calls and reads. What launches kernels, comments and docstrings do not count."""
+    """Return, for each kernel, the functions and constants that it calls and reads.
+
+    Launching code, comments and docstrings are excluded.
+    """
     files: dict[str, dict[str, ast.stmt]] = {}
     for name in COMPILED:
         found = files[name] = {}
@@ -164,8 +168,7 @@ def kernel_sources() -> dict[str, str]:
 def digest(
     launch: Launch, sources: Mapping[str, str], target: tuple[str, int, int] = TARGET
 ) -> str:
-    """Of all that decides what comes of compiling: the kernel, what this launch gives it, and
-    Triton."""
+    """Return the digest of the kernel, its arguments in this launch, and Triton."""
     function, constants, options = _arguments(launch)
     types = {name: _type(name, launch, constants) for name in function.arg_names}
     text = repr((importlib.metadata.version("triton"), target, sources[launch.kernel], types))
@@ -174,8 +177,7 @@ def digest(
 
 
 def recorded(wanted: list[Launch]) -> dict[Launch, Report]:
-    """What was kept of these launches, but for those whose kernels, arguments or compiler have
-    changed since."""
+    """Return stored reports whose kernels, arguments and compiler are unchanged."""
     rows = json.loads(RECORD.read_text()) if RECORD.is_file() else []
     reports = {Launch(**row["launch"]): row for row in rows}
     sources = kernel_sources()
@@ -187,7 +189,7 @@ def recorded(wanted: list[Launch]) -> dict[Launch, Report]:
 
 
 def record(reports: list[Report]) -> None:
-    """Keep what came of compiling."""
+    """Store the reports."""
     sources = kernel_sources()
     rows = []
     for report in reports:
@@ -201,11 +203,11 @@ def record(reports: list[Report]) -> None:
 def compilers(
     processes: int = 2, compiling: Callable[..., Any] | None = None
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Processes that compile, with an empty cache: ptxas speaks only when it runs.
+    """Start processes that compile with an empty cache, as ptxas reports only when it runs.
 
     Args:
-        processes: at the same time.
-        compiling: what they do with each; :func:`compile_launch` by default.
+        processes: number of processes.
+        compiling: their function; :func:`compile_launch` by default.
     """
     work = compiling or compile_launch
     context = multiprocessing.get_context("spawn")
@@ -224,8 +226,10 @@ def _start(cache: str) -> None:
 
 
 def compile_launch(launch: Launch, **other: int) -> Report:
-    """Compile for sm_90 as the launch would be, pointers aligned to 16 bytes; ``other``
-    compiler options or compile-time arguments replace the table's."""
+    """Compile for sm_90 like the launch, with pointers aligned to 16 bytes.
+
+    ``other`` compiler options or compile-time arguments replace the table's.
+    """
     compiled, registers, spills = compile_for(launch, TARGET, **other)
     ptx = compiled.asm["ptx"]
     return Report(
@@ -237,7 +241,7 @@ def compile_launch(launch: Launch, **other: int) -> Report:
 def compile_for(
     launch: Launch, target: tuple[str, int, int], **other: int
 ) -> tuple[Any, int, int]:
-    """A launch compiled for a target: Triton's kernel, registers per thread, bytes spilled."""
+    """Compile a launch for a target; return the kernel, registers per thread, bytes spilled."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -268,7 +272,7 @@ def compile_for(
 
 
 def _arguments(launch: Launch) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Kernel, compile-time arguments and compiler options, from the tables that launches use."""
+    """Return kernel, compile-time arguments and compiler options from the launch tables."""
     import torch
 
     from raymm.kernels.flash.gpu import backward as triton_backward
@@ -317,8 +321,11 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print a table of every launch; with ``--every``, of every head dim worth a mention; with
-    ``--record``, of those that have changed since they were kept, and keep them."""
+    """Print a table of every launch.
+
+    With ``--every``, of every relevant head dim; with ``--record``, of changed launches, which are
+    stored.
+    """
     every = EVERY_HEAD_DIM if "--every" in sys.argv[1:] else None
     wanted = [launch for dtype in HEAD_DIMS for launch in launches(dtype, every)]
     kept = recorded(wanted) if "--record" in sys.argv[1:] else {}

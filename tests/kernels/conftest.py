@@ -1,4 +1,4 @@
-"""The process in which Triton's interpreter runs."""
+"""Process in which Triton's interpreter runs."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,6 +8,6 @@ from interpreted_triton import worker
 
 @pytest.fixture(scope="session")
 def triton_worker() -> Iterator[Callable]:
-    """Calls a function with arguments there, and returns what it returns or raises."""
+    """Yield a function that runs another one in that process."""
     with worker() as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()

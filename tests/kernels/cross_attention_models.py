@@ -1,5 +1,7 @@
-"""Small Mllama and Idefics models with batches of several images, for one process, which runs them
-as their documentation says, and for processes that share tokens."""
+"""Small Mllama and Idefics models with batches of several images.
+
+One process runs them as their documentation describes; other processes shard their tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from raymm.kernels.mask.cross_masks import cross_masks
 
 VOCABULARY, HIDDEN, HEADS, LENGTHS = 61, 32, 4, (23, 17)
 IGNORED = -100
-# What makes the visual tokens; it is not shared, and not run on the processes.
+# Source of the visual tokens; not sharded, and not run on the processes.
 BEFORE_THE_TEXT_MODEL = ("model.vision_model", "model.multi_modal_projector")
 
 
 def mllama() -> MllamaForConditionalGeneration:
-    """4 layers, of which 1 and 3 attend to tiles of 5 patches; 2 key heads."""
+    """Return 4 layers; 1 and 3 attend to tiles of 5 patches; 2 key heads."""
     vision = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
         "intermediate_size": 32, "image_size": 8, "patch_size": 4, "max_num_tiles": 2,
@@ -45,7 +47,7 @@ def mllama() -> MllamaForConditionalGeneration:
 
 
 def idefics() -> IdeficsForVisionText2Text:
-    """4 layers, a gated cross-attention layer before 0 and 2; images of 5 patches."""
+    """Return 4 layers, with gated cross attention before 0 and 2; images of 5 patches."""
     vision = {
         "embed_dim": 16, "image_size": 8, "patch_size": 4, "num_hidden_layers": 1,
         "num_attention_heads": 2, "intermediate_size": 32,
@@ -59,7 +61,7 @@ def idefics() -> IdeficsForVisionText2Text:
 
 
 def initialized(kind: type[PreTrainedModel], config) -> PreTrainedModel:
-    """With random weights of a size at which every part has a say; gates start at 0."""
+    """Initialize with large random weights, so that all parts matter; gates start at 0."""
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
@@ -85,9 +87,9 @@ class Batch:
     """Two samples of up to three images; the first tokens of a sample see none.
 
     Attributes:
-        ids, attention_mask, targets: (B, T); a target is what the token is to predict.
-        shown: (B, T, images), of Mllama (B, T, images, tiles).
-        pixels: of all images.
+        ids, attention_mask, targets: (B, T); a target is the token to predict.
+        shown: (B, T, images), for Mllama (B, T, images, tiles).
+        pixels: pixels of all images.
     """
 
     ids: torch.Tensor
@@ -105,8 +107,8 @@ def batch_of(family: str, seed: int) -> Batch:
     ids = torch.randint(3, VOCABULARY, (size, longest), generator=generator)
     targets = ids.roll(-1, dims=1).masked_fill(mask.roll(-1, dims=1) == 0, IGNORED)
     targets[:, -1] = IGNORED
-    # Sample 0: an image from token 4, another from 9, a third from 15. Sample 1: its rows
-    # have no image, one, both without the middle one, in turns that the seed moves.
+    # Sample 0: an image from token 4, another from 9, a third from 15. Sample 1: its rows have no
+    # image, one, or both without the middle one, in an order that depends on the seed.
     shown = torch.zeros(size, longest, IMAGES, dtype=torch.long)
     for image, start in enumerate((4, 9, 15)):
         shown[0, start + seed :, image] = 1
@@ -124,7 +126,7 @@ def batch_of(family: str, seed: int) -> Batch:
 
 
 def loss_arguments(targets: torch.Tensor, count: int) -> dict:
-    """Sum over targets, divided by ``count``, whoever has which of them."""
+    """Return arguments for a loss that is summed over targets and divided by ``count``."""
     return {"labels": targets, "shift_labels": targets, "num_items_in_batch": torch.tensor(count)}
 
 
@@ -133,8 +135,10 @@ def count_of(batch: Batch) -> int:
 
 
 def one_process(model, family: str, batch: Batch, states: torch.Tensor | None = None):
-    """The model as its documentation calls it; and the visual tokens that it made, which will
-    have a gradient. Or with the ``states`` that it is given."""
+    """Run the model as documented, and return its visual tokens, which get a gradient.
+
+    With ``states``, use these instead.
+    """
     made = [] if states is None else [states]
     pixels = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in batch.pixels.items()}
     mask = {MASK_NAMES[family]: batch.shown}
@@ -172,9 +176,9 @@ def shared(exchange, family: str, batch: Batch, text, visual, **options) -> Shar
 
 
 def this_process(model, family: str, batch: Batch, share: SharedBatch, states: torch.Tensor):
-    """The same forward, on this process's part of everything."""
+    """Run the same forward on this process's shards."""
     visual = share.of_visual(states)
-    row = share.of_text(batch.shown)  # only says which rows see something
+    row = share.of_text(batch.shown)  # only marks rows that see something
     if family == "mllama":
         given = {
             "cross_attention_states": visual,
@@ -194,12 +198,12 @@ def this_process(model, family: str, batch: Batch, share: SharedBatch, states: t
 
 
 def layouts(name: str, ranks: int, visual_tokens: int) -> tuple[ContextLayout, ContextLayout]:
-    """Text and visual tokens of every process."""
+    """Return text and visual tokens of every process."""
     length = max(LENGTHS)
     if name == "even":
         return ContextLayout.even(length, ranks), ContextLayout.even(visual_tokens, ranks)
-    # Ragged: the last process has the first and the last tokens, the first little; visual
-    # tokens are with the first and the last process, cut within an image.
+    # Ragged: the last process has the first and the last tokens, the first has few; visual tokens
+    # are on the first and the last process, cut within an image.
     edges = [2, *(2 + (length - 6) * (i + 1) // (ranks - 1) for i in range(ranks - 1))]
     text = [((a, b),) for a, b in zip(edges, edges[1:], strict=False)]
     text.append(((0, 2), (edges[-1], length)))

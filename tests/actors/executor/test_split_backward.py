@@ -136,9 +136,11 @@ def embedded(module: nn.Module) -> Forward:
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3", "gpt2"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_decoders_bit_for_bit(kind, autocast):
-    """Whole decoders, tied (Qwen3, GPT-2) and not, mixture of experts, dropout (GPT-2). Under
-    autocast a weight has one cast for all its uses; the two uses of a tied one are summed in
-    bf16 in both ways of computing, so that even this is equal."""
+    """Compare whole decoders, tied (Qwen3, GPT-2) and not, mixture of experts, dropout (GPT-2).
+
+    Under autocast a weight has one cast for all its uses. Both ways sum the two uses of a tied
+    weight in bf16, so that even this is equal.
+    """
     module = decoder(kind)
     inner = embedded(module)
 
@@ -179,7 +181,9 @@ def test_encoders_bit_for_bit(kind):
 
 
 def test_frozen_and_partly_frozen():
-    """Nothing trainable: pass one does all. Only norms: pass two has no matrix product."""
+    """Freeze everything, so that pass one does all; train only norms: no matrix product in pass
+    two.
+    """
     module = decoder("llama").requires_grad_(False)
     run = passes(module, embedded(module), x(2, 5, 16))
     run.check()
@@ -193,7 +197,7 @@ def test_frozen_and_partly_frozen():
 
 
 class Custom(torch.autograd.Function):
-    """x * w, with a backward that computes both gradients at once and counts its calls."""
+    """Product x * w, with a backward that computes both gradients at once and counts its calls."""
 
     calls = 0
 
@@ -233,13 +237,13 @@ def fused(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def split_weight(t: torch.Tensor) -> list[torch.Tensor]:
-    """One weight, cut into three, which the chain enters at different depths."""
+    """Return one weight, cut into three, which the chain enters at different depths."""
     a, b, c = Q.chunk(3)
     return [F.linear(F.linear(F.linear(t, a).tanh(), b).tanh(), c)]
 
 
 def weight_and_its_norm(t: torch.Tensor) -> list[torch.Tensor]:
-    """The chain enters a weight directly and, lower down, through its norm."""
+    """Return a weight that the chain enters directly and, lower down, through its norm."""
     return [(t * (B / B.norm())).tanh() * B]
 
 
@@ -250,7 +254,7 @@ def recurrent(t: torch.Tensor) -> list[torch.Tensor]:
     return [hidden]
 
 
-# name: (parameters, forward, how many parameters pass one must do)
+# name: (parameters, forward, number of parameters that pass one must handle)
 GRAPHS = {
     "chain": ([W, V, B], lambda t: [F.linear(F.linear(t, W, B).relu(), V)], 0),
     "input used several times": ([W, V], lambda t: [(t @ W) * t + (t @ V).tanh() * (t + 1)], 0),
@@ -285,7 +289,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs(name):
-    """Weights whose parts are summed in another order may differ by rounding."""
+    """Accept rounding for weights whose parts are summed in another order."""
     parameters, forward, early = GRAPHS[name]
     Passes(parameters, forward, [x(3, 4)]).check(1e-6, early=early)
 
@@ -319,7 +323,7 @@ OPS = ["linear", "matmul", "scale", "add", "mul", "tanh", "slice", "in_place", "
 
 @given(st.data())
 def test_random_graphs(data):
-    """Parameters and intermediate results are reused at random, in double precision."""
+    """Reuse parameters and intermediate results at random, in double precision."""
     count = data.draw(st.integers(1, 3))
     parameters = [x(4, 4, seed=i).double().requires_grad_() for i in range(count)]
     vectors = [x(4, seed=20 + i).double().requires_grad_() for i in range(count)]
@@ -331,7 +335,7 @@ def test_random_graphs(data):
     num_outputs = draw(st.integers(1, 3))
 
     def forward(*leaves):
-        # Results, parameters and what was made of parameters are all alike to later steps.
+        # Later operations treat results, parameters and functions of parameters the same.
         pool = [*leaves, *parameters]
         for op, a, b, c in steps:
             one, two = pool[-1 - a % len(pool)], pool[b % len(pool)]
@@ -370,7 +374,7 @@ def test_random_graphs(data):
 
 
 def test_gradients_accumulate_over_microbatches():
-    """Passes of several microbatches interleave, as a schedule has them."""
+    """Interleave passes of several microbatches, as in a schedule."""
     module = decoder("qwen3")
     forward = embedded(module)
     features = [x(2, 5, 16, seed=i) for i in range(3)]
@@ -389,14 +393,14 @@ def test_gradients_accumulate_over_microbatches():
 
 
 class Packed:
-    """A saved tensor, as something a weak reference can be had of."""
+    """Wrapper of a saved tensor that supports weak references."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.value = value.detach()  # an output would hold its node, and that this one
+        self.value = value.detach()  # an output would hold its node, and the node this object
 
 
 def test_graph_is_freed_in_the_course_of_pass_two():
-    """Without the garbage collector: no reference cycles."""
+    """Disable the garbage collector: there must be no reference cycles."""
     module = decoder("llama")
     forward = embedded(module)
     packed: list[weakref.ref] = []
@@ -428,14 +432,14 @@ def test_graph_is_freed_in_the_course_of_pass_two():
         with saved_tensors_hooks(pack, lambda held: held.value):
             outputs = forward(leaf)
         _, deferred = backward_input(outputs, [None], [leaf])
-        del outputs, deferred  # a failed step drops it all unused
+        del outputs, deferred  # a failed step drops all of it unused
         assert packed and alive() == 0
     finally:
         gc.enable()
 
 
 def test_no_hook_is_left_on_a_graph_that_lives_on():
-    """A node that saves nothing can run again; it must not keep what flows into it."""
+    """Check that a node that saves nothing, and so can run again, does not keep its inputs."""
     leaf, bias = x(3, 4).requires_grad_(), p(4)
     output = leaf + bias
     _, deferred = backward_input([output], [torch.ones(3, 4)], [leaf])

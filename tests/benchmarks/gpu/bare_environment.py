@@ -1,5 +1,7 @@
-"""An interpreter that has torch, transformers, triton, numpy and what these require: no Ray, no
-OR-tools, no numba."""
+"""Interpreter with only torch, transformers, triton, numpy and their requirements.
+
+It has no Ray, no OR-tools, and no numba.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ PACKAGES = ("torch", "transformers", "triton", "numpy")
 
 
 def required(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
-    """Installed distributions of these names and of all that they require, without extras."""
+    """Return installed distributions of these names and of their requirements, without extras."""
     found: dict[str, metadata.Distribution] = {}
     pending = list(names)
     while pending:
@@ -23,7 +25,7 @@ def required(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
         key = re.sub(r"[-_.]+", "-", name).lower()
         try:
             distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:  # what only other systems need
+        except metadata.PackageNotFoundError:  # required on other systems only
             continue
         if key not in found:
             found[key] = distribution
@@ -36,10 +38,10 @@ def required(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
 
 
 def bare_command(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The interpreter's command and its environment.
+    """Return the interpreter's command and its environment.
 
     Args:
-        folder: empty; gets links to the packages.
+        folder: empty folder for links to the packages.
     """
     for distribution in required(PACKAGES).values():
         for top in {path.parts[0] for path in distribution.files or ()}:

@@ -1,4 +1,4 @@
-"""Attention beside FlexAttention, where there is no GPU: masks, BlockMasks, the oracle's rows."""
+"""Attention and FlexAttention without a GPU: masks, BlockMasks, the oracle's rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_flex_gets_the_same_mask(pattern, length):
     assert mask.area() == int(dense.sum())
     flex = attention.flex_block_mask(pattern, mask, "cpu")
     assert torch.equal(flex.mask_mod(zero, zero, q, k), dense)
-    # Blocks: 1 where FlexAttention looks, and full ones, where it applies no test.
+    # Blocks: 1 for computed ones, including full ones without a test.
     blocks = flex.to_dense()[0, 0].bool()
     whole = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length]
     assert not (dense & ~whole).any()
@@ -40,7 +40,7 @@ def test_masks_of_the_benchmark_are_of_use():
 
 
 def test_sampled_rows_of_the_oracle():
-    """Rows of the oracle equal those of the whole, and errors are those of the worst rows."""
+    """Compare rows with the full oracle; errors are those of the worst rows."""
     from raymm.kernels.flash.reference import reference_attention
 
     shape = Heads(4, 2, 16)

@@ -1,4 +1,4 @@
-"""Sections that fail, break their process, end it or take too long: the others' parts are kept."""
+"""Sections that fail, break their process, end it or exceed their time keep other parts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def wrong():
 
 
 def dies():
-    os.write(1, b"last words\n")  # not to what pytest has put in place of stdout
+    os.write(1, b"last words\n")  # bypasses pytest's stdout
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def hangs():
-    subprocess.Popen(["sleep", "1000"])  # is to end with its section
+    subprocess.Popen(["sleep", "1000"])  # must end with its section
     time.sleep(1000)
 
 
@@ -47,7 +47,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Given(Section):
-    """A section of some of these parts, then a good one."""
+    """Section of some of these parts, then a good one."""
 
     parts: tuple[str, ...] = ()
 

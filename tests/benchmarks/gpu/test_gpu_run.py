@@ -1,4 +1,4 @@
-"""The whole run of sections, tried on a CPU where Ray, OR-tools and numba are missing."""
+"""The whole run of sections, on a CPU without Ray, OR-tools and numba."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Each row begins once with the tokenizer's beginning of text, whatever rows it shares a microbatch
-with and whatever writes it: the chat template, the tokenizer or the processor."""
+"""Each row begins exactly once with the tokenizer's beginning of text.
+
+This holds for any microbatch, and for tokens from the chat template, the tokenizer or the
+processor.
+"""
 
 import json
 
@@ -36,7 +39,7 @@ def tokenizer():
 
 
 def processor(kind, template):
-    if kind == "mllama":  # it writes the beginning of text itself
+    if kind == "mllama":  # it adds the beginning of text itself
         return transformers.MllamaProcessor(
             transformers.MllamaImageProcessor(size={"height": 28, "width": 28}), tokenizer(),
             chat_template=template,

@@ -1,4 +1,4 @@
-"""Contents of any text keep their labels; contents that a template does not write are refused."""
+"""Contents of any text keep their labels; contents that a template omits are rejected."""
 
 import re
 
@@ -21,7 +21,7 @@ from tests.data.conversations.test_trl_labels import (
     user,
 )
 
-# Its blocks of several bytes a character end elsewhere in transformers.
+# Its blocks of several bytes per character end elsewhere in transformers.
 OTHER = {"diffusion_gemma"}
 TEXTS = st.lists(st.sampled_from([
     "", " ", "\n", "a", "Hello.", "assistant\n", "user", "None", "{'type': 'text'}", "\r\n", "\t",
@@ -34,7 +34,7 @@ TEXTS = st.lists(st.sampled_from([
 
 @st.composite
 def conversations(draw):
-    """Conversations of contents that look like the text of templates."""
+    """Draw conversations whose contents look like the text of templates."""
     messages = [{"role": "system", "content": draw(TEXTS)}] if draw(st.booleans()) else []
     if not messages and draw(st.booleans()):
         messages.append(said(draw(TEXTS)))
@@ -63,12 +63,12 @@ def test_any_content_has_the_labels_of_generation_blocks(name):
                 messages, chat_template=tagged, tokenize=True, return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-        except Exception:  # a template may refuse a conversation
+        except Exception:  # a template may reject a conversation
             return
         try:
             found = chat(tokenizer, untagged, messages, None)
         except SampleError as error:
-            # Some templates write nothing of an assistant's first message by which to find it.
+            # Some templates write nothing that identifies an assistant's first message.
             assert "are ambiguous" in str(error) and messages[0]["role"] == "assistant"
             return
         assert list(found.ids) == due["input_ids"]
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_always_appended_is_no_label():
 
 @pytest.mark.parametrize("flags", [[False, None], [None, False]])
 def test_masked_turns_without_blocks_stay_without_labels(flags):
-    """A template may have generation blocks for some of the turns only."""
+    """Use templates with generation blocks for some of the turns only."""
     template = CHATML.replace(
         "{{ m.content }}", "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}"

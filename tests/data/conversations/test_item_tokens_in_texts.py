@@ -1,7 +1,7 @@
-"""Texts of rows that hold a model's own tokens literally, such as ``<|image_pad|>``.
+"""Texts of rows that contain a model's own tokens literally, such as ``<|image_pad|>``.
 
-Each row is refused by a sentence that names the row and the token, or becomes a microbatch that the
-model's forward takes. None of them passes the checks and fails in the forward.
+Each row is rejected by a message that names the row and the token, or becomes a microbatch that the
+model's forward accepts. None of them passes the checks and fails in the forward.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TEXTS = {
 def tokens(kind: str) -> list[str]:
     spec = KINDS[kind]
     every = dict.fromkeys((*spec.tokens, *spec.named.values()))
-    # Of the many tokens of parts of a picture, one.
+    # One of the many tokens of picture parts.
     return [t for t in every if not t.startswith("<row_") or t == "<row_1_col_1>"]
 
 
@@ -92,7 +92,7 @@ def model(kind: str) -> WholeModel:
 
 
 def outcome(kind: str, folder: Path, row: dict, token: str) -> str:
-    """Return ``"refused"``, ``"accepted"``, or what is wrong with a row's outcome."""
+    """Return ``"refused"``, ``"accepted"``, or the error of a row's outcome."""
     file = folder / "rows.jsonl"
     file.write_text(json.dumps({"id": "the-row", **row}) + "\n")
     try:
@@ -190,7 +190,7 @@ def folder_with(kind: str, out: Path, change) -> str:
 
 
 def step_of(data: DataConfig, file: Path, row: dict):
-    """Return the step of the one row of a data set, or the sentence that refuses the row."""
+    """Return the step of the one row of a data set, or the message that rejects the row."""
     file.write_text(json.dumps({"id": "the-row", **row}) + "\n")
     try:
         (step,) = local_steps(data, steps=1)
@@ -200,7 +200,7 @@ def step_of(data: DataConfig, file: Path, row: dict):
 
 
 def assert_refused_or_computed(step, token, whole):
-    """A batch check names the row and the token, or the model computes a finite loss."""
+    """Check that the batch check names row and token, or that the model's loss is finite."""
     if isinstance(step, str):
         assert "the-row" in step and token in step, step
         return
@@ -242,7 +242,7 @@ def test_item_tokens_in_pairs_of_answers(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
 def test_prompts_of_references_with_item_tokens_are_taken_by_the_forward(kind, tmp_path):
-    """A prompt of an evaluation ends where the reference begins; its items are those of the row."""
+    """Check prompts that end before the reference, with the items of the row."""
     column, items = item_of(kind)
     items = [str(Path(tiny(kind)[1]).parent / item) for item in items]
     (part,), whole = modalities(kind), model(kind)

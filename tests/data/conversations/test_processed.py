@@ -1,5 +1,8 @@
-"""Microbatches by a model's own processor: its own call's tensors, and labels on what the assistant
-says, against a slow oracle that processes the conversation up to every turn."""
+"""Microbatches of a model's own processor.
+
+Tensors are those of the processor's call, and labels those of a slow oracle that processes the conversation
+up to every turn.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def test_a_microbatch_is_what_the_processor_returns_and_labels_are_the_assistant
 
 
 def oracle(builder, conversation, messages):
-    """Labels by processing the conversation up to the beginning and the end of every turn."""
+    """Return labels from the conversation processed up to the start and the end of every turn."""
     def ids(count, prompt):
         text, _ = builder.processor.template.render(messages[:count], prompt)
         items = sum(

@@ -1,4 +1,4 @@
-"""A chat template does a limited amount of work, and writes the same as without a limit."""
+"""The work of a chat template is limited, with the same output as without a limit."""
 
 import contextlib
 
@@ -115,5 +115,5 @@ def test_a_template_outside_of_a_limited_block_has_no_limit(monkeypatch):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_real_templates_stay_far_below_the_limit(name, monkeypatch):
     monkeypatch.setattr(template_limits, "MOST_PASSES", 1000)
-    with contextlib.suppress(UndefinedError):  # contents are lists of parts there
+    with contextlib.suppress(UndefinedError):  # contents there are lists of parts
         rendered((FOLDER / f"{name}{SUFFIX}").read_text(), MESSAGES * 5)

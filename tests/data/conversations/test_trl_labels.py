@@ -1,7 +1,7 @@
-"""Labels without generation blocks, against TRL's templates that have them.
+"""Labels without generation blocks equal those of TRL's templates with blocks.
 
-TRL ships chat templates of many models with ``{% generation %}`` blocks around what the assistant
-writes (``assistant_only_loss``). Without the blocks, the same template must give the same labels.
+TRL ships chat templates of many models with ``{% generation %}`` blocks around the assistant's text
+(``assistant_only_loss``). Without the blocks, the same template must give the same labels.
 """
 
 import re
@@ -22,7 +22,7 @@ SUFFIX = "_training.jinja"
 TEMPLATES = sorted(file.name.removesuffix(SUFFIX) for file in FOLDER.glob(f"*{SUFFIX}"))
 # TRL also learns the header of the turn, or its last characters, which the generation prompt has.
 WITH_HEADER = {"deepseek_r1_distill", "deepseekv3", "gptoss", "muse_glimmer", "qwen2_5"}
-# The template opens the tool's turn in the assistant's; TRL does not learn the token that does.
+# The template opens the tool's turn in the assistant's; TRL does not learn that token.
 OPENS_TOOL_TURN = {("diffusion_gemma", "tools")}
 SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|<\|?\w+\|?>(?<=turn\|>)|<(?:start_of_turn|end_of_turn|image|"
@@ -73,7 +73,7 @@ CONVERSATIONS = {
 
 
 def byte_tokenizer(template):
-    """A tokenizer of bytes and of the special tokens that a template writes."""
+    """Return a tokenizer of bytes and of the special tokens of a template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +93,7 @@ def chat(tokenizer, template, messages, tools):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turns_are_those_of_generation_blocks(name):
     tagged = (FOLDER / f"{name}{SUFFIX}").read_text()
-    # Another tag that writes nothing keeps the white space of the template.
+    # Another tag without output keeps the white space of the template.
     untagged = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set nothing = 1 \2", tagged)
     tokenizer, compared = byte_tokenizer(tagged), 0
     for case, messages in CONVERSATIONS.items():
@@ -107,14 +107,14 @@ def test_turns_are_those_of_generation_blocks(name):
                 messages, chat_template=tagged, tools=tools, tokenize=True, return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-        except Exception:  # a template may refuse a conversation, or call what is not there
+        except Exception:  # a template may reject a conversation, or call missing functions
             continue
         masks = [bool(value) for value in due["assistant_masks"]]
         try:
             found = chat(tokenizer, untagged, messages, tools)
             assert list(chat(tokenizer, tagged, messages, tools).learned) == masks
         except SampleError as error:
-            # The template drops what the row has; TRL trains without it.
+            # The template drops content of the row; TRL trains without it.
             assert re.search(
                 r"(reasoning_content|tool_calls|'tools'|\(tool\)).* does not write", str(error)
             )
@@ -129,7 +129,7 @@ def test_turns_are_those_of_generation_blocks(name):
 
 
 def check_header(tokenizer, ids, masks, learned):
-    """TRL's labels and ours differ by the same few tokens in each turn, before what we learn."""
+    """Check that TRL's labels differ by the same few tokens in each turn, before raymm's."""
     extra = [mask and not own for mask, own in zip(masks, learned, strict=True)]
     assert not any(own and not mask for mask, own in zip(masks, learned, strict=True))
     starts = [i for i, own in enumerate(learned) if own and not learned[i - 1]]
@@ -145,7 +145,7 @@ def check_header(tokenizer, ids, masks, learned):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "gptoss"])
 def test_templates_that_rewrite_earlier_turns(name):
-    """Every turn is learned as the whole rendering has it, thoughts only where they are written."""
+    """Learn every turn as in the whole rendering, with thoughts only where they are rendered."""
     template = (FOLDER / f"{name}.jinja").read_text()
     tokenizer = byte_tokenizer(template)
     for case in ("three turns", "reasoning", "tools", "assistant first"):

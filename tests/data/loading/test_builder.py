@@ -49,7 +49,7 @@ def test_skipping_keeps_the_rest_and_reports(make_config, tmp_path):
 
 
 def test_a_process_without_memory_leaves_no_sample_out(make_config, monkeypatch):
-    """What it raises is of the moment; a sample that is left out would be in no other run."""
+    """Raise an error, as the shortage is temporary and another run would not skip the sample."""
     def no_memory(*args):
         raise MemoryError("no memory")
 

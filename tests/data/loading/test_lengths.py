@@ -1,4 +1,4 @@
-"""Tokens of every row, from which ``max_length`` is chosen."""
+"""Tokens of every row, for the choice of ``max_length``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray path, against the local one."""
+"""Loading through Ray equals local loading."""
 
 import gc
 import json
@@ -146,7 +146,7 @@ def test_a_pass_goes_on_after_a_step_without_a_usable_sample(make_config, tmp_pa
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_training_passes_over_steps_without_a_usable_sample(make_config, tmp_path, workers):
-    """They are no steps: the next one reports their samples, and a resumed run meets them again."""
+    """Skip such steps; the next step reports their samples, and a resumed run repeats them."""
     config = make_config(
         on_error="skip", batch_size=1, microbatches=1, shuffle=False, num_workers=workers,
     )
@@ -180,7 +180,7 @@ def test_data_without_a_usable_sample_end_the_run(make_config, tmp_path):
 
 
 def test_a_sample_that_kills_workers_is_named_alone(make_config):
-    """The first death may have other reasons; after the second, samples are loaded one by one."""
+    """Load samples one by one after the second death; the first may have other reasons."""
     config = make_config(image="fatal_of_one", shuffle=False)
     for error in (RunFailedError, SampleError):
         with StepLoader(config, steps_before=4) as loader, pytest.raises(error) as caught:
@@ -189,7 +189,7 @@ def test_a_sample_that_kills_workers_is_named_alone(make_config):
         if error is RunFailedError:
             assert "died while loading step 6, samples [6, 7, 8, 9, 10, 11]" in text
     assert text.startswith("sample 's8'") and "every data worker that loads this" in text
-    assert isinstance(caught.value, DataError)  # the run ends, and is not to be started again
+    assert isinstance(caught.value, DataError)  # the run ends, and must not be restarted
 
 
 def test_a_shortage_in_a_worker_is_no_fault_of_its_samples(make_config):
@@ -206,7 +206,7 @@ def test_a_dead_worker_is_named(make_config):
     with StepLoader(config) as loader, pytest.raises(RunFailedError, match=message) as caught:
         next(loader)
     assert "\n" not in str(caught.value) and caught.value.__notes__
-    assert not isinstance(caught.value, DataError)  # nothing is wrong with the data
+    assert not isinstance(caught.value, DataError)  # the data are valid
 
 
 def test_a_worker_that_is_stopped_is_named(make_config, tmp_path):
@@ -228,7 +228,7 @@ def test_a_worker_that_is_stopped_is_named(make_config, tmp_path):
 def test_a_worker_that_is_stopped_in_its_first_step_is_found_before_its_time_is_over(
     make_config, monkeypatch
 ):
-    """It has said where it lives before it began."""
+    """Use the address that the worker reports before it begins."""
     monkeypatch.setattr("raymm.actors.faults.heartbeats.LEAST_S", 1.0)
     with StepLoader(make_config(image="stopped", worker_timeout=100)) as loader:
         message = "did not load .* in time: .*: it does not answer; it is stopped by a signal"
@@ -242,11 +242,11 @@ def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
     config = make_config(worker_cpus=1000, worker_timeout=0.5, prefetch_steps=3)
     with StepLoader(config) as loader, pytest.raises(DataError, match="worker_cpus"):
         next(loader)
-    assert set(ended_actors()) == {"DEAD"}  # it does not go on waiting for the CPUs
+    assert set(ended_actors()) == {"DEAD"}  # it stops waiting for the CPUs
 
 
 def test_a_lost_node_ends_the_wait_for_a_worker_that_was_to_start_there(make_config):
-    """Of which Ray tells late."""
+    """Check the loss of a node that Ray reports late."""
     def check():
         raise RunFailedError("node a is gone", lost=Loss.NODE)
 
@@ -259,7 +259,7 @@ def test_a_lost_node_ends_the_wait_for_a_worker_that_was_to_start_there(make_con
 
 def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypatch):
     config = make_config()
-    # Calling it would be a TypeError.
+    # A call would raise a TypeError.
     monkeypatch.setattr("raymm.data.loading.loader.start_worker", None)
     for field, value in {"train": "/nowhere.jsonl", "tokenizer": "/nowhere"}.items():
         with pytest.raises(DataError, match="nowhere"):
@@ -271,7 +271,7 @@ def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypa
 
 
 def wait_for_the_end_of(worker):
-    """``ray.kill`` does not wait: for a while the worker may still answer."""
+    """Wait until ``ray.kill`` takes effect; the worker may answer for a while."""
     for _ in range(600):
         try:
             ray.get(worker.pid.remote())

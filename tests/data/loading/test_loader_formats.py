@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @pytest.fixture
 def mixed(make_config, tmp_path):
-    """A configuration with one source of each kind."""
+    """Return a configuration with one source of each kind."""
     shards = {"path": str(write_shards(tmp_path, 10)), "name": "shards",
               "columns": {"vision": "*.png", "audio": "wav"}}
     return make_config(train=[str(tmp_path / "train.jsonl"), shards,
@@ -32,7 +32,7 @@ def test_a_mixture_through_workers_is_the_local_stream(mixed):
             sources = []
             for parts, expected in zip(step.microbatches, want.microbatches, strict=True):
                 got = join_parts({name: ray.get(ref) for name, ref in parts.items()})
-                sources += got.pop("sources").tolist()  # for the loss of each
+                sources += got.pop("sources").tolist()  # for separate losses
                 torch.testing.assert_close(got, expected, rtol=0, atol=0)
             assert sorted(sources) == sorted(dataset.sources[indices[step.index]].tolist())
 
@@ -57,7 +57,7 @@ def test_errors_of_workers_name_file_sample_and_column(mixed, tmp_path):
 
 
 def test_wrong_placeholders_are_found_before_an_actor_starts(mixed, monkeypatch):
-    # Calling it would be a TypeError.
+    # A call would raise a TypeError.
     monkeypatch.setattr("raymm.data.loading.loader.start_worker", None)
     mixed.modalities["vision"].placeholder = "<picture>"
     with pytest.raises(DataError, match="data.modalities.vision.placeholder is '<picture>'"):

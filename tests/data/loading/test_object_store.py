@@ -1,4 +1,4 @@
-"""What goes into Ray's object store comes out with the same bytes, stacked and writable."""
+"""Tensors from Ray's object store have the same bytes, stacked and writable."""
 
 import pickle
 
@@ -16,7 +16,7 @@ DTYPES = [
 
 
 def through_store(tensors):
-    """As the object store does it: buffers out of band, read-only on the way back."""
+    """Copy tensors as the object store does: buffers out of band, read-only afterwards."""
     buffers = []
     data = pickle.dumps(tensors, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(data, buffers=[bytes(one.raw()) for one in buffers]), data, buffers
@@ -36,7 +36,7 @@ def test_a_stack_comes_out_as_torch_stack_makes_it(dtype, shape, count, seed):
     assert type(got) is dict and list(got) == ["x", "y"]
     for tensor in got.values():
         torch.testing.assert_close(tensor, want, rtol=0, atol=0)
-        tensor.zero_()  # the bytes it was made of are read-only
+        tensor.zero_()  # its original bytes are read-only
 
 
 def test_items_are_not_copied_before_they_are_stored():
@@ -52,7 +52,7 @@ def test_items_are_not_copied_before_they_are_stored():
     lambda x: x.transpose(1, 2), lambda x: torch.complex(x, -x).conj().imag,
 ])  # fmt: skip
 def test_items_that_are_not_what_their_memory_holds(change):
-    """In another order, or with the other sign."""
+    """Use views in another order, or with the opposite sign."""
     items = list(change(torch.arange(24.0).reshape(2, 3, 4)))
     got, _, _ = through_store(StoredTensors({"x": ItemStack(items)}))
     torch.testing.assert_close(got["x"], torch.stack(items), rtol=0, atol=0)

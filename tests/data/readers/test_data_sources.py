@@ -1,4 +1,4 @@
-"""What ``data.train`` and ``data.heldout`` may say."""
+"""Accepted values of ``data.train`` and ``data.heldout``."""
 
 
 import pytest
@@ -16,7 +16,7 @@ FIELDS = {
 
 def paths(train):
     config = DataConfig(**FIELDS, train=train)
-    # What a run writes down can be read again.
+    # A written configuration can be read again.
     assert DataConfig(**config.model_dump()) == config
     return [(one.path, one.name) for one in config.sources("train")]
 

@@ -1,4 +1,4 @@
-"""``data.heldout_fraction``: every row is trained on or evaluated on, and always the same way."""
+"""``data.heldout_fraction``: every row is always trained on, or always evaluated on."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_every_row_is_in_one_of_the_splits(tmp_path):
     data = config(tmp_path)
     train, heldout = ids(data, "train"), ids(data, "heldout")
     assert len(train) == 40 and len(heldout) == 10 and len({*train, *heldout}) == 50
-    assert sum(name.startswith("1-") for name in heldout) == 2  # of each source its fraction
+    assert sum(name.startswith("1-") for name in heldout) == 2  # the fraction of each source
 
 
 def test_the_split_follows_from_the_seed_alone(tmp_path):

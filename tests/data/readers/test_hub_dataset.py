@@ -1,4 +1,4 @@
-"""Data sets by name, as datasets' cache has them; the hub is out of reach."""
+"""Data sets by name from the cache of datasets, without the hub."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ NAME = "hf://datasets/some-org/some_pictures"
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """A data set that was fetched before, as ``datasets`` leaves it in its cache."""
+    """Return a data set that was downloaded before, in the cache of ``datasets``."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

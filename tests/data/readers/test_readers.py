@@ -1,4 +1,4 @@
-"""Every format gives the same samples, and its errors say where."""
+"""Every format gives the same samples, and its errors name the location."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Sources by URL give the samples that the same files give on this machine."""
+"""Sources by URL give the samples of the same local files."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ from raymm.storage.fingerprints import fingerprint_of_files
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Trying again takes no time; files are looked at anew every time."""
+    """Make retries immediate; files are checked every time."""
     monkeypatch.setattr(buckets, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(remote_bucket, "LOOK_AGAIN_S", 0.0)
     for module in (remote_bucket, remote_web):
@@ -33,7 +33,7 @@ def soon(monkeypatch):
 
 
 def upload(s3, folder: Path, name: str) -> str:
-    """The URL of a folder of the bucket with a folder's files."""
+    """Upload a folder's files into a folder of the bucket, and return its URL."""
     target = storage_folder(s3.url(name))
     for file in folder.rglob("*"):
         if file.is_file():
@@ -42,13 +42,13 @@ def upload(s3, folder: Path, name: str) -> str:
 
 
 def beside(url: str, name: str) -> str:
-    """The URL of a file in a folder."""
+    """Return the URL of a file in a folder."""
     place, question, query = url.partition("?")
     return f"{place}/{name}{question}{query}"
 
 
 def written(format: str, folder: Path) -> tuple[Path, str]:
-    """A folder of files, and the name of the source in it."""
+    """Write a folder of files; return it with the name of the source."""
     if format == "json":
         write_rows(folder, 20)
         return folder, "train.jsonl"
@@ -98,7 +98,7 @@ def test_patterns_and_folders_of_a_bucket(s3, tmp_path):
         ("a/c/d/00[!1].tar", 5), ("**/d/*.tar", 10),
     ):
         assert len(open_source(beside(url, pattern), "tar")) == samples, pattern
-    assert len(open_source(beside(url, "a/c"))) == 10  # by what is in it
+    assert len(open_source(beside(url, "a/c"))) == 10  # detected by content
     assert is_there(beside(url, "a/c")) and is_there(beside(url, "a/1.jsonl"))
     assert not is_there(beside(url, "a/1.json"))
     with pytest.raises(DataError, match=r"pattern .*\*.parquet.* has no .parquet file"):
@@ -193,14 +193,14 @@ def test_servers_that_refuse_are_named_before_anything_starts(s3, web):
 
 @pytest.fixture
 def no_bundles(monkeypatch):
-    """No authorities but those that a test names."""
+    """Remove all authorities except those that a test names."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_bundles")
 def test_https_with_an_authority_of_ones_own(make_config, tmp_path, monkeypatch):
-    """The same samples as from the folder, where the certificate is trusted; else an error."""
+    """Trust the certificate, and get the samples of the folder; else an error."""
     write_rows(tmp_path, 6)
     authority, certificate = write_certificates(tmp_path)
     server = RangeServer(tmp_path, certificate)
@@ -208,7 +208,7 @@ def test_https_with_an_authority_of_ones_own(make_config, tmp_path, monkeypatch)
         url = f"{server.root}/train.jsonl"
         with pytest.raises(DataError, match="certificate is not trusted: .*SSL_CERT_FILE"):
             open_source(url)
-        assert not server.ranges  # nothing was asked of it
+        assert not server.ranges  # without any request
         monkeypatch.setenv("SSL_CERT_FILE", str(authority))
         for got, want in zip(
             local_steps(make_config(train=[{"path": url}]), steps=1),
@@ -237,14 +237,14 @@ def test_a_certificate_of_another_server_is_refused(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("no_bundles")
 @pytest.mark.parametrize("netrc", ["machine 127.0.0.1", "default"])
 def test_a_redirect_gets_no_credentials(tmp_path, monkeypatch, web, netrc):
-    """Two servers of one address: the one that is named has the credentials, the other has none."""
+    """Use two servers of one address: only the named one has credentials."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     authority, certificate = write_certificates(tmp_path)
     (tmp_path / "netrc").write_text(f"{netrc} login me password secret\n")
     monkeypatch.setenv("SSL_CERT_FILE", str(authority))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     other = RangeServer(tmp_path, certificate)
-    # To the other server, also with credentials of the redirect's own; there through itself.
+    # A redirect to the other server, also with the redirect's own credentials, and within it.
     with_credentials = other.root.replace("://", "://them:theirs@")
     targets = {"a.jsonl": f"{web.root}/b.jsonl", "b.jsonl": f"{with_credentials}/a.jsonl"}
     web.before = targets.get
@@ -266,7 +266,7 @@ def test_a_redirected_s3_request_gets_no_credentials(s3, web):
 
 
 def failing(times: int):
-    """Answers so many requests with an error, then as it should."""
+    """Answer so many requests with an error, then normally."""
     left = iter([503] * times)
     return lambda *request: next(left, None)
 
@@ -296,7 +296,7 @@ def test_what_fails_for_a_moment_is_tried_again_and_changes_are_noticed(tmp_path
 
 
 def test_an_outage_is_no_error_of_a_sample(make_config, tmp_path, web):
-    """Or a run that skips such samples would go on without its data."""
+    """Raise an error, because a run that skips bad samples would continue without its data."""
     rows = write_rows(tmp_path, 10)
     for file in tmp_path.glob("*.*"):
         shutil.copy(file, web.folder)

@@ -207,7 +207,7 @@ def test_a_compressed_file_that_is_cut_off_leaves_no_copy(tmp_path, cache, suffi
         open_source(tmp_path / f"d.jsonl{suffix}")
     assert not list((cache / "decompressed").iterdir())
     one = COMPRESS[suffix](lines(rows_of(2)).encode())
-    (tmp_path / f"e.jsonl{suffix}").write_bytes(one + one)  # as `cat a.gz b.gz` makes them
+    (tmp_path / f"e.jsonl{suffix}").write_bytes(one + one)  # as written by `cat a.gz b.gz`
     assert len(open_source(tmp_path / f"e.jsonl{suffix}")) == 4
 
 

@@ -1,5 +1,8 @@
-"""Images above 8 bits, sounds that are cut off or no numbers, text with half a character: the right
-numbers, or an error of the sample that says what is wrong. All files are really written."""
+"""Unusual and broken media: correct numbers, or an error of the sample with the reason.
+
+Images above 8 bits, audio that is cut off or contains NaN, text with half a character. All files
+are really written.
+"""
 
 import io
 import json
@@ -32,7 +35,7 @@ def grey_of(path) -> list[int]:
 
 
 def png(width: int, depth: int, colour: int, row: bytes, transparent: bytes = b"") -> bytes:
-    """A PNG file of one row."""
+    """Return a PNG file of one row."""
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(
             ">I", zlib.crc32(kind + data))  # fmt: skip
@@ -129,7 +132,8 @@ def test_sounds_that_are_cut_off_are_refused_by_their_header(tmp_path):
         path.write_bytes(content[: len(content) // 2])
         with pytest.raises(Exception, match="cut off|malformed|lost sync"):
             read_audio(str(path), 16000)
-        if kind not in ("FLAC", "W64"):  # read to the end to know; not told by its first bytes
+        # requires reading to the end; the first bytes do not show it
+        if kind not in ("FLAC", "W64"):
             with pytest.raises(ValueError, match="cut off|malformed"):
                 check_media(str(path), Limits())
 
@@ -161,7 +165,7 @@ def build(config, index: int):
 
 
 def test_what_is_broken_is_an_error_of_the_sample(make_config, tmp_path):
-    """Rows are those of ``write_rows``: 1 has an image, 2 a sound."""
+    """Break rows of ``write_rows``: 1 has an image, 2 has audio."""
     vision = {"column": "images", "processor": "media_processors:from_picture", "input": "image"}
     audio = {"column": "audio", "processor": "media_processors:sound"}
     config = make_config(modalities={"vision": vision, "audio": audio})
@@ -187,12 +191,12 @@ def test_what_is_broken_is_an_error_of_the_sample(make_config, tmp_path):
 
 
 def leaving(image):
-    """A processor."""
+    """Exit the program, as a processor."""
     sys.exit(0)
 
 
 def test_a_processor_that_calls_exit_is_an_error_of_the_sample(make_config):
-    """In the driver it would end the program with 0, in a data worker the worker."""
+    """Catch the exit, which would end the driver with 0, or the data worker."""
     vision = {"column": "images", "processor": f"{__name__}:leaving", "input": "image"}
     config = make_config(modalities={"vision": vision}, ignore_columns=["audio"])
     with pytest.raises(SampleError, match="'s1' .*i1.png: cannot be read .SystemExit: 0"):
@@ -219,6 +223,6 @@ def test_half_characters_are_errors_of_the_sample(make_config, tmp_path):
     ):  # fmt: skip
         with pytest.raises(SampleError, match=said) as caught:
             build(config, index)
-        str(caught.value).encode()  # can be printed
+        str(caught.value).encode()  # printable
     for index in (2, 3):
         assert len(build(config, index).microbatches) == 1

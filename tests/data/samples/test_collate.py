@@ -66,13 +66,13 @@ def test_shuffle_is_a_derangement_whenever_one_exists(counts, seed):
     assert sorted(source) == list(range(first))
     assert moved["vision"]["sample_index"].tolist() == owners
     stayed = sum(owners[item] == owner for item, owner in zip(source, owners, strict=True))
-    # Pigeonhole: a sample with more than half of the items must get some of its own back.
+    # Pigeonhole principle: a sample with most of the items gets some of them back.
     assert stayed == max(0, 2 * max(counts) - first)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_shuffled_pairs_get_one_other_pairs_items(counts, seed):
-    """Both answers of a pair have the same items before and after."""
+    """Check that both answers of a pair have the same items before and after."""
     if not sum(counts):
         return
     pairs = [range(sum(counts[:n]), sum(counts[: n + 1])) for n in range(len(counts))]

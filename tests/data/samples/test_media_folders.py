@@ -1,4 +1,4 @@
-"""Rows name files of their source's folder, and of others only where that is allowed."""
+"""Rows may only name files in their source's folder, unless others are allowed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_file_that_is_a_link_is_refused_when_it_is_read(tmp_path):
 
 @given(st.lists(st.sampled_from(["a", "b", "..", ".", "", "/"]), min_size=1, max_size=6))
 def test_as_the_file_system_has_it(parts):
-    """Without links, what is opened is within the folder if and only if its name is accepted."""
+    """Compare with the file system: without links, accepted names are exactly those inside."""
     own = Path("/nowhere/own")
     name = "/".join(parts)
     real = os.path.realpath(own / name)

@@ -1,4 +1,4 @@
-"""Items above the limits are refused by what their headers say, and cost no memory."""
+"""Items above the limits are rejected by their headers, without using memory."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def test_all_kinds_of_webp_have_their_size(tmp_path, options):
 def test_limits_above_pillows_own_count(make_config, tmp_path, monkeypatch):
     config = make_config(max_image_pixels=20_000)
     Image.new("RGB", (100, 100)).save(tmp_path / "i1.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # of 2000 pixels it makes an error
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow raises an error at 2000 pixels
     built = StepBuilder(config, open_split(config, "train")).build([1])
     assert built.microbatches[0]["vision"]["pixel_values"].shape == (1, 3, 8, 8)
     assert Image.MAX_IMAGE_PIXELS == 1000
@@ -86,7 +86,7 @@ def test_absurd_sounds_are_refused(tmp_path):
     with pytest.raises(SampleError, match="68,719,476,735 frames.*max_audio_samples"):
         check_media(str(tmp_path / "a.flac"), Limits())
     wave = np.zeros(100, np.float32)
-    # 100 s at 1 Hz are as long as any other 100 s, once they are resampled.
+    # 100 s at 1 Hz are as long as any other 100 s after resampling.
     soundfile.write(tmp_path / "slow.wav", wave, 1)
     with pytest.raises(SampleError, match=r"4,800,000 samples"):
         check_media(str(tmp_path / "slow.wav"), Limits(max_audio_samples=4_000_000))
@@ -134,7 +134,7 @@ def test_row_groups_are_measured_before_they_are_read(tmp_path):
     options = ReaderOptions(columns={"vision": "image"}, limits=Limits(max_row_group_bytes=4000))
     with pytest.raises(DataError, match=r"row group 0 has .* 'image' .*data.max_row_group_bytes"):
         ParquetDataset(path, None, options)
-    # One entry of a dictionary for all rows: small by its metadata, not when it is decoded.
+    # One dictionary entry for all rows: small by its metadata, large when decoded.
     path = values(tmp_path, *[1000] * 40, row_group_size=40)
     dataset = ParquetDataset(path, None, options)
     with pytest.raises(SampleError, match="more than 4,000 bytes when decoded"):
@@ -177,8 +177,10 @@ print(json.dumps([grown, peak() - before, [[s.id, s.column, s.reason] for s in s
 
 
 def write_dictionary_bomb(folder: Path, rows: int = 500) -> None:
-    """``b.parquet`` of 2 MB, 500 MB when decoded: one entry of a dictionary for all rows; and
-    ``c.parquet`` with a good row."""
+    """Write ``b.parquet`` of 2 MB, 500 MB when decoded, and ``c.parquet`` with a good row.
+
+    The former has one dictionary entry for all rows.
+    """
     entry = pa.DictionaryArray.from_arrays(
         pa.array(np.zeros(rows, np.int32)), pa.array([b"\0" * 2**20])
     )
@@ -227,4 +229,4 @@ def test_bombs_do_not_fill_the_memory(make_config, tmp_path):
     assert all("16,777,216 bytes when decoded" in reason for reason in of_table)
     assert unusable == list(range(2, 500 + len(rows))) and len(skipped) == len(unusable)
     assert grown < MAX_GROWTH_MIB
-    assert decoded > MAX_GROWTH_MIB  # a picture that is decoded would have been noticed
+    assert decoded > MAX_GROWTH_MIB  # a decoded picture would be detected

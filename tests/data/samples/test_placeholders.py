@@ -14,7 +14,7 @@ from raymm.data.samples.config import ModalityDataConfig
 from raymm.errors import ConfigError, DataError, SampleError
 
 X = -100
-# Like those of Llava or SmolVLM: strings as they are, and parts one by one.
+# Templates like those of Llava or SmolVLM: strings unchanged, and parts one by one.
 PARTS = CHATML.replace(
     "{{ m['content'] }}",
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"

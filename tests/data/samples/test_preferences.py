@@ -1,4 +1,4 @@
-"""Rows with two answers, in TRL's formats: each becomes two rows, whose labels are the answers'."""
+"""Rows with two answers, in TRL's formats: each becomes two rows, with labels on the answers."""
 
 import json
 
@@ -36,7 +36,7 @@ def steps_of(tmp_path, rows, **options):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_tokens_and_labels_are_trls(tmp_path, kind):
-    """But for what a template writes behind an answer's end of turn, which is no label here."""
+    """Ignore text after an answer's end of turn, which has no label here."""
     tokenizer = build_tokenizer()
     row = {**maybe_extract_prompt(ROWS[kind]), "id": "a"}
     step = steps_of(tmp_path, [{**ROWS[kind], "id": "a"}])
@@ -62,7 +62,7 @@ def test_tokens_and_labels_are_trls(tmp_path, kind):
 
 
 def test_pairs_stay_together(tmp_path):
-    """Of a step that is cut into microbatches, and with media."""
+    """Check steps that are cut into microbatches, and media."""
     rows = [{**ROWS["messages"], "id": str(number)} for number in range(4)]
     step = steps_of(tmp_path, rows, microbatches=2)
     assert [meta.sample_ids for meta in step.meta] == [

@@ -1,4 +1,4 @@
-"""What processors get of items in files, bytes and shards."""
+"""Inputs of processors for items in files, bytes and shards."""
 
 import json
 import tarfile
@@ -19,7 +19,7 @@ from raymm.errors import DataError, SampleError
 
 @pytest.fixture
 def forms(tmp_path):
-    """The same picture as a file, as bytes, and inside a shard."""
+    """Return the same picture as a file, as bytes, and inside a shard."""
     write_image(tmp_path / "i.png", 0)
     data = (tmp_path / "i.png").read_bytes()
     with tarfile.open(tmp_path / "s.tar", "w") as shard:
@@ -108,7 +108,7 @@ def test_folders_of_full_processors(tmp_path):
     assert whisper(sound)["input_features"].shape == (80, 100)
     with pytest.raises(ValueError, match="frames need an image processor"):
         whisper([picture])
-    # One folder of both, as omni models have; the item's kind decides.
+    # One folder with both, like that of omni models; the item's kind decides.
     both = json.loads((tmp_path / "llava" / "processor_config.json").read_text())
     whisper_config = json.loads((tmp_path / "whisper" / "processor_config.json").read_text())
     both["feature_extractor"] = whisper_config["feature_extractor"]

@@ -1,4 +1,4 @@
-"""Rows of other formats: errors that say what to write instead."""
+"""Rows of other formats: errors that name the correct form."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers():
     check_vocabulary(tokenizer, "folder", size)
     with pytest.raises(DataError, match=rf"'folder' has token ids up to .*for {size // 2} ids"):
         check_vocabulary(tokenizer, "folder", size // 2)
-    tokenizer.add_tokens(["<extra>"])  # tokens that were added may lie beyond, until one is used
+    tokenizer.add_tokens(["<extra>"])  # added tokens may lie beyond, until one is used
     check_vocabulary(tokenizer, "folder", size)
     encoder = TextEncoder(tokenizer, 64, vocabulary=size)
     encoder.encode(Sample(0, "s", None, "a dog", {}))

@@ -1,4 +1,4 @@
-"""Every row form gives the same sample; a row that fits none is a SampleError that says why."""
+"""Every row form gives the same sample; other rows raise a SampleError with the reason."""
 
 import json
 from pathlib import Path
@@ -97,7 +97,7 @@ TEXT = st.text(
 
 
 def plain(message):
-    """A message without its flag, and the text of its parts."""
+    """Return a message without its flag, with the text of its parts."""
     content = message["content"]
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)

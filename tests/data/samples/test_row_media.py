@@ -1,4 +1,4 @@
-"""Media in columns and in parts of messages: paths, bytes, base64, frames, and what is refused."""
+"""Media in columns and in parts of messages: paths, bytes, base64, frames, and rejections."""
 
 import base64
 import io

@@ -15,7 +15,7 @@ def sample(messages=None, text=None):
 
 
 def encode_text(tokenizer, sample, max_length):
-    """Without modalities: no placeholder is known."""
+    """Encode a sample without modalities or placeholders."""
     return TextEncoder(tokenizer, max_length).encode(sample)
 
 

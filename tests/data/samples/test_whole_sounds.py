@@ -1,4 +1,4 @@
-"""Sounds beyond the window of a feature extractor are refused with both lengths, never cut."""
+"""Audio beyond a feature extractor's window is rejected with both lengths, never cut."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_longer_sounds_than_before_are_tried():
     assert len(calls) > tried
 
 
-# Seconds that extractors of transformers take with their default values, of those that cut.
+# Windows in seconds of transformers' extractors that cut, with their default values.
 WINDOWS = {
     "ASTFeatureExtractor": 10.26, "ClvpFeatureExtractor": 6.0,
     "Gemma3nAudioFeatureExtractor": 30.0, "Gemma4AudioFeatureExtractor": 29.99,
@@ -90,7 +90,7 @@ def test_extractors_of_transformers_take_all_or_are_refused(name):
     rate = getattr(extractor, "sampling_rate", None)
     if not isinstance(rate, int):
         pytest.skip("takes no sound")
-    batched = name == "Gemma4AudioFeatureExtractor"  # cannot squeeze what is not a batch
+    batched = name == "Gemma4AudioFeatureExtractor"  # can only squeeze a batch
 
     def features(sound):
         sounds = [sound] if batched else sound

@@ -1,4 +1,4 @@
-"""Planned steps on their way from ``data.batching`` to built microbatches."""
+"""Planned steps from ``data.batching`` to built microbatches."""
 
 import json
 from itertools import islice
@@ -31,7 +31,7 @@ FIELDS = {"train": "a", "tokenizer": "t", "batch_size": 8, "microbatches": 4}
 
 @pytest.fixture
 def planned_config(make_config, tmp_path):
-    """A configuration of planned steps, whose scans are kept in ``tmp_path / "scans"``."""
+    """Return a configuration of planned steps, with cached scans in ``tmp_path / "scans"``."""
 
     def make(method="balanced", count=40, batching=None, **overrides):
         chosen = {"method": method, "cache": str(tmp_path / "scans"), **(batching or {})}
@@ -41,12 +41,12 @@ def planned_config(make_config, tmp_path):
 
 
 def widths(items):
-    """Units of an image: its width in pixels."""
+    """Return an image's width in pixels as its units."""
     return items[:, 0]
 
 
 def broken(items):
-    """No units."""
+    """Return no units."""
     return items
 
 
@@ -56,7 +56,7 @@ def ids(step):
 
 @pytest.mark.parametrize("method", ["balanced", "length_grouped"])
 def test_groups_arrive_as_microbatches(planned_config, method):
-    """And an epoch has every sample once."""
+    """Check also that an epoch has every sample once."""
     config = planned_config(method)
     sampler = training_sampler(config, open_split(config, "train"))
     seen = []
@@ -114,7 +114,7 @@ def test_the_scan_is_cached_and_reports_progress(planned_config, tmp_path, monke
     seen = []
     training_sampler(config, open_split(config, "train"), progress=lambda *one: seen.append(one))
     assert seen == [(40, 40)] and len(list((tmp_path / "scans").iterdir())) == 1
-    # Scanning again would be a TypeError.
+    # Another scan would raise a TypeError.
     monkeypatch.setattr("raymm.data.sampling.scanner._parts", None)
     training_sampler(config, open_split(config, "train"))
 
@@ -126,7 +126,7 @@ def test_random_steps_are_not_scanned(make_config, monkeypatch):
 
 
 def test_sizes_are_tokens_of_the_model(planned_config):
-    """13 tokens of an image in its encoder, of which the language model gets 4 prepended ones."""
+    """Count 13 tokens of an image in its encoder, and 4 prepended ones in the language model."""
     config = planned_config()
     found = scan(open_split(config, "train"), config)
     sizes = sample_sizes(found, config, {"vision": ItemTokens(13, 4)})
@@ -151,7 +151,7 @@ def test_budgets_limit_every_microbatch(planned_config):
 
 
 def test_budgets_are_in_tokens_of_items(planned_config):
-    """Two images of 13 tokens fit into 38."""
+    """Fit two images of 13 tokens into 38."""
     config = planned_config(batching={"budgets": {"vision": 38}})
     dataset = open_split(config, "train")
     sampler = training_sampler(config, dataset, {"vision": ItemTokens(13)})
@@ -164,7 +164,7 @@ def test_budgets_are_in_tokens_of_items(planned_config):
 
 
 def test_an_item_of_many_tokens_does_not_shrink_microbatches(planned_config):
-    """A budget of one and a half items of 250 tokens would be one of a single item."""
+    """Check that the budget is not one and a half items of 250 tokens, which would fit one item."""
     config = planned_config(batch_size=9)
     dataset = open_split(config, "train")
     steps = {}

@@ -1,4 +1,4 @@
-"""Planned groups, step after step: every sample of an epoch once, wherever a run goes on."""
+"""Planned groups step by step: every sample of an epoch once, wherever a run resumes."""
 
 import json
 from itertools import islice
@@ -21,7 +21,7 @@ def sizes_of(count: int, seed: int = 0) -> SampleSizes:
 
 
 def epoch_of(sampler: GroupSampler, state=None) -> list:
-    """The steps up to the end of the epoch that the state is in."""
+    """Return the steps up to the end of the state's epoch."""
     epoch, found = sampler.check(state)[0], []
     for groups, after in sampler.batches(state):
         found.append((groups, after))
@@ -63,8 +63,7 @@ PLANNERS = st.tuples(
 
 @given(st.integers(20, 80), st.lists(st.tuples(PLANNERS, st.integers(0, 3)), max_size=4))
 def test_other_groups_take_what_is_left(count, runs):
-    """Interrupted again and again, each time going on with another number of groups, of samples
-    in them, or another method."""
+    """Interrupt repeatedly, and resume with other group counts, group sizes or methods."""
     seen: list[int] = []
     state = None
     for planner, steps in runs:
@@ -84,7 +83,7 @@ def test_other_groups_take_what_is_left(count, runs):
 
 
 def test_groups_of_a_step_cost_alike():
-    """Not what a permutation gives."""
+    """Compare with a random permutation, which does not achieve that."""
     sizes = sizes_of(400)
     spread = {}
     for method in ("balanced", "random"):
@@ -127,6 +126,6 @@ def test_a_position_of_random_steps_is_refused_by_name():
 
 
 def test_other_samples_do_not_matter_between_epochs():
-    """Only what was taken of an epoch must be known again."""
+    """Check that only the samples taken in an epoch must be the same."""
     groups, after = next(GroupSampler(sizes_of(40), 2, 4).batches(position(epoch=1)))
     assert len(groups) == 2 and after["epoch"] == 1

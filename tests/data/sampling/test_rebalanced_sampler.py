@@ -1,4 +1,4 @@
-"""Steps planned anew in the middle of epochs: nothing lost, nothing twice, and the same again."""
+"""Steps replanned in the middle of epochs: no sample lost or repeated, and reproducible."""
 
 import json
 from itertools import islice
@@ -38,7 +38,7 @@ def sampler_of(count, groups=4, decisions=(), replicas=COPIES, samples=2, **opti
 
 
 def steered(sampler, state, steps, looks):
-    """Steps with costs adopted after some of them: (steps, decisions)."""
+    """Return (steps, decisions) with costs adopted after some of the steps."""
     found, decisions = [], []
     batches = sampler.batches(state)
     for number in range(steps):
@@ -51,7 +51,7 @@ def steered(sampler, state, steps, looks):
 
 
 def assert_epochs(steps, count):
-    """Every epoch that was finished had every sample once."""
+    """Check that every finished epoch had every sample once."""
     seen, epoch = [], 0
     for groups, after in steps:
         assert all(groups)
@@ -79,7 +79,7 @@ def test_every_sample_once_whenever_plans_change(count, groups, looks):
 @settings(max_examples=25)
 @given(st.integers(10, 90), LOOKS, st.integers(0, 24))
 def test_from_any_state_the_decisions_repeat_the_steps(count, looks, stop):
-    """As after a kill: those before the state are in it, those after it in the log."""
+    """Simulate a kill: earlier decisions are in the state, later ones in the log."""
     whole, decisions = steered(sampler_of(count), None, 25, looks)
     state = json.loads(json.dumps(whole[stop][1]))
     decisions = [Decision(*json.loads(json.dumps(one))) for one in decisions]
@@ -147,7 +147,7 @@ def test_costs_that_are_none_are_no_position(costs):
 
 
 def test_planned_by_costs_microbatches_take_equally_long():
-    """Costs that units know nothing of: a slow copy, and seconds by the square of lengths."""
+    """Use costs that units do not express: a slow replica, and quadratic seconds."""
     costs = MeasuredCosts(
         {"vision": ModuleCost(0, 1.0), "text": ModuleCost(0, 0.0, 0.05)}, {"text": (0.75, 1.25)}
     )
@@ -183,6 +183,6 @@ def test_steps_are_asked_for_in_their_order():
     sampler = sampler_of(60)
     steps = list(islice(sampler.batches(), 5))
     assert sampler.groups_of(steps[0][1]) == steps[0][0]
-    assert sampler.groups_of(steps[2][1]) == steps[2][0]  # one was not asked for
+    assert sampler.groups_of(steps[2][1]) == steps[2][0]  # one that was not requested
     assert sampler.groups_of(steps[1][1]) is None
-    assert sampler.groups_of(steps[4][1]) is None  # that question ended all others
+    assert sampler.groups_of(steps[4][1]) is None  # that request ended all others

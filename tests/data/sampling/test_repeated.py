@@ -1,4 +1,4 @@
-"""Sources whose samples come more or less often than once per epoch."""
+"""Sources whose samples are used more or less often than once per epoch."""
 
 import json
 import pickle
@@ -78,7 +78,7 @@ def configure(make_config, tmp_path, *repeats, **fields):
 
 @pytest.mark.parametrize("method", ["random", "length_grouped"])
 def test_an_epoch_has_the_mix(make_config, tmp_path, method):
-    """Of 12 samples each: all of one twice, a quarter of the other."""
+    """Use 12 samples each: all of one twice, a quarter of the other."""
     batching = {"method": method}
     if method != "random":
         batching["cache"] = str(tmp_path / "scans")
@@ -105,7 +105,7 @@ def test_a_repeated_stream_resumes(make_config, tmp_path):
 
 
 def test_scans_are_kept_apart(make_config, tmp_path):
-    """Of the same files: other samples, or as many others."""
+    """Use the same files with other samples, or the same number of others."""
     config = configure(make_config, tmp_path, 1, 1)
 
     def key(*repeats, seed=0):

@@ -1,4 +1,4 @@
-"""Sizes of all samples: right, the same from any number of workers, and cached safely."""
+"""Sizes of all samples: correct, independent of the number of workers, and cached safely."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def cached(make_config, tmp_path):
 
 def test_a_cached_scan_is_used(cached, monkeypatch):
     config, dataset, found, file = cached
-    # Calling it would be a TypeError.
+    # A call would raise a TypeError.
     monkeypatch.setattr("raymm.data.sampling.scanner._Scanner", None)
     seen = []
     again = scan(dataset, config, cache=file.parent, progress=lambda *one: seen.append(one))
@@ -153,7 +153,7 @@ def test_the_key_follows_everything_that_matters(cached, make_config, tmp_path):
     os.utime(tmp_path / "train.jsonl", ns=(1, 1))
     keys.add(scan_key(dataset, config))
     assert len(keys) == 9
-    # Where the run is, and how it batches, does not.
+    # The folder of the run, and its batches, do not matter.
     same = config.model_copy(update={"batch_size": 12, "seed": 3})
     assert scan_key(dataset, same) in keys
 
@@ -182,7 +182,7 @@ def test_one_flipped_byte_never_changes_a_scan(cached):
         changed[at] ^= 0xFF
         file.write_bytes(changed)
         again = load_scan(file.parent, file.stem, dataset, config)
-        if again is not None:  # a byte that nobody reads
+        if again is not None:  # a byte that is never read
             assert_equal(again, found)
 
 

@@ -20,7 +20,7 @@ SCHEDULE = st.dictionaries(st.integers(1, 30), WEIGHT, max_size=3)
 
 @st.composite
 def mixtures(draw):
-    """Sizes, schedules, batch size, seed; one source's weight is never 0."""
+    """Draw sizes, schedules, batch size, seed; one source's weight is never 0."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     schedules = [{0: draw(WEIGHT), **draw(SCHEDULE)} for _ in sizes]
     schedules[draw(st.integers(0, len(sizes) - 1))] = {0: draw(st.floats(1e-3, 10))}
@@ -36,13 +36,15 @@ def sampler_of(sizes, schedules, batch_size, shuffle, seed):
 
 
 def weight_at(schedule, step):
-    """The slow way: the last entry that is not after the step."""
+    """Return the weight of the last entry that is not after the step."""
     return [weight for first, weight in sorted(schedule.items()) if first <= step][-1]
 
 
 def oracle(sizes, schedules, batch_size, shuffle, seed, steps):
-    """Every step as a list of (source, sample of it), one random number against cumulated shares;
-    every source an endless list of passes."""
+    """Return every step as a list of (source, sample in it), slowly.
+
+    Compares one random number with cumulative shares; every source is an endless list of passes.
+    """
     def passes(source):
         epoch = 0
         while True:
@@ -60,7 +62,7 @@ def oracle(sizes, schedules, batch_size, shuffle, seed, steps):
         upper = 0.0
         for source, weight in enumerate(weights):
             lower, upper = upper, upper + weight
-            # A source gets as many as there are whole numbers above the offset in its part.
+            # A source gets as many samples as there are integers above the offset in its interval.
             below = np.floor(lower / sum(weights) * batch_size + offset)
             above = np.floor(upper / sum(weights) * batch_size + offset)
             count = int(min(above, batch_size) - min(below, batch_size)) if source else int(above)
@@ -91,10 +93,10 @@ def test_shares_passes_and_going_on(mixture, at):
         counts = np.bincount(owner[indices], minlength=len(sizes))
         assert (np.abs(counts - shares) < 1 + 1e-6).all()
         assert not counts[weights == 0].any()
-    # From any state on, in a new process or not, the same steps come.
+    # The same steps follow from any state, in a new process or not.
     again = islice(sampler_of(*mixture).batches(taken[at][1]), 39 - at)
     assert list(again) == taken[at + 1 :]
-    # A source's samples in the order that they were taken: whole passes.
+    # A source's samples in order of use: whole passes.
     for indices, _ in taken:
         for index in indices:
             streams[owner[index]].append(index)
@@ -131,7 +133,7 @@ def test_a_run_mixes_by_schedule_and_goes_on_with_others(make_config, tmp_path):
     ids = [[i for meta in step.meta for i in meta.sample_ids] for step in steps]
     of_a = [sum(int(i[1:]) < 12 for i in step) for step in ids]
     assert of_a == [3, 3, 3, 3, 0, 0]
-    # What comes does not depend on microbatches; a batch size goes on from the same samples.
+    # Steps do not depend on microbatches; a new batch size continues from the same samples.
     other = list(local_steps(config({0: 1, 4: 0}, 1.0, microbatches=1), steps=6))
     for step, sample_ids in zip(other, ids, strict=True):
         assert sorted(i for meta in step.meta for i in meta.sample_ids) == sorted(sample_ids)

@@ -1,4 +1,4 @@
-"""Balanced steps of a whole model: sizes are those of what its processor makes."""
+"""Balanced steps of a VLM: sizes are those of its processor's output."""
 
 from __future__ import annotations
 

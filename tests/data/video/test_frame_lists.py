@@ -1,4 +1,4 @@
-"""Lists of frames as videos: their times are given, or refused where the model is given times."""
+"""Lists of frames as videos: their times are given, or rejected if the model needs times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def files(tmp_path, kind, frames=4, sizes=((56, 56),)):
-    """A folder of the processor whose template writes videos, and a file with a list of frames."""
+    """Return a folder of a processor with a video template, and a file with a list of frames."""
     folder = tmp_path / "processor"
     processor = AutoProcessor.from_pretrained(tiny(kind)[0])
     item = KINDS[kind].item
@@ -135,7 +135,7 @@ def test_a_single_frame_needs_no_rate(tmp_path):
 
 
 def test_pictures_that_are_not_frames_are_no_videos(tmp_path):
-    """A list without ``frames`` is several items; each would be a video of one frame."""
+    """Treat a list without ``frames`` as several items; each would be a video of one frame."""
     folder = files(tmp_path, "smolvlm", frames=1)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text().replace('[["0.png"]]', '["0.png"]'))

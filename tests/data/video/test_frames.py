@@ -1,4 +1,4 @@
-"""Chosen frames against decoding everything; what is read of a file; what is wrong with one."""
+"""Selected frames equal those of full decoding; read ranges, and errors of files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ clip = functools.cache(clips.make_clip)
 
 
 def oracle(data: bytes, sampling: FrameSampling) -> tuple[np.ndarray, np.ndarray]:
-    """All frames decoded, and of these the last that begins at each time or before."""
+    """Decode all frames, and return the last that begins at or before each time."""
     with av.open(io.BytesIO(data)) as container:
         header = header_of(container)
         frames = list(container.decode(container.streams.video[0]))
@@ -73,7 +73,7 @@ def test_times(seconds, sampling):
 
 
 class Counting(io.BytesIO):
-    """A file that counts the bytes that are read of it."""
+    """File that counts the bytes read."""
 
     count = 0
 
@@ -112,13 +112,13 @@ def test_truncated_files(format):
 
 @pytest.mark.parametrize("format", sorted(clips.FORMATS))
 def test_files_without_frames(format):
-    data = clip(format, 0) or clip(format)[:188]  # a transport stream without frames is no file
+    data = clip(format, 0) or clip(format)[:188]  # a transport stream without frames is not a file
     with pytest.raises(SampleError):
         read_clip(io.BytesIO(data), FrameSampling(), LIMITS)
 
 
 def with_avi_rate(scale: int, rate: int) -> bytes:
-    """An AVI file whose header says another rate."""
+    """Return an AVI file with another rate in its header."""
     data = bytearray(clip("avi"))
     place = data.index(b"strh") + 8 + 20
     assert struct.unpack_from("<II", data, place) == (1, clips.RATE)
@@ -127,7 +127,7 @@ def with_avi_rate(scale: int, rate: int) -> bytes:
 
 
 def with_mp4_timescale(value: int) -> bytes:
-    """An MP4 file whose header says how long its unit of time is otherwise."""
+    """Return an MP4 file with another time unit in its header."""
     data = bytearray(clip("mp4"))
     place = data.index(b"mdhd") + 4 + 12
     struct.pack_into(">I", data, place, value)
@@ -146,7 +146,7 @@ def test_wrong_rates(data, message):
 
 
 class Pipe(io.RawIOBase):
-    """What is written cannot be gone back to."""
+    """Stream that cannot seek."""
 
     def __init__(self):
         self.data = bytearray()
@@ -173,7 +173,7 @@ def test_endless_files():
         read_clip(io.BytesIO(data), FrameSampling(), limits)
     with pytest.raises(SampleError, match="data.max_video_seconds"):
         read_clip(io.BytesIO(data), FrameSampling(), FrameLimits(2**22, 2, 50))
-    # More frames than a header says: AVI's is believed, and the last of them are never asked for.
+    # More frames than in the header: AVI's number is used, and the last frames never requested.
     shorter = bytearray(clip("avi", 60, codec="mpeg4"))
     struct.pack_into("<I", shorter, shorter.index(b"strh") + 8 + 32, 10)
     assert len(read_clip(io.BytesIO(bytes(shorter)), FrameSampling(25, 100), LIMITS).frames) <= 60
@@ -183,7 +183,7 @@ def test_large_frames_are_refused_by_the_header():
     data = clip("mp4", 2, (1024, 768), codec="mjpeg")
     with pytest.raises(SampleError, match="above data.max_image_pixels"):
         read_clip(io.BytesIO(data), FrameSampling(), FrameLimits(2**19, 3600, 1000))
-    # A header that says less than the frames are: no decoder makes room for more.
+    # A header with fewer pixels than the frames have: no decoder allocates more.
     liar = data.replace(struct.pack(">HH", 1024, 768), struct.pack(">HH", 64, 48))
     assert liar != data
     with pytest.raises(SampleError):
@@ -216,7 +216,7 @@ def test_the_sound_track(format):
 def test_sounds_that_cannot_be_used():
     with pytest.raises(SampleError, match="no sound track"):
         read_track(io.BytesIO(clip("mp4")))
-    # The sound is after the pictures.
+    # The audio is after the pictures.
     data = clip("matroska", sound=True)
     with pytest.raises(SampleError, match="sound track is cut off"):
         read_track(io.BytesIO(data[: -len(data) // 4]))

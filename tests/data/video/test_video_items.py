@@ -1,4 +1,4 @@
-"""Video files as items: of models given by parts and of whole models, with errors of the sample."""
+"""Video files as items of models of parts and of VLMs, with errors of the sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ clip = functools.cache(clips.make_clip)
 
 
 def write(folder: Path, files: dict[str, bytes], content: str = "what is this") -> Path:
-    """Rows of one clip each."""
+    """Write rows of one clip each."""
     rows = []
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -118,7 +118,7 @@ def test_settings(config, monkeypatch):
 
 
 class Recorder:
-    """Hands calls on to a processor, and keeps the arguments."""
+    """Wrapper of a processor that records its arguments."""
 
     def __init__(self, processor):
         self.processor, self.calls = processor, []
@@ -162,7 +162,7 @@ def test_a_whole_models_processor_gets_frames_and_their_times(tmp_path):
 
 def test_a_step_of_videos_is_what_the_processor_makes_of_the_file(tmp_path):
     folder, _ = tiny.make("qwen3_vl", tmp_path / "model", 1)
-    processor = AutoProcessor.from_pretrained(folder)  # whose template knows pictures alone
+    processor = AutoProcessor.from_pretrained(folder)  # whose template supports pictures alone
     processor.chat_template = processor.chat_template.replace("image_pad", "video_pad")
     processor.save_pretrained(folder)
     settings = DataConfig(

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: by pretended timings, and for real on a CPU."""
+"""Choice of the attention kernel: with simulated timings, and for real on a CPU."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_faster_one_once_per_shape_class():
     one, other = shape_of(40), shape_of(400)
     assert found.fastest(one, slow_flex) == "raymm" and found.fastest(other, fast_flex) == "flex"
     assert asked == ["raymm", "flex"] * 2
-    # Neither is measured again, whatever it would take now.
+    # Neither is measured again, whatever its time now.
     assert found.fastest(one, fast_flex) == "raymm" and found.fastest(other, slow_flex) == "flex"
     assert len(asked) == 4
     same = {name: taking(name, 1.0) for name in ("raymm", "flex")}
     assert found.fastest(shape_of(4000), same) == "raymm"
     found.keep_to(other, "raymm")
     assert found.fastest(other, fast_flex) == "raymm"
-    found.use("auto")  # begins anew
+    found.use("auto")  # starts from scratch
     assert found.fastest(one, fast_flex) == "flex"
 
 
@@ -107,7 +107,7 @@ def test_a_cpu_measures_nothing(monkeypatch):
 
 
 def choose(monkeypatch, name, masks, *, softcap=None, grad=False, length=40):
-    """What ``auto`` runs where ``name`` is the faster one; a CPU's kernel in place of a GPU's."""
+    """Return the kernel of ``auto`` if ``name`` is faster; a CPU's kernel replaces a GPU's."""
     took = iter((1.0, 0.5) if name == "flex" else (0.5, 1.0))
     monkeypatch.setattr(choice, "seconds", lambda *_: next(took))
     KERNEL_CHOICE.use("auto")
@@ -140,7 +140,7 @@ def test_raymm_where_it_is_faster(monkeypatch):
 
 
 def test_what_flex_cannot_later_raymm_computes(monkeypatch):
-    """A CPU has no backward pass of FlexAttention, and refuses the forward of it."""
+    """Use a CPU, which has no backward of FlexAttention, and rejects its forward."""
     masks = (patterns.causal(40),)
     attend, given, options = choose(monkeypatch, "flex", masks, grad=True)
     out, _ = attend(*given, masks, **options)
@@ -160,8 +160,7 @@ def test_rows_that_see_nothing_by_flex():
 
 
 def test_measuring_leaves_recomputation_alone():
-    """Saved tensors are counted where blocks are recomputed, and measuring happens in the first
-    forward pass only."""
+    """Measure in the first forward only, because recomputation counts saved tensors."""
     masks, calls = (patterns.causal(40),), []
 
     def timed(*given):

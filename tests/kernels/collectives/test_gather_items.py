@@ -1,4 +1,4 @@
-"""Items that processes share become whole again, and so do gradients of what made them."""
+"""Gathered items of several processes, and the gradients of their sources."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def items(count: int) -> torch.Tensor:
 
 
 def gather(group, sizes):
-    """All items, the gradient of this process's, and that of a weight that all have."""
+    """Return all items, the gradient of this process's, and that of a shared weight."""
     exchange = Exchange(group)
     start = sum(sizes[: exchange.rank])
     own = items(sum(sizes))[start : start + sizes[exchange.rank]].requires_grad_()

@@ -1,5 +1,7 @@
-"""Collectives, the operators between replicated and sharded tensors, and the loss over a sharded
-vocabulary, in gloo processes and in threads, against dense oracles."""
+"""Collectives, operators between replicated and sharded tensors, and the vocabulary loss.
+
+Run in gloo processes and in threads; the oracles are dense.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def in_threads(function: Callable[..., Any], size: int, **kwargs: Any) -> list[Any]:
-    """What ``function(group=..., **kwargs)`` returns in each thread of a group."""
+    """Return the results of ``function(group=..., **kwargs)`` in each thread of a group."""
     results: list[Any] = [None] * size
     errors: list[Exception] = []
 
@@ -84,7 +86,7 @@ def check_collectives(results: list[tuple[torch.Tensor, ...]], dtype: torch.dtyp
     for total, largest, gathered, same in results:
         tolerance = 1e-6 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(total.float(), own.float().sum(0), rtol=0, atol=4 * tolerance)
-        assert torch.equal(total, results[0][0])  # the same bits everywhere
+        assert torch.equal(total, results[0][0])  # bitwise equal everywhere
         assert torch.equal(largest, own.amax(0))
         assert torch.equal(gathered, whole) and torch.equal(same, whole)
         assert gathered.is_contiguous()
@@ -134,7 +136,7 @@ def test_threads_that_disagree_end_with_an_error(function: Any, error: str) -> N
 
 
 def two_layers(group: Any, columns: tuple[int, ...], gathered: bool) -> tuple[torch.Tensor, ...]:
-    """x -> tanh(x A) -> (.) B, with A in columns and B in rows, and x used besides."""
+    """Return x -> tanh(x A) -> (.) B, with A in columns and B in rows, and x used again."""
     group = as_tensor_group(group)
     inner = sum(columns)
     start = sum(columns[: group.rank])
@@ -194,7 +196,7 @@ def test_layers_with_any_shares(columns: tuple[int, ...], gathered: bool) -> Non
 
 
 def test_a_gradient_that_others_use_is_left_alone() -> None:
-    """The sum of two tensors hands both the same gradient."""
+    """Add two tensors, which get the same gradient object."""
 
     def both(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -207,7 +209,7 @@ def test_a_gradient_that_others_use_is_left_alone() -> None:
 
 
 def test_nothing_is_summed_where_no_gradient_is_asked_for() -> None:
-    group = thread_groups(2)[0]  # whose other thread never comes
+    group = thread_groups(2)[0]  # the other thread never arrives
     x = torch.ones(2)
     assert copy_to_shards(x, group) is x
     with torch.no_grad():
@@ -277,7 +279,7 @@ def test_loss_of_one_member_is_the_plain_one() -> None:
 
 
 def test_tokens_that_a_share_hides_altogether() -> None:
-    """A head may set logits to minus infinity: of padding columns, say."""
+    """Set logits to minus infinity, as a head may do for padding columns."""
 
     def share(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
         value = float("-inf") if group.rank else 1.0

@@ -1,4 +1,4 @@
-"""What attention sends is what ``scheduler/context_parallel/traffic.py`` says, rank by rank."""
+"""Sent bytes of attention equal ``scheduler/context_parallel/traffic.py``, rank by rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD_DIM = 8
 
 
 def pairs_on_a_rank(group, cases) -> list:
-    """Bytes counted and bytes predicted, per case and method."""
+    """Return counted and predicted bytes, per case and method."""
     exchange, found = Exchange(group), []
     n = exchange.size
     for queries, keys, heads, dtype, sequences, documents in cases:
@@ -26,7 +26,7 @@ def pairs_on_a_rank(group, cases) -> list:
             patterns.documents(documents) if documents
             else patterns.full(rows.length, columns.length)
         )
-        # Of the dense mask, not of the function that the exchange asks.
+        # Count on the dense mask, not by the function that the exchange uses.
         dense = mask.dense()
         needed = [
             [
@@ -65,7 +65,8 @@ def pairs_on_a_rank(group, cases) -> list:
 
 
 def test_real_processes_send_what_the_formulas_say():
-    """Ragged layouts, a rank without rows, one without keys, both dtypes, batches, documents."""
+    """Use ragged layouts, a rank without rows, one without keys, both dtypes, batches, documents.
+    """
     assert set(attention_traffic.METHODS) == set(METHODS)
     ragged = (((0, 5), (60, 70)), ((5, 33),), ((33, 34), (40, 60)), ((34, 40),))
     no_rows = (((0, 20),), (), ((20, 22),), ((22, 41),))

@@ -1,4 +1,4 @@
-"""Attention of dealt-out tokens equals that of one process, whoever has which token."""
+"""Attention of sharded tokens equals one process, for any distribution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def processes():
 
 
 def random_layout(length: int, ranks: int, seed: int) -> ContextLayout:
-    """Pieces of random sizes dealt to random ranks; a rank may have much, little or nothing."""
+    """Return ranges of random sizes on random ranks; a rank may have many, few or none."""
     rng = np.random.default_rng(seed)
     cuts = np.unique(np.concatenate([[0, length], rng.integers(0, length + 1, 12)]))
     owner = rng.integers(0, ranks, len(cuts) - 1)
@@ -53,7 +53,7 @@ def random_layout(length: int, ranks: int, seed: int) -> ContextLayout:
 
 
 def tensors(masks: list[AttentionMask], heads: tuple[int, int], seed: int) -> list[torch.Tensor]:
-    """Query, key, value and gradient of the output, for all tokens."""
+    """Return query, key, value and output gradient of all tokens."""
     generator = torch.Generator().manual_seed(seed)
     n_queries, n_keys = masks[0].shape
     sizes = [(heads[0], n_queries), (heads[1], n_keys), (heads[1], n_keys), (heads[0], n_queries)]
@@ -61,7 +61,7 @@ def tensors(masks: list[AttentionMask], heads: tuple[int, int], seed: int) -> li
 
 
 def expected_of(whole: list[torch.Tensor], masks, **kwargs) -> list[torch.Tensor]:
-    """Output and gradients of the oracle, float64."""
+    """Return output and gradients of the float64 oracle."""
     query, key, value = (t.double().requires_grad_() for t in whole[:3])
     dense = torch.stack([mask.dense() for mask in masks])
     out, _ = reference_attention(query, key, value, dense, **kwargs)
@@ -72,7 +72,7 @@ def expected_of(whole: list[torch.Tensor], masks, **kwargs) -> list[torch.Tensor
 def run_local(
     whole, masks, group: ContextGroup, method: str, recompute: bool = False, **kwargs
 ) -> tuple[list[torch.Tensor], tuple[int, int]]:
-    """This rank's output and gradients, and bytes sent forward and backward."""
+    """Return this rank's output and gradients, and bytes sent forward and backward."""
     rows, keys = group.queries.positions(group.rank), group.keys.positions(group.rank)
     query, key, value, grad = (
         t[:, :, index].clone().requires_grad_()
@@ -97,7 +97,7 @@ def errors(local, expected, group: ContextGroup, label: str) -> list[str]:
     where = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
     for (name, index), mine, due in zip(where.items(), local, expected, strict=True):
         error = (mine.double() - due[:, :, index]).norm()
-        # Against the whole tensor's norm per element: a rank may have next to nothing of it.
+        # Relative to the full tensor's norm per element: a rank may have almost no elements.
         share = due.norm() * (max(mine.numel(), 1) / due.numel()) ** 0.5
         if not (mine.shape == due[:, :, index].shape and error <= TOLERANCE * share):
             found.append(f"{label} {name}: {error:.2e} of {share:.2e}")
@@ -105,7 +105,7 @@ def errors(local, expected, group: ContextGroup, label: str) -> list[str]:
 
 
 def patterns_on_a_rank(group, names, length, heads, seed, recompute) -> list[str]:
-    """All methods on all patterns; what is wrong."""
+    """Run all methods on all patterns; return the errors."""
     exchange, problems = Exchange(group), []
     for name in names:
         mask = every_pattern(length, seed)[name]()
@@ -143,7 +143,7 @@ def test_with_activation_recomputation(processes):
 
 
 def batches_on_a_rank(group) -> list[str]:
-    """Two masks in one batch, two batches back to back, softcap and scale."""
+    """Run two masks in one batch, two consecutive batches, softcap and scale."""
     exchange, problems = Exchange(group), []
     layout = random_layout(150, exchange.size, 3)
     context = ContextGroup(exchange, layout, layout)
@@ -162,13 +162,13 @@ def test_two_masks_in_a_batch_and_back_to_back(processes):
 
 
 def widths_on_a_rank(group) -> list[str]:
-    """Values that are narrower and wider than keys, as in latent attention."""
+    """Use values that are narrower and wider than keys, as in latent attention."""
     exchange, problems = Exchange(group), []
     layout = random_layout(150, exchange.size, 3)
     context, masks = ContextGroup(exchange, layout, layout), [causal(150)]
     for width in (5, 12):
         whole = tensors(masks, (6, 3), 1)
-        for number in (2, 3):  # values and the gradient of the output
+        for number in (2, 3):  # values and the output gradient
             whole[number] = whole[number].repeat(1, 1, 1, 2)[..., :width]
         expected = expected_of(whole, masks)
         for method in METHODS:
@@ -182,7 +182,7 @@ def test_values_of_another_width_than_keys(processes):
 
 
 def half_precision_on_a_rank(group) -> list[float]:
-    """Error of bf16 relative to one process in bf16's own error."""
+    """Return the error of bf16 relative to that of one process in bf16."""
     exchange = Exchange(group)
     mask = documents([100, 56])
     layout = random_layout(156, exchange.size, 3)
@@ -207,7 +207,7 @@ def test_bf16_merges_in_fp32(processes):
 
 
 def autocast_on_a_rank(group) -> list[str]:
-    """As Hugging Face's rotary embeddings leave them under autocast: Q and K in fp32, V not."""
+    """Use Q and K in fp32 but not V, as Hugging Face's rotary embeddings do under autocast."""
     exchange, problems = Exchange(group), []
     mask = documents([100, 56])
     layout = random_layout(156, exchange.size, 3)
@@ -239,14 +239,14 @@ def autocast_on_a_rank(group) -> list[str]:
 
 
 def test_autocast_casts_what_is_of_several_dtypes(processes):
-    """To the same numbers as inputs that were cast before."""
+    """Compare with inputs that were cast before."""
     assert sum(processes.run(autocast_on_a_rank, 2), []) == []
 
 
 class Project(torch.nn.Module):
     """Queries from one input, keys and values from the other.
 
-    ``fp32_queries``: as a norm of the queries leaves them under autocast.
+    ``fp32_queries``: like a norm of the queries under autocast.
     """
 
     def __init__(self, width: int, heads: int, seed: int, fp32_queries: bool = False) -> None:
@@ -262,7 +262,7 @@ class Project(torch.nn.Module):
 
 
 class Saved:
-    """Bytes that autograd saves for a backward pass, each tensor once."""
+    """Bytes that autograd saves for a backward, each tensor once."""
 
     def __enter__(self):
         self.tensors: dict[int, int] = {}
@@ -283,7 +283,7 @@ class Saved:
 
 
 def two_layers(layers, hidden, visual, attend) -> torch.Tensor:
-    """Cross attention twice, of the same visual tokens."""
+    """Run cross attention twice on the same visual tokens."""
     for layer in layers:
         out = attend(layer, hidden, visual)
         hidden = hidden + out.transpose(1, 2).flatten(2)
@@ -291,7 +291,7 @@ def two_layers(layers, hidden, visual, attend) -> torch.Tensor:
 
 
 def recomputed_under_autocast_on_a_rank(group) -> list[str]:
-    """Beside the same layer without recomputation."""
+    """Compare with the same layer without recomputation."""
     exchange, heads = Exchange(group), 2
     mask = every_pattern(60, 2)["cross"]()
     context = ContextGroup(
@@ -327,8 +327,10 @@ def test_recomputation_casts_as_autocast_did(processes):
 
 
 def recomputed_on_a_rank(group, method: str) -> tuple[list[str], int, int]:
-    """Gradients of inputs and of every weight beside one process; bytes saved with and
-    without recomputation."""
+    """Compare gradients of inputs and weights with one process.
+
+    Returns errors, and bytes saved with and without recomputation.
+    """
     exchange, heads, T, V = Exchange(group), 2, 60, 90
     mask = every_pattern(T, 2)["cross"]()
     V = mask.n_keys
@@ -371,7 +373,7 @@ def recomputed_on_a_rank(group, method: str) -> tuple[list[str], int, int]:
     for number, (layer, due) in enumerate(zip(layers, exact, strict=True)):
         for (name, mine), other in zip(layer.named_parameters(), due.parameters(), strict=True):
             total = mine.grad.clone()
-            dist.all_reduce(total, group=group)  # every rank has its tokens' share
+            dist.all_reduce(total, group=group)  # every rank has the gradient of its tokens
             found[f"{number}.{name}"] = total, other.grad
     problems = [
         name
@@ -404,7 +406,7 @@ def bytes_on_a_rank(group, heads, n_queries, n_keys) -> dict[str, tuple[int, int
 
 @pytest.mark.parametrize("n_queries", [96, 480])
 def test_bytes_are_those_of_the_formulas(processes, n_queries):
-    """Payload per rank, e bytes per activation and a = 4 per accumulator."""
+    """Check the payload per rank, with e bytes per activation and a = 4 per accumulator."""
     n, (hq, hk), n_keys, e, a = 4, (8, 4), 240, 2, 4
     counted = processes.run(
         bytes_on_a_rank, n, heads=(hq, hk), n_queries=n_queries, n_keys=n_keys
@@ -434,7 +436,7 @@ def document_bytes_on_a_rank(group, lengths) -> dict[str, tuple[int, int]]:
 
 
 def test_only_keys_that_are_seen_travel(processes):
-    """Exactly the visible ranges: counted from the dense mask."""
+    """Count the visible ranges on the dense mask."""
     lengths, n, hk, e = [70, 90, 40, 110, 90], 4, 2, 4
     counted = processes.run(document_bytes_on_a_rank, n, lengths=lengths)
     dense = documents(lengths).dense()
@@ -512,7 +514,7 @@ def test_what_does_not_fit_is_refused(processes):
 
 
 def test_one_process_is_plain_attention():
-    """The oracle here and the attention of one process are the same."""
+    """Compare the oracle here with the attention of one process."""
     mask = causal(50)
     whole = tensors([mask], (4, 2), 0)
     out, _ = attention(*whole[:3], mask)

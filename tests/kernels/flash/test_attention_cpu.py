@@ -1,8 +1,8 @@
-"""CPU attention against dense float64 attention: outputs, LSE and gradients.
+"""CPU attention compared with dense float64 attention: outputs, LSE and gradients.
 
 Errors are relative to each tensor's own norm. fp32 stays within 1e-5. With bf16 inputs the
-reference sees the same rounded inputs; outputs and gradients are rounded to bf16 (2^-9) per
-part and once more, which the bound of 1e-2 allows for.
+reference gets the same rounded inputs; outputs and gradients are rounded to bf16 (2^-9) per part
+and once more, which the bound of 1e-2 allows for.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ LARGE = ("causal", "window", "mp_isolated", "own_image_window", "cross_all")
 
 
 def inputs(masks, query_heads, key_heads, dim, dtype=torch.float32, value_dim=None, seed=0):
-    """Query, key, value (requiring gradients) and the output's gradient, laid out as
-    projections leave them."""
+    """Return query, key, value (requiring gradients) and output gradient in projection layout."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(length, heads, width):
@@ -54,8 +53,10 @@ def error(found, expected):
 
 
 def cancelling(tensors, grad) -> float:
-    """Rounding of the gradients of queries and keys where their terms cancel, as those of a
-    row that sees one key do: fp32's share of what is added up."""
+    """Return fp32's share of gradient terms that cancel, as in a row that sees one key.
+
+    It bounds the rounding of the gradients of queries and keys.
+    """
     query, key, value = (t.detach().double() for t in tensors)
     if not key.numel() or not query.numel():
         return 0.0
@@ -66,13 +67,13 @@ def cancelling(tensors, grad) -> float:
 
 def check(masks, query_heads=4, key_heads=2, dim=16, dtype=torch.float32, *, attend=cpu_attention,
           value_dim=None, **options):  # fmt: skip
-    """Output, LSE and gradients against the reference."""
+    """Compare output, LSE and gradients with the reference."""
     tensors, grad = inputs(masks, query_heads, key_heads, dim, dtype, value_dim)
     out, lse = attend(*tensors, masks, **options)
     assert out.dtype == dtype and lse.dtype == torch.float32
     # Reentrant checkpoints mark every output.
     assert attend is not cpu_attention or not lse.requires_grad
-    out.backward(grad)  # reentrant checkpoints know no autograd.grad
+    out.backward(grad)  # reentrant checkpoints do not support autograd.grad
     gradients = [t.grad for t in tensors]
     exact = [t.detach().double().requires_grad_() for t in tensors]
     visible = torch.stack([mask.dense() for mask in masks])
@@ -110,7 +111,7 @@ def test_large(name):
 
 
 def test_large_bf16():
-    """Parts that keep to bf16 in the backward pass; key gradients sum over many blocks."""
+    """Keep parts of the backward in bf16; key gradients sum over many blocks."""
     check((patterns.causal(4352),), 1, 1, 8, torch.bfloat16)
 
 
@@ -161,7 +162,7 @@ def test_batch_of_different_masks():
 
 
 def test_two_masks_back_to_back():
-    """One mask's plan is not used for another, nor after the mask has gone."""
+    """Check that a mask's plan is not reused for another mask, or after its deletion."""
     for _ in range(3):
         for name in ("mp", "ee_isolated", "window"):
             check((every_pattern(144)[name](),))
@@ -194,7 +195,7 @@ LIMITS = [
 
 
 def assert_covers(mask, limits):
-    """Every visible pair is in exactly one part, and no other pair is."""
+    """Check that every visible pair is in exactly one part, and no other pair is."""
     plan, count = Plan(mask, limits), torch.zeros(mask.shape, dtype=torch.int32)
     for block in plan.blocks:
         for part in block.parts:
@@ -225,7 +226,7 @@ def test_plans_cover_every_pattern(name):
 
 
 def test_no_part_masks_more_than_its_block():
-    """What is held at once is bounded: a long window or triangle has no T x T mask."""
+    """Check the bound: a long window or triangle has no T x T mask."""
     length = 16384
     for mask in (patterns.causal(length), patterns.causal(length, 4096),
                  patterns.sinks_and_window(length)):  # fmt: skip
@@ -246,7 +247,7 @@ def test_plans_are_shared_and_go_with_their_mask():
     for overhead in range(20):
         plan_blocks(mask, Limits(overhead))
     gc.collect()
-    assert plan() is None  # only a few plans are kept
+    assert plan() is None  # only a few plans are cached
     plan = weakref.ref(plan_blocks(mask, Limits()))
     del mask
     gc.collect()
@@ -263,7 +264,7 @@ def test_recomputation(reentrant):
 
 
 def test_a_chain_under_recomputation_with_two_masks():
-    """Layers with different masks (Gemma: local and global), recomputed, as without."""
+    """Recompute layers with different masks (Gemma: local and global)."""
     masks = [every_pattern(144)[name]() for name in ("own_image_window", "own_image_packed")]
     (query, key, value), grad = inputs(masks[:1], 4, 2, 16)
 
@@ -322,7 +323,7 @@ def test_only_the_gradients_that_are_needed(needed):
 
 
 def test_any_strides():
-    """Expanded, sliced and transposed inputs; a gradient without strides (that of a sum)."""
+    """Use expanded, sliced and transposed inputs; a gradient without strides, like a sum's."""
     mask = every_pattern(144)["own_image_window"]()
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(1, 4, 16, 300, generator=generator)
@@ -360,7 +361,7 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_empty_rows():
-    """Text before the first image sees no key: output 0, LSE -inf, no gradient, no NaN."""
+    """Use text before the first image: output 0, LSE -inf, no gradient, no NaN."""
     mask = patterns.cross_images(200, [120, 150], [30, 40])
     tensors, grad = inputs((mask,), 4, 2, 16)
     out, lse = cpu_attention(*tensors, (mask,))
@@ -372,7 +373,7 @@ def test_empty_rows():
 
 
 def test_empty_rows_within_a_block():
-    """Rows that see nothing between rows that see something, in one masked part."""
+    """Mix rows with and without visible keys in one masked part."""
     dense = torch.zeros(40, 40, dtype=torch.bool)
     table = []
     for start in range(0, 40, 2):
@@ -395,7 +396,7 @@ def test_nothing_to_see_or_to_do():
 
 
 def leak(mask, row, dtype, softcap):
-    """Largest gradient of one output row with respect to each key and value, per key."""
+    """Return the largest gradient of one output row with respect to each key and value, per key."""
     tensors, _ = inputs((mask,), 4, 2, 16, dtype)
     out, _ = cpu_attention(*tensors, (mask,), softcap=softcap)
     _, dk, dv = torch.autograd.grad(out[:, :, row].float().square().sum(), tensors)
@@ -405,7 +406,7 @@ def leak(mask, row, dtype, softcap):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_leaks(dtype, softcap):
-    """The gradient of an output with respect to a key that it must not see is exactly 0."""
+    """Check that the gradient with respect to an invisible key is exactly 0."""
     spans = [Span(10, 40), Span(50, 80), Span(90, 110, 2), Span(130, 150), Span(150, 190)]
     documents = [120, 80]
     for isolate in (False, True):
@@ -426,7 +427,7 @@ def test_nothing_leaks(dtype, softcap):
 
 
 def test_sources_that_rows_must_not_see_change_nothing():
-    """Other documents' values do not enter an output, not even as 0 times infinity."""
+    """Check that values of other documents do not enter, not even as 0 times infinity."""
     mask = patterns.documents([700, 900])
     (query, key, value), _ = inputs((mask,), 2, 1, 8)
     expected = cpu_attention(query, key, value, (mask,))[0]
@@ -437,7 +438,7 @@ def test_sources_that_rows_must_not_see_change_nothing():
 
 
 def test_context_parallel_rows():
-    """Rows of one rank among all keys equal those rows of the whole."""
+    """Compare rows of one rank among all keys with the same rows of the whole."""
     whole = every_pattern(283)["mp"]()
     (query, key, value), _ = inputs((whole,), 4, 2, 16)
     expected, expected_lse = cpu_attention(query, key, value, (whole,))

@@ -1,6 +1,8 @@
-"""Every Triton kernel that attention launches compiles for sm_90 without spilling registers and
-within its shared memory; no GPU is needed. What is kept of the same kernels, arguments and Triton
-is not compiled anew, but for one; `python tests/kernels/compiled_kernels.py --record` keeps it."""
+"""Every Triton kernel of attention compiles for sm_90 without spills, within shared memory.
+
+No GPU is needed. Stored results of unchanged kernels, arguments and Triton are reused, except for
+one sample; `python tests/kernels/compiled_kernels.py --record` stores them.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ if platform.system() != "Linux":
 from compiled_kernels import HEAD_DIMS, Launch, compilers, launches, recorded
 
 SHARED_BYTES = 232_448
-"""What a program may have on sm_90 (227 KB)."""
+"""Limit of a program on sm_90 (227 KB)."""
 
 
-# About 2 s of CPU per kernel. `compiled_kernels.py --every` compiles all that there are.
+# About 2 s of CPU per kernel. `compiled_kernels.py --every` compiles all variants.
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("dtype", list(HEAD_DIMS))
 def test_no_spills(dtype):
@@ -27,7 +29,7 @@ def test_no_spills(dtype):
     changed = [launch for launch in wanted if launch not in kept]
     with compilers() as compile_all:
         compiled = {report.launch: report for report in compile_all({*changed, sample})}
-    # What is kept is what this compiler makes.
+    # The stored results are those of this compiler.
     assert kept.get(sample, compiled[sample]) == compiled[sample]
     reports = [*(kept | compiled).values()]
     assert len(reports) == len(wanted) >= 9
@@ -39,8 +41,7 @@ def test_no_spills(dtype):
 
 
 def test_the_gate_sees_spills_and_shared_memory():
-    """With half the threads registers spill; six tiles in flight take more memory than there
-    is."""
+    """Spill registers with half the threads; exceed shared memory with six tiles in flight."""
     launch = Launch("attention_forward", "bfloat16", 128)
     with compilers(1) as compile_all:
         (spilling,) = compile_all([launch], num_warps=4, N=128)

@@ -1,6 +1,9 @@
-"""The large attention kernels in machine code: on tensor cores in the widest products that their
-registers allow, tiles loaded by the tensor memory accelerator, nothing spilled. What is kept of the
-same kernels and Triton is not compiled anew (`python tests/kernels/machine_code.py --record`)."""
+"""Machine code of the large attention kernels.
+
+They use tensor cores with the widest products that their registers allow, load tiles by the tensor
+memory accelerator, and spill nothing. Stored results of unchanged kernels and Triton are reused
+(`python tests/kernels/machine_code.py --record`).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,12 @@ from packaging.version import Version
 from triton_versions import PAGE, VERSIONS, read_table
 
 SHARED_BYTES = 232_448
-"""What a program may have on sm_90 and sm_100 (227 KB)."""
+"""Limit of a program on sm_90 and sm_100 (227 KB)."""
 LEAST_COLUMNS = {("attention_backward_query", 256): 32, ("attention_backward_key", 256): 32}
-"""Of the narrowest product, where not 64: accumulators of 256 columns leave no registers for wider
-tiles of scores."""
+"""Columns of the narrowest product, if not 64.
+
+Accumulators of 256 columns leave no registers for wider tiles of scores.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +53,13 @@ def test_products_are_wide_and_none_is_a_warps_own(codes):
 
 
 def test_products_of_a_tile(codes):
-    """Two forward; three for the query's gradient and four for those of keys and values (three
-    and two where they are a launch each); five for all gradients, in any order. Every kernel has
-    a loop for full tiles and one for partial ones; for sm_100 the compiler peels off some first
-    iterations besides."""
+    """Count products of a tile.
+
+    Two forward; three for the query's gradient and four for those of keys and values (three and two
+    if they are a launch each); five for all gradients, in any order. Every kernel has a loop for
+    full tiles and one for partial ones; for sm_100 the compiler also peels off some first
+    iterations.
+    """
     for (launch, architecture), code in codes.items():
         expected = {"attention_forward": 2, "attention_backward_query": 3}.get(launch.kernel)
         if expected is None:
@@ -63,7 +71,7 @@ def test_products_of_a_tile(codes):
 
 
 def test_tiles_are_loaded_by_descriptors(codes):
-    """What threads copy by themselves are tables with a value per row, not tiles."""
+    """Check that threads copy only tables with a value per row themselves, not tiles."""
     for (launch, architecture), code in codes.items():
         assert code.loads.get("UTMALDG", 0) >= 3, (launch, code.loads)
         if architecture == 90:
@@ -77,16 +85,21 @@ def test_the_narrowest_product_is_found():
 
 
 def test_no_product_is_waited_for_on_its_own(codes):
-    """A product of a tile is several instructions, which are under way together: as many waits as
-    products of tiles at most. Where the assembler cannot keep accumulators in flight, it waits for
-    every instruction, of which there are four times as many and more."""
+    """Count waits, at most one per product of a tile.
+
+    A product consists of several instructions, which are in flight together. If the assembler
+    cannot keep accumulators in flight, it waits for every instruction, at least four times as
+    often.
+    """
     for name, (products, waits, _) in counts(codes).items():
         assert 0 < waits <= products, (name, waits, products)
 
 
 def test_the_pages_table_is_that_of_the_supported_versions(codes):
-    """For the installed version it is what was counted here; `triton_versions.py --record` writes
-    it. All versions wait as seldom."""
+    """Compare the installed version; `triton_versions.py --record` writes the table.
+
+    All versions wait equally seldom.
+    """
     found = read_table(PAGE.read_text())
     assert (*found,) == VERSIONS
     mine = Version(importlib.metadata.version("triton"))

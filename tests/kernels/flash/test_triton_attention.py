@@ -1,5 +1,7 @@
-"""Triton attention, forward and backward, against the float64 oracle (interpreted where there
-is no GPU)."""
+"""Triton attention, forward and backward, compared with the float64 oracle.
+
+Interpreted without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def check(triton_worker, case: Case) -> None:
     assert max(found.values()) <= BOUNDS[case.dtype], found
 
 
-# Length, blocks, processors: small lengths are split too, as 16 processors are more than they have
+# Length, blocks, processors: small lengths are split too, as there are more processors (16) than
 # blocks. Every pattern is split, and is not, at two of the four sizes of blocks.
 SPLIT = (57, (16, 32), 16), (144, (32, 64), 16)
 WHOLE = (283, (64, 128), None), (500, (128, 128), None)
@@ -66,7 +68,8 @@ def _same_by_descriptors(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", [40, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_descriptors_and_addresses_give_the_same_bits(triton_worker, head_dim, dtype):
-    """Lengths that no block divides, two sequences, grouped heads, columns past the head dim."""
+    """Use lengths that no block divides, two sequences, grouped heads, columns past the head dim.
+    """
     masks = tuple(every_pattern(83, seed)["ee"]() for seed in range(2))
     case = Case(masks, (4, 2), head_dim, dtype, blocks=(32, 16), processors=16)
     triton_worker(_same_by_descriptors, case)
@@ -74,7 +77,8 @@ def test_descriptors_and_addresses_give_the_same_bits(triton_worker, head_dim, d
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gradients_in_any_order(triton_worker, pattern):
-    """All gradients by one kernel; sequences of different masks, grouped heads, split rows."""
+    """Compute all gradients in one kernel; sequences of different masks, grouped heads, split rows.
+    """
     masks = tuple(every_pattern(83, seed)[pattern]() for seed in range(2))
     case = Case(
         masks, (4, 2), 40, blocks=(16, 32), processors=16, descriptors=True, unordered=True
@@ -83,7 +87,7 @@ def test_gradients_in_any_order(triton_worker, pattern):
 
 
 def _own_blocks_in_any_order(case: Case) -> dict[str, float]:
-    """With the table's launch configurations."""
+    """Use the table's launch configurations."""
     from raymm.kernels.flash.gpu.launch_configs import attention_config
 
     config = attention_config(
@@ -124,7 +128,7 @@ def _described(case: Case) -> None:
     by_token = query[:1].transpose(1, 2).contiguous().transpose(1, 2)
     described = source(by_token, 32, 64, descriptors=True)
     assert described.block_shape == [1, 1, 32, 64] and described.shape == list(by_token.shape)
-    # A sequence alone may have any stride along the batch; what the descriptor has is whole.
+    # A single sequence may have any batch stride; the descriptor covers all data.
     assert described.strides == [by_token.numel(), *by_token.stride()[1:]]
     assert source(query, 32, 64, descriptors=False) is query
 
