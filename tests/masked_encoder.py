@@ -5,7 +5,7 @@ from torch import nn
 
 
 class Masked(nn.Module):
-    """The stem reads a scale, blocks a float mask, and what follows them a factor."""
+    """Encoder whose stem reads a scale, blocks a float mask, and the final part a factor."""
 
     hidden_size = 4
 
@@ -18,7 +18,7 @@ class Masked(nn.Module):
         self, x: torch.Tensor, mask: torch.Tensor | None = None,
         scale: torch.Tensor | None = None, factor: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
-        """(items, tokens, 4) -> the same; ``mask`` is (items, tokens), ``scale`` (items,)."""
+        """Map (items, tokens, 4) to the same; ``mask`` is (items, tokens), ``scale`` (items,)."""
         hidden = self.stem(x if scale is None else x * scale[:, None, None])
         for block in self.blocks:
             hidden = block(hidden) if mask is None else block(hidden) * mask[..., None]

@@ -1,17 +1,16 @@
-"""What tests need beside this process, by which ``make test`` and ``make test-fast`` leave some
-out.
+"""Requirements of tests, for the selections of ``make test`` and ``make test-fast``.
 
-A test that asks for the fixture ``ray_cluster``, itself or through other fixtures, has the marker
-``ray``, and one that asks for ``triton_worker`` the marker ``triton``. Tests whose processes start
-a Ray of their own are marked by hand. A test that does without saying so fails: Ray finds no folder
-to start in, and Triton's interpreter is not to be imported in this process at all.
+A test that uses the fixture ``ray_cluster``, itself or through other fixtures, has the marker
+``ray``, and one that uses ``triton_worker`` the marker ``triton``. Tests whose processes start
+another Ray are marked by hand. An unmarked test that needs one of them fails: Ray finds no folder
+to start in, and Triton's interpreter must not be imported in this process.
 
-``system`` is set by hand: whole commands, nodes of a cluster, and kernels of notebooks, which
-import everything anew and are killed. They take a quarter of the time of all tests.
+``system`` is set by hand for commands, nodes of a cluster, and kernels of notebooks, which import
+everything again and are killed. They take a quarter of the time of all tests.
 
-``cells(n)`` is set by hand on a test of many layouts or models: ``make test`` runs the first
-``n - 1`` and the last of its parameters, and ``make test-sweep`` runs all others, which get the
-marker ``sweep``.
+``cells(n)`` is set manually on a test of many layouts or models: ``make test`` runs the first ``n -
+1`` and the last of its parameters, and ``make test-sweep`` runs all others, which get the marker
+``sweep``.
 """
 
 import os
@@ -22,14 +21,14 @@ import pytest
 
 MARKER_OF_FIXTURE = {"ray_cluster": "ray", "triton_worker": "triton"}
 INTERPRETER = "triton.runtime.interpreter"
-# Where Ray puts its files; processes that a test starts inherit it.
+# Folder of Ray's files; processes that a test starts inherit the variable.
 RAY_FOLDER = "RAY_TMPDIR"
 NO_RAY = "/dev/null/a test that starts Ray asks for the fixture ray_cluster or has the marker ray"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that need more than this process, and the parameters that only a sweep runs."""
+    """Mark tests that need more than this process, and parameters that only a sweep runs."""
     cells: dict[str, list[pytest.Item]] = {}
     for item in items:
         for fixture, marker in MARKER_OF_FIXTURE.items():
@@ -46,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Keeps Ray from starting in tests that do not say so."""
+    """Prevent Ray from starting in unmarked tests."""
     if item.get_closest_marker("ray"):
         return (yield)
     before = os.environ.get(RAY_FOLDER)
@@ -62,7 +61,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fails a test that imports Triton's interpreter, which belongs into a process of its own."""
+    """Fail a test that imports Triton's interpreter, which needs a separate process."""
     result = yield
     assert INTERPRETER not in sys.modules, f"{INTERPRETER} was imported: ask for triton_worker"
     return result

@@ -1,4 +1,4 @@
-"""A web server on this machine that serves files of a folder by ranges, and counts its answers."""
+"""Web server on this machine that serves files of a folder by ranges, and counts its answers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 class RangeServer:
-    """Serves a folder.
+    """Server of a folder.
 
     Attributes:
-        before: is called with every path; returns the status to answer with instead, the place to
-            redirect to, or None.
-        ranges: (path, first byte, last byte) of all requests that were served.
+        before: called with every path; returns an error status, a URL to redirect to, or None.
+        ranges: (path, first byte, last byte) of all served requests.
         credentials: headers ``Authorization`` and ``Cookie`` of all requests.
-        whole: do not serve ranges, but whole files.
+        whole: True to serve full files instead of ranges.
 
     Args:
-        folder: what is served.
+        folder: served folder.
         certificate: file with a certificate and its key, for TLS.
     """
 
@@ -99,7 +98,7 @@ class RangeServer:
 
 @pytest.fixture
 def web(tmp_path):
-    """A server of ``tmp_path / "served"``."""
+    """Return a server of ``tmp_path / "served"``."""
     (tmp_path / "served").mkdir()
     server = RangeServer(tmp_path / "served")
     yield server
@@ -107,11 +106,10 @@ def web(tmp_path):
 
 
 def write_certificates(folder: Path, name: str = "127.0.0.1") -> tuple[Path, Path]:
-    """An authority's certificate, and a file with a server's certificate that it has signed, and
-    the key.
+    """Write an authority's certificate, and a file with a server's signed certificate and key.
 
     Args:
-        folder: for both.
+        folder: folder of both.
         name: address of the server.
     """
     encoding = serialization.Encoding.PEM

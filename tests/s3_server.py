@@ -1,4 +1,4 @@
-"""A real S3 server on this machine (moto), for tests that interfere with what it is asked."""
+"""Real S3 server on this machine (moto), for tests that interfere with requests."""
 
 import logging
 import threading
@@ -11,12 +11,12 @@ BUCKET = "runs"
 
 
 class S3Server:
-    """Serves one bucket at a port of its own.
+    """Server of one bucket at a separate port.
 
     Attributes:
-        before: is called with every request (method, key and query, if any) before it is served;
-            returns the status of an error to answer with, a URL to redirect to, or None.
-        requests: all of them since the last time they were cleared.
+        before: called with every request (method, key and query, if any) before it is served;
+            returns an error status, a URL to redirect to, or None.
+        requests: all requests since the list was last cleared.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class S3Server:
         return self._served(environment, start)
 
     def url(self, folder: str) -> str:
-        """Of a folder of the bucket."""
+        """Return the URL of a folder of the bucket."""
         return f"s3://{BUCKET}/{folder}?endpoint_override={self.endpoint}&scheme=http"
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ def running_s3():
 
 @pytest.fixture
 def s3(running_s3):
-    """The server, which does as it is asked."""
+    """Return the server without interference."""
     running_s3.requests.clear()
     yield running_s3
     running_s3.before = lambda method, key: None

@@ -1,4 +1,4 @@
-"""A file system of a few megabytes, which tests fill."""
+"""File system of a few megabytes for tests that fill it."""
 
 import contextlib
 import os
@@ -10,11 +10,7 @@ import pytest
 
 
 class SmallDisk:
-    """A tmpfs, mounted at a folder.
-
-    Args:
-        path: the folder.
-    """
+    """tmpfs, mounted at a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +26,7 @@ class SmallDisk:
         assert not os.statvfs(self.path).f_bavail
 
     def empty(self) -> None:
-        """Free what :meth:`fill` has taken."""
+        """Free the space that :meth:`fill` has taken."""
         self._filler.unlink()
 
     def set_writable(self, writable: bool) -> None:
@@ -41,7 +37,7 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def mounted(path: Path, size: str) -> Iterator[SmallDisk]:
-    """Mount a tmpfs; skip the test where this process may not."""
+    """Mount a tmpfs; skip the test if this process may not."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
     try:
@@ -58,6 +54,6 @@ def mounted(path: Path, size: str) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 4 MiB."""
+    """Return a disk of 4 MiB."""
     with mounted(tmp_path / "disk", "4m") as disk:
         yield disk

@@ -1,4 +1,4 @@
-"""Every error that raymm defines is one of its own, and says how it ends."""
+"""Every error of raymm has a class of raymm, and documents how it ends a run."""
 
 import ast
 import importlib
@@ -8,12 +8,12 @@ import pickle
 from raymm import errors
 from tests import house
 
-# They leave a computation, or end a process as signals do: nothing is wrong.
+# These leave a computation, or end a process as signals do: nothing is wrong.
 NO_ERRORS = {"ForwardLeft"}
 
 
 def exceptions() -> dict[str, type[BaseException]]:
-    """All that the packages define, but warnings."""
+    """Return all exceptions of the packages, except warnings."""
     found = {}
     for file in house.files():
         if file.endswith("__main__.py"):
@@ -59,12 +59,12 @@ def test_they_arrive_from_other_processes():
         assert vars(again) == vars(error)
 
 
-# Handlers of whatever code of a model or a user raises.
+# Handlers of any exception of a model's or a user's code.
 ANYTHING = {"USER_CODE_RAISES", "_FAILURES"}
 
 
 def bare_texts(source):
-    """Yield lines where a text of any library's error stands as the reason of a refusal."""
+    """Yield lines where the text of a foreign error is the only reason of a rejection."""
     for handler in ast.walk(ast.parse(source)):
         if not isinstance(handler, ast.ExceptHandler) or handler.type is None or not handler.name:
             continue

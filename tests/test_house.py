@@ -1,4 +1,4 @@
-"""The house is in order: rooms import what the table says, and nothing goes round in a circle."""
+"""The house is in order: rooms import only what the table allows, without cycles."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def test_the_table_goes_one_way() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
 def test_circles_are_found(pairs: list[tuple[int, int]]) -> None:
-    """Against all walks: two nodes are in a circle if each leads to the other."""
+    """Compare with all walks: two nodes are in a cycle if each reaches the other."""
     edges = [(str(a), str(b)) for a, b in pairs]
     after = {node: {b for a, b in edges if a == node} for edge in edges for node in edge}
     for _ in after:

@@ -1,4 +1,4 @@
-"""Measures of the code against slower ways to the same figures."""
+"""Measures of the code equal slower computations."""
 
 import importlib
 import inspect

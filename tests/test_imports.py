@@ -1,5 +1,7 @@
-"""Which libraries packages may import, read from the source of every file, and that what is public
-says what it is. Who may import whom among them: ``tests/house.py``."""
+"""Libraries that packages may import, by the source of every file, and public docstrings.
+
+Imports among the packages are checked by ``tests/house.py``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, inside functions too."""
+    """Return (line, dotted name) of every import in a file, including those inside functions."""
     names = []
     here = module_name(path).split(".")
     here = here if path.name == "__init__.py" else here[:-1]
@@ -54,7 +56,7 @@ def imported(path: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_siblings_are_imported_through_raymm(package: str) -> None:
-    """A top-level ``kernels`` may be the PyPI package of that name."""
+    """Require it, because a top-level ``kernels`` may be the PyPI package of that name."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in sources(package)
@@ -85,7 +87,7 @@ def test_kernels_name_no_ray() -> None:
 
 
 def test_importing_the_scheduler_loads_neither_ray_nor_torch() -> None:
-    """Also not through ``raymm/__init__.py`` or anything else on the way."""
+    """Check indirect imports, too, such as those of ``raymm/__init__.py``."""
     names = [module_name(path) for path in sources("scheduler")]
     code = (
         f"import sys, importlib\nfor name in {names!r}: importlib.import_module(name)\n"
@@ -96,13 +98,16 @@ def test_importing_the_scheduler_loads_neither_ray_nor_torch() -> None:
 
 
 def test_kernels_has_no_init() -> None:
-    """With one, the repository's root on sys.path would make it the package ``kernels``."""
+    """Require this, or the repository's root on sys.path would make it the package ``kernels``."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def undocumented(path: Path) -> list[str]:
-    """Return what lacks a docstring: the file, public classes, and public functions of more than
-    :data:`SHORT` lines. A shorter one may be clear from its name and signature."""
+    """Return the parts of a file without a docstring.
+
+    These are the file itself, its public classes, and public functions of more than :data:`SHORT`
+    lines. A shorter function may be clear from its name and signature.
+    """
     where = path.relative_to(ROOT)
     missing = [] if ast.get_docstring(tree(path)) else [f"{where}:1 the file"]
     for node in tree(path).body:
@@ -123,7 +128,7 @@ def test_what_is_public_has_a_docstring(package: str) -> None:
 
 
 def test_test_files_have_names_of_their_own() -> None:
-    """pytest imports them by their names alone."""
+    """Require unique names, because pytest imports the files by name alone."""
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))

@@ -1,8 +1,8 @@
-"""Paths and dotted names in pages, docstrings and comments are those of things that are there.
+"""Paths and dotted names in pages, docstrings and comments exist.
 
-Files are parsed, never imported. What is looked at: paths that begin in a folder of this
-repository, ``python -m module``, dotted names of ``raymm``, names of Python files, links and
-imports on pages, and ``:class:`` and its like in docstrings.
+Files are parsed, never imported. Checked are paths that begin in a folder of this repository,
+``python -m module``, dotted names of ``raymm``, names of Python files, links and imports on pages,
+and roles such as ``:class:`` in docstrings.
 """
 
 import ast
@@ -27,7 +27,7 @@ _FILE = re.compile(r"(?<![\w/.*<-])([\w/*]+\.py)\b")
 _IMPORT = re.compile(r"from (raymm[\w.]*) import (\w+(?:, \w+)*)")
 _LINK = re.compile(r"\]\(([\w./-]+)(?:#([\w-]+))?\)")
 _ROLE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?([\w.]+)`")
-# Files of others, of users, and names with a blank in them.
+# Files of other projects and users, and names with a blank in them.
 _OTHERS = {
     "models/*/modeling_*.py", "model.py", "module.py", "-m benchmarks.NAME", "-m examples.NAME",
     "ray/dashboard/modules/job/job_supervisor.py", "raymm.yaml",
@@ -36,7 +36,7 @@ _OTHERS = {
 
 @functools.cache
 def repository_files() -> frozenset[str]:
-    """Files of the repository, new ones too; ``raymm/x`` also for those of its siblings."""
+    """Return files of the repository, including new ones; ``raymm/x`` also for its siblings."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -48,14 +48,14 @@ def repository_files() -> frozenset[str]:
 
 @functools.cache
 def folders() -> frozenset[str]:
-    """Folders that have a file of the repository in them, at any depth."""
+    """Return folders that contain a file of the repository, at any depth."""
     return frozenset(
         str(folder) for file in repository_files() for folder in Path(file).parents
     )
 
 
 def path_exists(path: str) -> bool:
-    """Whether a path, or a pattern with ``*``, is there; a module may be named without ``.py``."""
+    """Return True if a path, or a pattern with ``*``, exists; modules need no ``.py``."""
     if "*" in path:
         return any(Path(file).match(path) for file in repository_files())
     return bool({path, f"{path}.py"} & repository_files()) or path.rstrip("/") in folders()
@@ -63,7 +63,7 @@ def path_exists(path: str) -> bool:
 
 @functools.cache
 def names_of(file: str) -> frozenset[str]:
-    """What a module defines or imports at its top level, for types too."""
+    """Return the names that a module defines or imports at its top level, including types."""
     found = set()
     body = house.tree(file).body
     for node in [inner for n in body for inner in (n.body if isinstance(n, ast.If) else [n])]:
@@ -81,7 +81,7 @@ def names_of(file: str) -> frozenset[str]:
 
 @functools.cache
 def classes() -> dict[str, list[ast.ClassDef]]:
-    """Classes of the packages by name."""
+    """Return classes of the packages by name."""
     found: dict[str, list[ast.ClassDef]] = defaultdict(list)
     for file in house.files():
         for node in house.tree(file).body:
@@ -92,7 +92,7 @@ def classes() -> dict[str, list[ast.ClassDef]]:
 
 @functools.cache
 def has_member(name: str, member: str, unknown: bool = True) -> bool:
-    """Whether a class, or one it is derived from, has a member; ``unknown`` of others' classes."""
+    """Return True if a class or a base class has a member; ``unknown`` for foreign classes."""
     if name not in classes():
         return unknown
     for definition in classes()[name]:
@@ -109,7 +109,7 @@ def has_member(name: str, member: str, unknown: bool = True) -> bool:
 
 
 def dotted_exists(name: str) -> bool:
-    """Whether a dotted name is one of a module, of what a module has, or of a class's member."""
+    """Return True if a dotted name is that of a module, of its content, or of a class member."""
     parts = name.split(".")
     path = "/".join(parts)
     if path in folders() or f"{path}.py" in repository_files():
@@ -124,9 +124,10 @@ def dotted_exists(name: str) -> bool:
 
 
 def role_exists(name: str, file: str) -> bool:
-    """Whether what a docstring refers to is there: in its file, by its whole name, or Python's."""
+    """Return True if a docstring's reference exists: in its file, by its full name, or in Python.
+    """
     first, *rest = name.split(".")
-    if first in ("raymm", ""):  # "": a file beside this one
+    if first in ("raymm", ""):  # "": a file in the same folder
         folder = house.module_name(file).rpartition(".")[0]
         return dotted_exists(name if first else folder + name)
     if first in names_of(file) or first in dir(builtins):
@@ -136,17 +137,17 @@ def role_exists(name: str, file: str) -> bool:
 
 
 def headings(page: Path) -> set[str]:
-    """Names under which a page's headings are linked to."""
+    """Return the anchors of a page's headings."""
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
-# Pages that the build of the site makes (docs/hooks.py).
+# Pages that the build of the site creates (docs/hooks.py).
 MADE = {ROOT / "docs" / "configuration.md"}
 
 
 def dangling(text: str, file: str) -> list[str]:
-    """What a file's text refers to and is not there."""
+    """Return the references of a file's text that do not exist."""
     found = [path for path in _PATH.findall(text) if not path_exists(path.rstrip("."))]
     found += [
         f"-m {name}" for name in _MODULE.findall(text) if not path_exists(name.replace(".", "/"))

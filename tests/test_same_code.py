@@ -1,4 +1,4 @@
-"""The comparison of code sees every change but those of prose and of local names."""
+"""The comparison of code detects every change except prose and local names."""
 
 import pytest
 

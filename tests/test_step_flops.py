@@ -1,4 +1,4 @@
-"""FLOPs of a step are those that torch counts, without what is masked or padding."""
+"""FLOPs of a step equal torch's count, without masked pairs and padding."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def described(
 
 
 def batch(lengths, images, width=None, ids=None):
-    """Rows of text of some lengths, padded, and images of some rows."""
+    """Return padded rows of text of some lengths, and images of some rows."""
     width = width or max(lengths)
     tokens = torch.full((len(lengths), width), 5) if ids is None else torch.tensor(ids)
     mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
@@ -73,9 +73,11 @@ def metadata(step):
     + [(True, False, False, LoraConfig(r=3)), (False, False, False, LoraConfig(targets=".*_proj"))],
 )
 def test_a_step_of_any_frozen_modules_is_what_torch_counts(vision, projector, llm, lora):
-    """Rows are of one length, and eager attention computes what is masked, too: the pairs that are
-    not visible are the whole difference, with the rotary table and the loss's own head on rows
-    without a label."""
+    """Use rows of one length.
+
+    Eager attention also computes masked pairs, so invisible pairs are the whole difference, with
+    the rotary table and the loss's own head on rows without a label.
+    """
     model = described(vision, projector, llm, lora=lora)
     step = [batch([7, 7], [0, 1]), batch([5, 5, 5], [0, 1, 2])]
     counted = StepFlops(model).of(metadata(step))
@@ -110,7 +112,7 @@ def test_scans_of_state_spaces_count_per_token():
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
 def test_pairs_are_those_that_the_masks_show(mask, replaced, window):
-    """Rows of different lengths with no, one and two items, text between and around them."""
+    """Use rows of different lengths with no, one and two items, text between and around them."""
     config = hf.MistralConfig(**LLAMA, sliding_window=window)
     merge = ReplaceTokens({"vision": IMAGE}) if replaced else None
     model = described(config=config, merge=merge, mask=mask)
@@ -135,7 +137,7 @@ def test_pairs_are_those_that_the_masks_show(mask, replaced, window):
 
 
 def visible_pairs(model, rows, images, window):
-    """Counted in dense masks."""
+    """Count in dense masks."""
     total = 0
     for number, row in enumerate(rows):
         kinds = [int(token == IMAGE) for token in row]
@@ -153,7 +155,7 @@ def visible_pairs(model, rows, images, window):
         visible, policy = (q >= k) & near, getattr(model.mask, "__name__", None)
         if policy == "multimodal":
             visible = np.where(image[:, None], image[None] & near, visible)
-        elif policy == "causal_with_own_image":  # a window narrows the past, not the image
+        elif policy == "causal_with_own_image":  # a window limits the past, not the image
             visible = visible | (own & image[:, None] & image[None])
         total += int(visible.sum())
     return total

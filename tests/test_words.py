@@ -1,11 +1,11 @@
-"""Names are the field's words: the private ones that they replaced do not come back."""
+"""Names use the field's words: the private words that they replaced do not return."""
 
 import ast
 import re
 
 from tests import house
 
-# Not: but. What a name is made of, in any spelling (``REDUCE_TIED``, ``FewRanks``).
+# Replaced word: better word. Words of names in any spelling (``REDUCE_TIED``, ``FewRanks``).
 REPLACED = {
     "holdings": "parameter ownership",
     "dealt": "sharded, split",
@@ -28,9 +28,9 @@ REPLACED_PAIRS = {
     ("spare", "quota"): "leftover quota",
     ("reduce", "tied"): "reduce grads",
 }
-# Names that say nothing of what they are: of arguments, variables and fields.
+# Names of arguments, variables and fields that do not describe their content.
 VAGUE = frozenset({"one", "found", "given", "here", "known", "wanted", "told", "made", "beside"})
-# (file or folder, word): why it is the right one there.
+# (file or folder, word): reason why the word is right there.
 ALLOWED = {
     ("raymm/data/conversations", "turn"): "a conversation has turns",
     ("raymm/data/conversations", "turns"): "a conversation has turns",
@@ -38,12 +38,12 @@ ALLOWED = {
 
 
 def words(name: str) -> tuple[str, ...]:
-    """``_FewRanks``, ``few_ranks`` -> ``("few", "ranks")``."""
+    """Split ``_FewRanks`` or ``few_ranks`` into ``("few", "ranks")``."""
     return tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
 
 
 def names(file: str) -> set[str]:
-    """What a file itself names: itself, what it defines, arguments, fields, variables."""
+    """Return the names of a file, its definitions, arguments, fields and variables."""
     found = {file.rpartition("/")[2].removesuffix(".py")}
     for node in ast.walk(house.tree(file)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -56,7 +56,7 @@ def names(file: str) -> set[str]:
 
 
 def replaced(file: str) -> list[str]:
-    """Names of a file that have a word that another has replaced."""
+    """Return names of a file that contain a replaced word."""
     wrong = []
     for name in sorted(names(file)):
         parts = words(name)

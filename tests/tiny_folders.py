@@ -1,4 +1,4 @@
-"""Folders of tiny whole models with processor and samples, made once per process."""
+"""Folders of tiny VLMs with processor and samples, created once per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = 12
 
 @functools.cache
 def tiny(kind: str) -> tuple[str, str]:
-    """Folder of the model and file of the samples; not to be changed."""
+    """Return the folder of the model and the file of the samples, which must not be changed."""
     place = tempfile.TemporaryDirectory(prefix=f"tiny-{kind}-")
     _KEPT.append(place)
     folder, data = make(kind, Path(place.name), SAMPLES)
@@ -25,7 +25,7 @@ _KEPT: list[tempfile.TemporaryDirectory] = []
 
 
 def modalities(kind: str) -> dict:
-    """Of ``data``."""
+    """Return the modalities for the section ``data``."""
     if KINDS[kind].sound:
         return {"audio": {"column": "audio"}}
     return {"image": {"column": "images"}}

@@ -8,7 +8,7 @@ from transformers import Trainer
 
 def decayed_names(module: nn.Module) -> set[str]:
     """Return names of the parameters that a ``Trainer`` decays by default."""
-    self: Any = None  # the method reads nothing of its object
+    self: Any = None  # the method does not use self
     return set(Trainer.get_decay_parameter_names(self, module))
 
 
@@ -16,7 +16,7 @@ def trainer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any
     """Return all parameters of a module in two groups, with and without weight decay."""
     decayed = decayed_names(module)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    # Oracles may give their parameters other names.
+    # Oracles may have other names for the parameters.
     for name, parameter in nn.Module.named_parameters(module):
         groups[name in decayed].append(parameter)
     return [

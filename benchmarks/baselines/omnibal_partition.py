@@ -91,7 +91,7 @@ def partition_candidates(
         Up to ``top`` candidates, best first.
 
     Raises:
-        NoPlanError: the lists differ in length, the origin is no partition of these layers, or as
+        NoPlanError: the lists differ in length, the origin does not partition these layers, or as
             in :func:`greedy_start`.
         ValueError: ``radius`` or ``top`` is out of range.
     """

@@ -1,4 +1,4 @@
-"""What the driver refuses of batches of a graph of modules, without a process."""
+"""Batches for graphs of modules that the driver rejects, without a process."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from raymm.model.module_dag import ModuleDag
 
 
 def towers() -> ModuleDag:
-    """A CLIP's two towers; the projections make them alike."""
+    """Return a CLIP's two towers; the projections give them equal widths."""
     clip = clip_model()
     return ModuleDag({
         "image": DagModule(clip.vision_model, reads="pixel_values", outputs="pooler_output"),

@@ -1,4 +1,4 @@
-"""Inputs of encoders that a model was not tried with are tried once, or refused by name."""
+"""Inputs of encoders that a model was not tried with are tried once, or rejected by name."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_what_was_not_tried_is_named_with_what_was():
     )
     with pytest.raises(DataError, match=named):
         inputs.check(*step(x=X, mask=torch.rand(2, 3)))
-    inputs.check(*step(x=X))  # it goes on
+    inputs.check(*step(x=X))  # the check continues
     tried(model(example_inputs={"x": X, "mask": X[..., 0]}), 2).check(*step(x=X, mask=X[..., 1]))
     tried(model(example_inputs={"x": X}), 1).check(*step(x=X, mask=X[..., 1]))
 

@@ -1,8 +1,8 @@
-"""Run Triton attention beside the float64 oracle, in a process of its own.
+"""Triton attention and the float64 oracle in a separate process.
 
-The interpreter must be chosen before anything imports Triton, which other tests do; and an
-access out of bounds would end the process, not the tests. Where there is a GPU the same cases
-run on it, compiled.
+The interpreter must be selected before the first import of Triton, which other tests import; and an
+access out of bounds would end the process, not the tests. With a GPU the same cases run on it,
+compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.attention_case import Case
 
 @contextmanager
 def worker() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton interprets, unless there is a GPU."""
+    """Start a process in which Triton interprets, unless there is a GPU."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_start) as pool:
         yield pool
@@ -41,13 +41,12 @@ def _start() -> None:
 
 
 def _quicken_interpreter() -> None:
-    """What the interpreter does over and over, once.
+    """Cache repeated work of the interpreter.
 
-    At every call of a kernel and of each function in it, it replaces the whole language by its
-    own, member by member, and a kernel's end undoes that: two thirds of the time of small
-    kernels. This process only ever interprets, so that the language stays replaced. And every
-    sum and product of integers is worked out once more in 64 bits for an assertion that is off
-    (``debug``).
+    At every call of a kernel and of each function in it, it replaces the whole language, member by
+    member, and restores it at the end of the kernel: two thirds of the time of small kernels. This
+    process only interprets, so the language stays replaced. Also, every sum and product of integers
+    is recomputed in 64 bits for a disabled assertion (``debug``).
     """
     from triton.runtime import interpreter
 
@@ -55,7 +54,7 @@ def _quicken_interpreter() -> None:
 
     def prepared(fn: Callable) -> interpreter._LangPatchScope:
         prepare(fn)
-        return interpreter._LangPatchScope()  # in which nothing has changed
+        return interpreter._LangPatchScope()  # an empty scope
 
     interpreter._patch_lang = prepared
     builder = interpreter.interpreter_builder
@@ -63,11 +62,11 @@ def _quicken_interpreter() -> None:
 
 
 def run(case: Case) -> list[torch.Tensor]:
-    """Output, LSE and the three gradients, on the CPU."""
+    """Return output, LSE and the three gradients, on the CPU."""
     return [tensor.cpu() for tensor in attention_case.run(case, device())]
 
 
 def errors(case: Case, found: list[torch.Tensor] | None = None) -> dict[str, float]:
-    """:func:`benchmarks.gpu.attention_case.errors` of what is found here, or was."""
+    """Return :func:`benchmarks.gpu.attention_case.errors` of the result computed here."""
     actual = None if found is None else [tensor.to(device()) for tensor in found]
     return attention_case.errors(case, device(), actual)

@@ -1,8 +1,8 @@
-"""What the large attention kernels are in machine code (SASS), for sm_90 and sm_100: the shapes of
-their tensor-core products, what they wait for, how they load, what they spill.
+"""Machine code (SASS) of the large attention kernels, for sm_90 and sm_100.
 
-Read by the disassembler that Triton's wheel brings; no GPU is needed. What came of it is kept in
-``machine_code.json``, as in :mod:`compiled_kernels`.
+Reports the shapes of their tensor-core products, their waits, loads and spills. Read by the
+disassembler in Triton's wheel; no GPU is needed. The results are stored in ``machine_code.json``,
+as in :mod:`compiled_kernels`.
 
     python tests/kernels/machine_code.py --record   # writes the file and prints a table
 """
@@ -32,7 +32,7 @@ HEAD_DIMS = (64, 128, 256)
 _PRODUCTS = re.compile(r"\b(HGMMA\.\d+x\d+x\d+|UTC[A-Z]*MMA|HMMA\.\d+)")
 _LOADS = re.compile(r"\b(UTMALDG|UTMAREDG|LDGSTS\.E\.BYPASS\.128|LDGSTS)\b")
 _WAITS = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
-# Products of whole tiles in Triton's own form: of shared memory or registers (m x k, k x n).
+# Products of full tiles in Triton's own form, in shared memory or registers (m x k, k x n).
 _TILES = re.compile(
     r"ttng\.(?:warp_group_dot|tc_gen5_mma) [^\n]* : [^\n<]*<(\d+)x(\d+)x[^\n]*?memdesc<(\d+)x(\d+)x"
 )
@@ -40,7 +40,7 @@ _LOCAL = re.compile(r"\b(?:STL|LDL)[.\s]")
 
 
 class Target(NamedTuple):
-    """A launch, compiled for an architecture."""
+    """Launch, compiled for an architecture."""
 
     launch: Launch
     architecture: int
@@ -48,18 +48,19 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What the disassembler says of one kernel.
+    """Disassembly of one kernel.
 
     Attributes:
         registers, shared: per thread, and bytes per program.
-        spills: bytes, as ptxas says; ``local`` instructions that read or write them.
-        tiles: products of whole tiles as m x n x k, of all loops: a kernel has one for full tiles
+        spills: bytes reported by ptxas; ``local`` instructions that read or write them.
+        tiles: products of full tiles as m x n x k, of all loops: a kernel has one for full tiles
             and one for partial ones.
         products: tensor-core instructions by name; those of sm_90 with m x n x k.
-        loads: instructions that copy tiles into shared memory: by TMA (``UTMALDG``), or by
-            threads, 16 bytes each (``LDGSTS.E.BYPASS.128``) or fewer; and those that add to
-            memory by TMA (``UTMAREDG``).
-        waits: of sm_90 for products under way, by how many may still be: 0 waits for all.
+        loads: instructions that copy tiles into shared memory: by TMA (``UTMALDG``), or by threads,
+            16 bytes each (``LDGSTS.E.BYPASS.128``) or fewer; and those that add to memory by TMA
+            (``UTMAREDG``).
+        waits: waits of sm_90 for products in flight, by the number that may remain: 0 waits for
+            all.
     """
 
     registers: int
@@ -73,22 +74,24 @@ class MachineCode:
 
     @property
     def least_n(self) -> int:
-        """Columns of the narrowest product: of a warp group's on sm_90, of a tile's on sm_100,
-        whose instructions' names do not say; 0 if there is none."""
+        """Return the columns of the narrowest product; 0 without products.
+
+        For sm_90 of a warp group's product, for sm_100 of a tile's, since the names of its
+        instructions do not contain it.
+        """
         shapes = [name.split("x") for name in self.products if name.startswith("HGMMA")]
         shapes = shapes or [name.split("x") for name in self.tiles]
         return min((int(shape[1]) for shape in shapes), default=0)
 
 
 def targets() -> list[Target]:
-    """Those that are looked at: bf16, masks with kinds, which do all that others do, tiles by
-    descriptors."""
+    """Return the tested targets: bf16, masks with kinds (a superset), tiles by descriptors."""
     return [
         Target(launch, architecture)
         for architecture in ARCHITECTURES
         for launch in launches("bfloat16", HEAD_DIMS)
         if launch.kernel in KERNELS and launch.bits and launch.descriptors and not launch.softcap
-        if architecture == 90 or not launch.unordered  # which there is for sm_90 only
+        if architecture == 90 or not launch.unordered  # only exists for sm_90
     ]
 
 
@@ -113,12 +116,12 @@ def read(target: Target) -> MachineCode:
 
 
 def key(target: Target, sources: Mapping[str, str]) -> str:
-    """Of all that decides what comes of a target."""
+    """Return the digest of all inputs of a target."""
     return digest(target.launch, sources, ("cuda", target.architecture, 32))
 
 
 def found(wanted: list[Target]) -> dict[Target, MachineCode]:
-    """What was kept, and of kernels that have changed since, what they are now."""
+    """Return stored results, and new results of changed kernels."""
     rows = json.loads(RECORD.read_text()) if RECORD.is_file() else []
     kept = {row["digest"]: MachineCode(**row["code"]) for row in rows}
     sources = kernel_sources()
@@ -131,7 +134,7 @@ def found(wanted: list[Target]) -> dict[Target, MachineCode]:
 
 
 def name_of(launch: Launch) -> str:
-    """Kernel and head dim, as tables have them."""
+    """Return kernel and head dim, as in tables."""
     name = f"{launch.kernel.removeprefix('attention_')} {launch.head_dim}"
     return name + " unordered" * launch.unordered + f" pass {launch.key_pass + 1}" * (
         launch.key_pass > 0
@@ -139,7 +142,7 @@ def name_of(launch: Launch) -> str:
 
 
 def counts(codes: Mapping[Target, MachineCode]) -> dict[str, tuple[int, int, int]]:
-    """By kernel for sm_90: products of whole tiles, waits for products, bytes spilled."""
+    """Return products of full tiles, waits for products and spilled bytes by kernel for sm_90."""
     return {
         name_of(target.launch): (
             sum(code.tiles.values()), sum(code.waits.values()), code.spills
@@ -149,8 +152,10 @@ def counts(codes: Mapping[Target, MachineCode]) -> dict[str, tuple[int, int, int
 
 
 def main() -> None:
-    """Print a table; with ``--record``, keep it; with ``--counts``, print :func:`counts` and
-    Triton's version as JSON."""
+    """Print a table; with ``--record``, store it.
+
+    With ``--counts``, print :func:`counts` and Triton's version as JSON.
+    """
     if "--counts" in sys.argv[1:]:
         codes = found([target for target in targets() if target.architecture == 90])
         print(json.dumps({"triton": importlib.metadata.version("triton"), **counts(codes)}))

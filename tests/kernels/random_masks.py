@@ -1,4 +1,4 @@
-"""Masks drawn at random: any segment table."""
+"""Random masks: any segment table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from raymm.kernels.mask.mask import AttentionMask
 def tables(
     draw: st.DrawFn, most_queries: int = 96, most_keys: int = 96, square: bool = False
 ) -> AttentionMask:
-    """Any segment table: bounds that cross, leave [0, Tk] or are empty, intervals that
-    overlap, bits that hide everything, as many rows as keys or not, no rows at all."""
+    """Draw any segment table.
+
+    Bounds may cross, leave [0, Tk] or be empty, intervals may overlap, bits may hide everything,
+    and there may be as many rows as keys, others, or none.
+    """
     n_queries = draw(st.integers(0, most_queries))
     n_keys = n_queries if square else draw(st.integers(0, most_keys))
     return table(
@@ -27,7 +30,7 @@ def tables(
 
 
 def same_tables(first: AttentionMask, second: AttentionMask) -> bool:
-    """Whether both have the same sizes and tables."""
+    """Return True if both have the same sizes and tables."""
     return (
         first.shape == second.shape
         and np.array_equal(first.query_table, second.query_table)

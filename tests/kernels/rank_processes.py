@@ -1,4 +1,4 @@
-"""A few processes in gloo groups, started once, that run functions of test modules."""
+"""Processes in gloo groups, started once, that run functions of test modules."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class RankProcesses:
         self._pipes = pipes
 
     def run(self, function: Any, ranks: int, **kwargs: Any) -> list[Any]:
-        """``function(group=..., **kwargs)`` on the first ``ranks`` processes; what each returned.
+        """Call ``function(group=..., **kwargs)`` on the first ``ranks`` processes; return the
+        results.
 
         Raises:
-            AssertionError: with the traceback of a rank on which it failed.
+            AssertionError: a rank failed; contains its traceback.
         """
         for pipe in self._pipes[:ranks]:
             pipe.send((function.__module__, function.__name__, ranks, kwargs))
@@ -59,7 +60,7 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(size: int = MOST_RANKS) -> Iterator[RankProcesses]:
-    """Start ``size`` processes; ended on leaving, by force if they hang."""
+    """Start ``size`` processes; they are stopped on exit, by force if they hang."""
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

@@ -1,4 +1,4 @@
-"""A batch whose text and visual tokens processes share, as the arguments of a model's forward.
+"""Batch with sharded text and visual tokens, as the arguments of a model's forward.
 
 Legend: ``B`` sequences, ``T`` text tokens, ``V`` visual tokens.
 """
@@ -22,16 +22,17 @@ from raymm.kernels.mask.mask import AttentionMask, query_rows
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """Who has which text tokens and which visual tokens of a batch, and who sees what.
+    """Distribution of a batch's text and visual tokens, and its masks.
 
     Attributes:
         exchange: this process's end of the group.
-        text: who has which text tokens; everyone has some.
-        visual: who has which visual tokens.
+        text: layout of text tokens; every process has some.
+        visual: layout of visual tokens.
         text_masks: (T, T), one per sequence.
         cross_masks: (T, V), one per sequence.
-        self_method, cross_method: one of ``context_parallel.METHODS``, or what chooses one.
-        recompute: as of :class:`raymm.kernels.hf.shared_batch.CrossAttention`.
+        self_method, cross_method: one of ``context_parallel.METHODS``, or a function that selects
+            one.
+        recompute: same as in :class:`raymm.kernels.hf.shared_batch.CrossAttention`.
     """
 
     exchange: Exchange
@@ -44,17 +45,20 @@ class SharedBatch:
     recompute: bool = False
 
     def of_text(self, whole: torch.Tensor) -> torch.Tensor:
-        """This process's part of a tensor with T along dimension 1."""
+        """Return this process's shard of a tensor with T along dimension 1."""
         return whole[:, self.text.positions(self.exchange.rank)]
 
     def of_visual(self, whole: torch.Tensor) -> torch.Tensor:
-        """This process's part of a tensor with V along dimension 1; one token of zeros, which
-        nothing attends to, if it has none: models cannot run on none."""
+        """Return this process's shard of a tensor with V along dimension 1.
+
+        A process without tokens gets one invisible token of zeros, because models cannot run on
+        none.
+        """
         part = whole[:, self.visual.positions(self.exchange.rank)]
         return part if part.shape[1] else whole[:, :1] * 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the model's forward."""
+        """Return keyword arguments for the model's forward."""
         group = ContextGroup(self.exchange, self.text, self.text)
 
         def attend(query, key, value, masks, *, scale=None, softcap=None):
@@ -73,10 +77,10 @@ class SharedBatch:
 
 
 def padded_causal_masks(attention_mask: torch.Tensor) -> tuple[AttentionMask, ...]:
-    """Causal masks that hide padding: one per sequence; equal ones are one object.
+    """Return causal masks that hide padding, one per sequence; equal ones are one object.
 
     Args:
-        attention_mask: (B, T), 0 for padding, which is at the ends of a sequence only.
+        attention_mask: (B, T), 0 for padding, which is only at the ends of a sequence.
     """
     distinct: dict[tuple[int, int], AttentionMask] = {}
     masks = []
@@ -88,7 +92,8 @@ def padded_causal_masks(attention_mask: torch.Tensor) -> tuple[AttentionMask, ..
 
 
 def _causal_within(length: int, first: int, stop: int) -> AttentionMask:
-    """Tokens [first, stop) see themselves and what is before; later rows see all of them."""
+    """Return a mask: tokens [first, stop) see themselves and earlier ones, later rows all of them.
+    """
     starts = np.array([0, first, stop])
     table = query_rows(starts, lo=[0, first, first], hi=[0, 1, stop], hi_slope=[0, 1, 0])
     return AttentionMask(table, np.array([[0, 1]]), length, length)

@@ -1,4 +1,4 @@
-"""Cross entropy by chunks against torch's in float64, and what lives in fp32 meanwhile."""
+"""Cross entropy by chunks equals torch's in float64, with little fp32 memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raymm.kernels import cross_entropy
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 
-BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}  # of the norm
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}  # relative to the norm
 
 
 @given(
@@ -38,7 +38,7 @@ def test_as_torch_in_float64(tokens, width, chunk, dtype, scale, seed):
 
 
 class _LargestMade(TorchDispatchMode):
-    """Elements of the largest fp32 tensor that an operator has made."""
+    """Elements of the largest fp32 tensor that an operator has created."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""A process that has a part of a tensor draws the random numbers of one process."""
+"""A process with a shard of a tensor uses the random numbers of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = Cut(6, 12, ((0, 3), (6, 9)))
 
 
 def taken(whole: torch.Tensor, dim: int, cut: Cut) -> torch.Tensor:
-    """Entries by their numbers; zeros beyond the end."""
+    """Return entries by index; zeros beyond the end."""
     numbers = [n for start, stop in cut.ranges for n in range(start, stop)]
     parts = [
         whole.select(dim, n) if n < cut.whole else torch.zeros_like(whole.select(dim, 0))
@@ -26,7 +26,7 @@ def taken(whole: torch.Tensor, dim: int, cut: Cut) -> torch.Tensor:
 
 
 def kept(shape: tuple[int, ...], grid: Grid | None = None, features: Features | None = None):
-    """Elements that dropout keeps, and the number that is drawn next."""
+    """Return elements that dropout keeps, and the next random number."""
     torch.manual_seed(3)
     with SharedDraws(grid, features):
         mask = F.dropout(torch.ones(shape), 0.4)
@@ -57,7 +57,7 @@ def test_rows_and_tokens_are_cut(draw):
 
 @given(st.data())
 def test_any_cut_of_any_shape(data):
-    """Rows, tokens and features of a tensor (B, T, F), of (B T, F), and heads of (B, H, T, S)."""
+    """Check rows, tokens and features of (B, T, F) and (B T, F), and heads of (B, H, T, S)."""
     def cut(most: int) -> Cut:
         edges = sorted(data.draw(st.sets(st.integers(0, most), min_size=2, max_size=4)))
         pairs = tuple(zip(edges[::2], edges[1::2], strict=False))
@@ -105,7 +105,7 @@ def test_unknown_shapes_are_refused():
 
 
 def operators_that_draw() -> list:
-    """Return torch's operators that draw random numbers by themselves, without fused kernels."""
+    """Return torch's operators that use random numbers, without fused kernels."""
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
     every = (getattr(p, o) for p in packets if hasattr(p, "overloads") for o in p.overloads())
     return [
@@ -117,7 +117,7 @@ def operators_that_draw() -> list:
 
 
 def test_no_operator_draws_numbers_of_local_rows_unnoticed():
-    """Each one is given tensors of some rows, or their number: its numbers are cut or refused."""
+    """Call each operator with local rows, or their number: it must be sharded or rejected."""
     values = {
         "size": [2, 3], "n": 2, "low": 0, "high": 3, "p": 0.5, "num_samples": 2, "dropout": 0.5,
         "train": True, "from": 0, "to": 3, "generator": None, "lambd": 1.0,
@@ -138,12 +138,12 @@ def test_no_operator_draws_numbers_of_local_rows_unnoticed():
             if draws._draw(operator, tuple(named.values()), named, named) is None:
                 unnoticed.append(str(operator))
         except (PlanError, RuntimeError, TypeError, NotImplementedError):
-            pass  # refused, or called with the shape of all rows and these arbitrary values
+            pass  # rejected, or called with the shape of all rows and these arbitrary values
     assert not unnoticed and len(operators_that_draw()) > 50
 
 
 def test_attention_without_dropout_draws_nothing():
-    """Its kernel may draw, and is called without the probability, whose default is 0."""
+    """Check its kernel, which may use random numbers, and is called without the probability (0)."""
     query, key, value = torch.randn(3, 2, 2, 5, 8, requires_grad=True).unbind()
     for grid in (Grid(ROWS), Grid(ROWS, TOKENS)):
         with SharedDraws(grid, Features(FEATURES)):

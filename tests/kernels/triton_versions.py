@@ -1,8 +1,8 @@
-"""Products on tensor cores of the large attention kernels, and how often they are waited for, with
-every version of Triton that raymm supports: the table in ``docs/gpus.md``.
+"""Tensor-core products and waits of the large attention kernels by version of Triton.
 
-Each version is installed into a folder of its own, where it takes the installed one's place, and
-compiles for sm_90 without a GPU. A version takes about 170 MB of download and a minute of CPU.
+This is the table in ``docs/gpus.md``, for all supported versions. Each version is installed into a
+separate folder, where it replaces the installed one, and compiles for sm_90 without a GPU. A
+version takes about 170 MB of download and a minute of CPU.
 
     python tests/kernels/triton_versions.py             # prints the table
     python tests/kernels/triton_versions.py --record    # writes it into the page
@@ -23,17 +23,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpus.md"
-# The newest of each minor version that `pyproject.toml` accepts.
+# Newest release of each minor version that `pyproject.toml` accepts.
 VERSIONS = ("3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 Counts = Mapping[str, tuple[int, int, int]]
-"""By kernel: products of whole tiles, waits for them, bytes spilled."""
+"""Kernel -> products of full tiles, waits for them, bytes spilled."""
 
 
 def counts_with(version: str, folder: str) -> Counts:
-    """Install a version into an empty folder, and count what it compiles.
+    """Install a version into an empty folder, and count in its compiled kernels.
 
     Raises:
-        subprocess.CalledProcessError: it cannot be installed, or does not compile the kernels.
+        subprocess.CalledProcessError: the installation or the compilation failed.
     """
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
     subprocess.run([*install, f"triton=={version}"], check=True)
@@ -47,11 +47,7 @@ def counts_with(version: str, folder: str) -> Counts:
 
 
 def table(found: Mapping[str, Counts]) -> list[str]:
-    """The table as lines of Markdown.
-
-    Args:
-        found: by version.
-    """
+    """Return the table as lines of Markdown, from counts by version."""
     names = next(iter(found.values()))
     return [
         f"| kernel and head dim | {' | '.join(found)} |",
@@ -69,7 +65,7 @@ def table(found: Mapping[str, Counts]) -> list[str]:
 
 
 def read_table(text: str) -> dict[str, dict[str, tuple[int, int, int]]]:
-    """The table of a page: by version and kernel, products, waits and bytes spilled."""
+    """Return a page's table: products, waits and spilled bytes by version and kernel."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| kernel and head dim |"))
     _, *versions = _cells(lines[start])
@@ -89,7 +85,7 @@ def _cells(line: str) -> list[str]:
 
 
 def record(lines: list[str]) -> None:
-    """Put a table in the place of the page's."""
+    """Replace the page's table."""
     text = PAGE.read_text().splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith("| kernel and head dim |"))
     stop = next(i for i in range(start, len(text)) if not text[i].startswith("|"))

@@ -1,4 +1,4 @@
-"""Features are kept under what they follow from: whatever may change them is another folder."""
+"""Cached features have keys of all their inputs: any change uses another folder."""
 
 import importlib
 import sys
@@ -50,7 +50,7 @@ def key(encoder, blocks: int = 1) -> str:
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Writes a module of a user's, as another run imports it."""
+    """Return a function that writes a user's module, as imported by another run."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -100,7 +100,7 @@ def test_a_seed_counts_where_it_draws_what_a_folder_lacks(tmp_path) -> None:
 
 
 def test_how_they_are_computed_counts(tmp_path) -> None:
-    """Sums over processes that share an encoder's heads are rounded in another way."""
+    """Change the rounding, as sums over processes that shard an encoder's heads do."""
     encoder = raymm.ModalityModule(PICTURES, "mlp", frozen=True)
     model = raymm.MultimodalModule({"vision": encoder}, LlamaConfig(vocab_size=32, **SIZES))
     data = DataConfig(

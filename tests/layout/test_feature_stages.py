@@ -1,4 +1,4 @@
-"""Which first blocks of encoders are kept, what of them, and that plans do without them."""
+"""Cached first blocks of encoders, their cached outputs, and plans without them."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def plan_of(model, pp=1):
     (SiglipVisionConfig(**PICTURES), None),
     (SiglipVisionConfig(attention_dropout=0.1, **PICTURES), "draw random numbers"),
     (BeitConfig(drop_path_rate=0.0, **PICTURES), None),
-    # Its first block is dropped with probability 0, only the later ones are at times.
+    # Its first block is dropped with probability 0, only later ones are dropped at times.
     (BeitConfig(drop_path_rate=0.1, **PICTURES), "draw random numbers"),
 ])  # fmt: skip
 def test_what_draws_is_not_kept(config, reason) -> None:
@@ -69,7 +69,7 @@ def test_first_blocks_have_a_stage_of_their_own(pp) -> None:
 
 
 def test_a_module_that_a_run_freezes_later_is_not_kept() -> None:
-    """Its weights are those that the run has trained, and not where it comes from."""
+    """Exclude it, as its weights come from the run and not from its source."""
     model = model_of(SiglipVisionConfig(**PICTURES), None, frozen=True)
     assert featured_modules(model, plan_of(model), ["vision"])[0] == {"vision": 4}
     model.changing = frozenset({"vision"})
@@ -78,7 +78,7 @@ def test_a_module_that_a_run_freezes_later_is_not_kept() -> None:
 
 
 def test_kept_first_blocks_give_the_features_of_the_whole() -> None:
-    """In bits, of items in any company, and the same gradients."""
+    """Compare bitwise, for items in any batch, and with the same gradients."""
     spec = model_of(SiglipVisionConfig(**PICTURES)).encoder_spec("vision")
     whole = EncoderStage.build(spec, 0, 5)
     cut = probe_chain(spec, Cuts(True, False))
@@ -104,7 +104,7 @@ def test_kept_first_blocks_give_the_features_of_the_whole() -> None:
     assert trained and not any(p.requires_grad for p in first.parameters())
     for name, gradient in trained.items():
         assert (gradient - gradients[name].grad).norm() <= 1e-5 * gradient.norm()
-    # Who checks samples has no more than what is kept.
+    # A sample check has no more than the cached values.
     assert whole.run(kept, {}, context).tensors[0].shape == expected.shape
 
 
@@ -143,7 +143,7 @@ def test_what_comes_beside_the_hidden_state_is_kept(shape, items, kinds) -> None
 
 
 def test_a_plan_does_without_what_is_kept() -> None:
-    """With features known, an encoder that was most of the work gets one rank of four."""
+    """Give an encoder that was most of the work one rank of four once its features are known."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     vision = SiglipVisionConfig(image_size=224, patch_size=16, num_hidden_layers=12, **sizes)
     language = LlamaConfig(vocab_size=128, num_hidden_layers=8, **sizes)

@@ -1,4 +1,4 @@
-"""Host memory of copies: what a plan says, against real copies, files and nodes."""
+"""Host memory of copies: the plan's prediction equals real copies, files and nodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOKENS, ROWS = 8, 2
 
 @pytest.mark.parametrize("case", CASES)
 def test_copies_have_as_many_bytes_as_the_plan_says(ray_cluster, tmp_path, case) -> None:
-    """Those of a real checkpoint, in memory and in its files, and of a real snapshot."""
+    """Compare with a real checkpoint, in memory and in files, and with a real snapshot."""
     spec, optimizer, precision, frozen = CASES[case]
     vision = ModalityModule(VISION, "mlp", frozen=frozen, seed=1)
     model = MultimodalModule({"vision": vision}, ModalityModule(LLAMA, seed=2))
@@ -89,7 +89,7 @@ def test_pinned_memory_is_counted_on_gpus_only() -> None:
 
 
 def test_nodes_without_room_are_refused_by_name_with_what_they_have() -> None:
-    """Of ranks on two nodes, each node keeps a part of the other's snapshots."""
+    """Use ranks on two nodes, each with a part of the other's snapshots."""
     needs = [HostNeed(6 * GIB, 2 * GIB, GIB), HostNeed(6 * GIB, 4 * GIB, GIB)]
     one = [HostMemory("a", "host-a", 32 * GIB)] * 2
     check_hosts(needs, one)  # 12 + 3 * (2 + 4) + 2
@@ -111,7 +111,7 @@ def test_nodes_without_room_are_refused_by_name_with_what_they_have() -> None:
 
 
 def test_a_run_is_refused_before_its_first_step(ray_cluster, monkeypatch) -> None:
-    """By the memory that its nodes have."""
+    """Compare with the memory of the nodes."""
     model = MultimodalModule({}, ModalityModule(LLAMA, seed=2))
     plan = MultimodalParallelSpec({}, ParallelSpec(), 2).plan(model)
     monkeypatch.setattr(RankGroup, "actor_class", RankWithoutMemory)
@@ -120,7 +120,7 @@ def test_a_run_is_refused_before_its_first_step(ray_cluster, monkeypatch) -> Non
 
 
 class RankWithoutMemory(RankActor):
-    """A rank on a node that has little memory left."""
+    """Rank on a node with little free memory."""
 
     def host_memory(self) -> HostMemory:
         return HostMemory("a", "host-a", 1000)

@@ -1,4 +1,4 @@
-"""A run names the numbers that depend on its layout."""
+"""A run reports the numbers that depend on its layout."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""Who sums, counts and writes which parameters: every element's gradient complete and counted once.
+"""Ownership of parameters: every element's gradient is complete and counted once.
 
-The oracle hands out gradients: for every element of every parameter a number per copy of the
+The oracle assigns gradients: for every element of every parameter a number per replica of the
 module, per process that shares a microbatch, per stage that uses it, and per tensor-parallel
-process that has a part of it. Whoever updates an element must end up with the sum of all.
+process that has a part of it. The process that updates an element must get the sum of all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
 
 MOST_STAGES = 6
-# Elements of what every stage has; of what the first and the last have both; of the projector.
+# Elements of parameters in every stage; in both the first and the last; in the projector.
 SIZES = {"cut": 12, "packed": 24, "keys": 12, "partial": 3, "norm": 4, "odd": 5}
 TIED, TIED_SIZE = "tied", 7
 PROJECTOR = {"projector.weight": 6}
@@ -43,8 +43,11 @@ def edges(length: int, count: int) -> list[tuple[int, int]]:
 
 
 def tensor_shard_spec(tp: int) -> ShardSpec:
-    """As a tensor plan has it: cut evenly, a fused pair, fewer key heads than processes, what
-    every process has a part of the gradient of, a vocabulary that does not divide."""
+    """Return a shard spec like a tensor plan's.
+
+    An even cut, a fused pair, fewer key heads than processes, partial gradients on every process,
+    and a vocabulary that does not divide.
+    """
     heads = max(n for n in (1, 2) if tp % n == 0)
     of_stage = {
         "cut": [ParameterShard(0, (one,)) for one in edges(12, tp)],
@@ -67,8 +70,10 @@ def fully_sharded_spec(shards: int) -> ShardSpec:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """An encoder and a language model: copies, pipelines with chunks, every degree and sharding;
-    on ranks of their own, or taking turns."""
+    """Draw an encoder and a language model with replicas, chunks, every degree and sharding.
+
+    They have separate ranks, or take turns.
+    """
     together = draw(st.booleans())
     nodes, stages, taken = [], [], 0
     degrees = dict.fromkeys(("cp", "tp", "fsdp"), 1)
@@ -101,7 +106,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 class Case:
-    """A plan with parameters, and the gradients that its processes have."""
+    """Plan with parameters, and the gradients of its processes."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.processes = plan, Processes(plan)
@@ -133,7 +138,7 @@ class Case:
                 made = {}
                 for number in self.processes.of_rank(stage.rank):
                     process = self.processes.all[number]
-                    # What tensor-parallel processes compute alike is one number, not several.
+                    # Replicated computations of tensor-parallel processes count once.
                     alike = not self._has_part(shard_spec, name)
                     who = (self.processes.data_place(process), 0 if alike else process.tp)
                     if who not in made:
@@ -141,7 +146,7 @@ class Case:
                         total += self._within(shard_spec, name, number, made[who])
                     self.gradients[number, stage.id, name] = made[who]
                 if shard_spec.shards > 1 and shard_spec.shard(name, 0) is not None:
-                    # FSDP has summed what the processes have of each part.
+                    # FSDP has already summed each shard.
                     summed = sum(made.values())
                     for number in self.processes.of_rank(stage.rank):
                         self.gradients[number, stage.id, name] = summed
@@ -149,7 +154,7 @@ class Case:
             self.gradients[key] = self.take(*key, whole)
 
     def _has_part(self, shard_spec: ShardSpec, name: str) -> bool:
-        """Whether a tensor-parallel process's gradient is a part only."""
+        """Return True if a tensor-parallel process's gradient is only a part."""
         return shard_spec.shards == 1 and (
             shard_spec.shard(name, 0) is not None or len(shard_spec.sharers(name, 0)) > 1
         )
@@ -157,7 +162,7 @@ class Case:
     def _within(
         self, shard_spec: ShardSpec, name: str, number: int, whole: torch.Tensor
     ) -> torch.Tensor:
-        """Zero where a tensor-parallel process has nothing of the parameter."""
+        """Return zero where a tensor-parallel process has no part of the parameter."""
         shard = shard_spec.shard(name, place_of(self.processes, number, shard_spec))
         if shard is None or shard_spec.shards > 1:
             return whole
@@ -172,7 +177,7 @@ class Case:
         return whole if shard is None else torch.cat([whole[a:b] for a, b in shard.ranges])
 
     def summed(self) -> dict[tuple[int, str, str], torch.Tensor]:
-        """Gradients after the reduction, where they are updated."""
+        """Return gradients after the reduction, in the processes that update them."""
         final = dict(self.gradients)
         for group in {one for held in self.held for one in held.shared}:
             total = sum(self.gradients[tuple(reference)] for reference in group.references)
@@ -205,7 +210,7 @@ def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
                 ranges = ((0, None),) if shard is None else shard.ranges
                 for start, stop in ranges:
                     times[module, name][start:stop] += 1
-                if what == "in_grad_norm":  # where the sum is
+                if what == "in_grad_norm":  # in the process with the sum
                     assert (number, stage, name) in final
         for key, found in times.items():
             assert (found == 1).all(), (what, key, found)
@@ -234,7 +239,7 @@ def test_every_member_of_a_family_knows_its_parameters_in_the_same_order(plan: P
 
 @given(plans())
 def test_pieces_make_up_the_whole(plan: Plan) -> None:
-    """What the driver puts together from every process that is no replica."""
+    """Assemble them on the driver from every process that is not a replica."""
     case = Case(plan)
     for (module, name), total in case.totals.items():
         shard_spec, one = case.shard_specs[module], plan.module_stages(module)[0]
@@ -249,7 +254,7 @@ def test_pieces_make_up_the_whole(plan: Plan) -> None:
 
 
 def test_owners_share_out_what_is_trained():
-    """Frozen parameters, whatever their size, are nobody's work."""
+    """Check that frozen parameters, whatever their size, are not assigned."""
     stages = tuple(Stage("llm", 0, (0, 1), copy, copy, sharding="zero1") for copy in range(2))
     plan = Plan(ModuleGraph((ModuleNode("llm", (True,)),), ()), stages, 2)
     part = nn.Sequential(nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 8), nn.Linear(2, 2))
@@ -265,7 +270,7 @@ def test_owners_share_out_what_is_trained():
 
 
 def test_processes_that_agree_on_moments_all_update_them():
-    """Of two shards of a matrix, ZeRO-1 might else choose owners in different replicas."""
+    """Use two shards of a matrix, whose ZeRO-1 owners could be in different replicas."""
     stages = tuple(
         Stage("llm", 0, (0, 1), copy, copy, sharding="zero1", tp=2) for copy in range(2)
     )
@@ -287,7 +292,7 @@ def test_processes_that_agree_on_moments_all_update_them():
 
 
 def test_the_driver_looks_at_a_shared_parameter_once_however_many_hold_it(monkeypatch) -> None:
-    """Else a start takes time with the square of the replicas."""
+    """Check that the start time does not grow with the square of the replicas."""
     looked = []
     reduction_group = SharedParameter.reduction_group.fget
 

@@ -86,7 +86,7 @@ def test_losses_are_weighted_and_divided():
 
 
 def test_only_outputs_that_are_read_are_handed_on():
-    """And need not be tensors otherwise."""
+    """Check that other outputs need not be tensors."""
     def nodes(outputs=(), **inputs):
         return {
             "a": DagModule(Returns({"y": torch.ones(4, 2), "z": [1]}), reads={"input": "x"},
@@ -109,7 +109,7 @@ def test_a_loss_is_not_divided_by_nothing():
 
 
 class Returns(nn.Module):
-    """Hands on whatever it was made with."""
+    """Module that returns its constructor argument."""
 
     def __init__(self, value) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ LLAMA = hf.LlamaConfig(
 
 
 class Norms(nn.Module):
-    """An encoder with a batch norm."""
+    """Encoder with a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()

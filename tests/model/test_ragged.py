@@ -1,4 +1,4 @@
-"""Items of different sizes stay whole, wherever a batch is cut."""
+"""Items of different sizes are never cut by the split of a batch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from raymm.model.whole_batch import TextShares
 
 @st.composite
 def batches(draw):
-    """A batch of rows with 0 to 5 images each, whose patches say which image they are of."""
+    """Draw a batch of rows with 0 to 5 images each, with the image index of each patch."""
     count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     images = [draw(st.integers(0, 5)) for _ in range(count * size)]
     grids = [
@@ -68,7 +68,8 @@ def test_items_of_nothing_but_zeros_are_nobodys(processes):
     shown, counts = [], []
     for place in range(processes):
         own, count = items_of_share("vision", {"pixel_values": pixels}, place, processes, True)
-        assert len(own["pixel_values"]) == max(count, 1)  # one without works on another's
+        # a process without items works on another's
+        assert len(own["pixel_values"]) == max(count, 1)
         assert bool((own["pixel_values"] == 1).all())
         counts.append(count)
     assert sum(counts) == len(real) and max(counts) - min(counts) <= 1
@@ -87,7 +88,7 @@ def test_text_is_refused_where_a_process_would_have_no_token(data):
     mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
     batch = {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
     fewest = length
-    if packing:  # of a process's rows together; one without rows has the first
+    if packing:  # packed rows of a process; a process without rows has the first
         fewest = min(sum(lengths[r] for r in own or [0]) for own in shares(rows, fsdp))
     check = TextShares(tokens, fsdp, packing).check
     if tokens > 1 and fewest < tokens:

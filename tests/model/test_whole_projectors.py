@@ -1,5 +1,7 @@
-"""What ``model.train`` names of whole models: the parts have every parameter once, and the
-projector is what lies between the towers' blocks and the language model."""
+"""Parts of VLMs for ``model.train``: each parameter is in exactly one part.
+
+The projector is between the towers' blocks and the language model.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from raymm.model.whole_model import FROZEN, FULL, LANGUAGE, PROJECTOR, WholeMode
 from raymm.training.phases import Phases, check_trains
 
 PROJECTORS = {
-    # Next to the encoder, within it, within it and fed from several blocks, behind the call.
+    # Next to the encoder, within it, within it and fed from several blocks, after the call.
     "Idefics3ForConditionalGeneration": ["model.connector."],
     "Qwen2_5_VLForConditionalGeneration": ["model.visual.merger."],
     "Qwen3VLForConditionalGeneration": [
@@ -23,7 +25,7 @@ PROJECTORS = {
     "MllamaForConditionalGeneration": ["model.multi_modal_projector."],
     "Blip2ForConditionalGeneration": ["qformer.", "query_tokens", "language_projection."],
     "Kosmos2_5ForConditionalGeneration": ["image_to_text_projection."],
-    # Larger than its encoder; behind two encoders; within an encoder whose features it reads.
+    # Larger than its encoder; after two encoders; within an encoder whose features it reads.
     "Ernie4_5_VLMoeForConditionalGeneration": ["model.resampler_model."],
     "DeepseekVLHybridForConditionalGeneration": [
         "model.aligner.", "model.high_res_vision_alpha", "model.high_res_vision_neck.",
@@ -67,7 +69,7 @@ def test_only_the_projector_moves_where_only_it_is_trained(name):
     moved = {n for n, p in whole.named_parameters() if p.grad is not None}
     assert moved and moved <= {n for _, n in model.parameters_of(PROJECTOR)}
     frozen = whole.get_submodule(model.towers[0].root)
-    assert not frozen.training  # no dropout in what is frozen
+    assert not frozen.training  # no dropout in frozen parts
 
 
 @pytest.mark.cells(2)
@@ -96,7 +98,7 @@ def test_where_nothing_trains_is_refused():
 
 @pytest.mark.parametrize("name", ["FuyuForCausalLM", "IdeficsForVisionText2Text"])
 def test_a_model_without_a_projector_has_no_part_of_that_name(name):
-    """The norm behind the blocks of Idefics' encoder is of an output that is not read."""
+    """Ignore the norm behind the blocks of Idefics' encoder, whose output is not read."""
     with pytest.raises(ModelError, match="train has 'projector'.* of vision, language_model"):
         made(name, {PROJECTOR: FULL})
     assert torch.is_tensor(next(made(name).materialize().parameters()))

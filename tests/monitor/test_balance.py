@@ -14,7 +14,7 @@ from raymm.scheduler.program.timeline import Span, Timeline
 
 
 def meta_of(lengths, owners=(), size=4):
-    """Metadata of a microbatch of rows of these lengths, with images of size x size pixels."""
+    """Return metadata of a microbatch of these row lengths, with images of size x size pixels."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     microbatch = {"input_ids": mask.long(), "attention_mask": mask.long(), "labels": mask.long()}
     if owners:
@@ -40,7 +40,7 @@ def test_items_of_other_shapes_are_other_loads():
 
 @pytest.fixture
 def plan():
-    """The language model in two copies."""
+    """Return a plan with two replicas of the language model."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
     )

@@ -1,4 +1,4 @@
-"""Seconds and speeds of steps, with controlled times."""
+"""Seconds and speeds of steps, with a controlled clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOKENS = 100
 
 
 class Times:
-    """A clock that is set by hand."""
+    """Clock that is set by hand."""
 
     def __init__(self):
         self.now = 0.0
@@ -49,7 +49,7 @@ def test_the_first_speed_is_without_the_first_step():
 
 
 def test_the_first_speed_is_not_that_of_the_step_in_flight_alone():
-    """Two steps of a second; the second ends while the driver is busy with the first."""
+    """Run two steps of a second; the second ends while the driver processes the first."""
     times = Times()
     clock = StepClock(times)
     read(clock, times, 2.0)

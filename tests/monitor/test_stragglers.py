@@ -1,4 +1,4 @@
-"""Who is a straggler is told by the spans of steps: with a profile, without, and of replicas."""
+"""Stragglers are detected by the spans of steps: with a profile, without, and in replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_of(replicas: int = 1, profile: CostProfile | None = PROFILE, tp: int = 
 
 
 def step(replicas: int, times: dict[int, float]):
-    """A step in which ranks take so many times what they should."""
+    """Return a step in which ranks take multiples of their planned times."""
     plan = plan_of(replicas)
     costs = {
         key: seconds * times.get(plan.by_id[key[0]].rank, 1.0)
@@ -43,7 +43,7 @@ def step(replicas: int, times: dict[int, float]):
 
 @given(st.sampled_from([1, 2]), st.data())
 def test_the_slowest_is_the_one_that_is_furthest_from_its_plan(replicas, data):
-    """Of what ranks take, spelt out."""
+    """Compare with the ratios of the ranks, spelt out."""
     times = [data.draw(st.floats(0.5, 4.0)) for _ in range(2 * replicas)]
     found = StragglerFinder(plan_of(replicas)).slowest(step(replicas, dict(enumerate(times))))
     assert found is not None
@@ -102,7 +102,7 @@ def test_one_that_was_replaced_and_is_slow_again_stays(monkeypatch):
 
 @pytest.mark.parametrize("slow_process", [3, 4, 5, None])
 def test_processes_of_a_rank_are_replaced_in_turn_until_it_is_not_slow(monkeypatch, slow_process):
-    """Those before the slow one, it, and none after it; all of them where each is as slow."""
+    """Replace processes up to the slow one, or all of them if each is equally slow."""
     monkeypatch.setattr(stragglers, "STEPS", 3)
     plan = plan_of(tp=3)
     observer, slow, even = Observer(plan, lambda line: None), step(1, {1: 2.0}), step(1, {})

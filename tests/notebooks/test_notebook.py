@@ -1,6 +1,7 @@
-"""The example's notebook runs in a kernel of its own and shows what it is there to show; and what
-people do in notebooks leaves nothing behind: cells that are interrupted, cells that are run again,
-kernels that are restarted."""
+"""The example's notebook runs in a separate kernel and shows its results.
+
+Common use of notebooks leaves no processes: interrupted cells, repeated cells, restarted kernels.
+"""
 
 import re
 import time
@@ -14,7 +15,7 @@ from nbclient import NotebookClient
 
 pytestmark = pytest.mark.system
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook.ipynb"
-PATIENCE_S = 240  # of a cell, on a machine that has much else to do
+PATIENCE_S = 240  # timeout of a cell, on a busy machine
 MODEL = """
 import raymm, torch
 from transformers import LlamaConfig
@@ -43,14 +44,14 @@ raymm.Trainer(model, spec, [batch], run, callbacks=[Printer()]).fit()
 
 @pytest.fixture
 def joins_the_cluster(joins, monkeypatch):
-    """Kernels join the session's cluster."""
+    """Let kernels join the session's cluster."""
     for name, value in joins.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 def live_actors(ray_cluster):
-    """How many actors live that were not there before."""
+    """Return a function that counts the living actors that are new."""
     def ids() -> set[str]:
         actors = ray._private.state.actors()
         return {name for name, actor in actors.items() if actor["State"] != "DEAD"}
@@ -60,18 +61,20 @@ def live_actors(ray_cluster):
 
 
 class Session:
-    """A kernel, and what is typed into it."""
+    """Kernel that runs typed input."""
 
     def __init__(self, folder: Path) -> None:
         self.manager, self.client = start_new_kernel(cwd=str(folder), startup_timeout=PATIENCE_S)
 
     def start(self, code: str) -> str:
-        """Run a cell and do not wait for it. As the next one comes within milliseconds, it is not
-        to be aborted because this one is interrupted."""
+        """Run a cell without waiting for it.
+
+        The next one follows within milliseconds, and an interruption of this one must not abort it.
+        """
         return self.client.execute(code, stop_on_error=False)
 
     def wait(self, cell: str) -> dict:
-        """What became of a cell."""
+        """Return the outcome of a cell."""
         while True:
             reply = self.client.get_shell_msg(timeout=PATIENCE_S)
             if reply["parent_header"].get("msg_id") == cell:
@@ -82,7 +85,7 @@ class Session:
         assert content["status"] == "ok", "\n".join(content.get("traceback", [str(content)]))
 
     def until_printed(self, text: str) -> None:
-        """Until a cell prints it."""
+        """Wait until a cell prints the text."""
         while text not in self.client.get_iopub_msg(timeout=PATIENCE_S)["content"].get("text", ""):
             pass
 
@@ -117,14 +120,14 @@ def test_nothing_is_left_of_cells_and_kernels(session, live_actors):
     training = session.start(STEPS)
     session.until_printed("a step")
     assert session.interrupt(training)["ename"] == "KeyboardInterrupt"
-    session.run("assert parallel.train_step(batch).loss < 10")  # it goes on
+    session.run("assert parallel.train_step(batch).loss < 10")  # the session continues
     session.run("parallel = spec.apply(model)")
     until(lambda: live_actors() == 2)
 
     starting = session.start("parallel = spec.apply(model)")
     until(lambda: live_actors() > 2)
     session.interrupt(starting)
-    until(lambda: live_actors() == 2)  # those of the name that is bound
+    until(lambda: live_actors() == 2)  # the actors of the bound name
     session.run("del parallel")
     until(lambda: live_actors() == 0)
 
@@ -160,8 +163,8 @@ def test_the_example(joins_the_cluster, live_actors, tmp_path):
     assert right < others and last < first / 10
     assert "'vision_projector'" in text
     printed = [output["text"] for output in outputs if output.get("name") == "stderr"]
-    # transformers' bars, what tqdm and Ray say where there are no ipywidgets, and what torchao
-    # (for tests; transformers imports it) says of its kernels, are not raymm's.
+    # Progress bars of transformers, messages of tqdm and Ray without ipywidgets, and torchao's
+    # message about its kernels (transformers imports it) are not raymm's.
     known = (
         r"TqdmWarning|from \.autonotebook import|it/s\]|Missing packages: \['ipywidgets'\]"
         r"|/torchao/|torch/utils/_pytree\.py"

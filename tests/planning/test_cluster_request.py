@@ -1,4 +1,4 @@
-"""Plans for a cluster use the links that its nodes have."""
+"""Plans for a cluster use the links of its nodes."""
 
 import math
 

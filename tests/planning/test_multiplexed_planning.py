@@ -1,4 +1,4 @@
-"""``raymm.plan_multiplexed``: estimated surfaces, mappings, refusals, views, style comparison."""
+"""``raymm.plan_multiplexed``: estimated surfaces, mappings, rejections, views, comparisons."""
 
 import json
 from contextlib import suppress
@@ -76,7 +76,7 @@ def vlm(width: int = 256, frozen: bool = True) -> MultimodalModule:
 
 
 class Layer(nn.Linear):
-    """A tower of one matrix."""
+    """Tower of one matrix."""
 
 
 def towers(**widths: int) -> ModuleDag:
@@ -92,7 +92,7 @@ def towers(**widths: int) -> ModuleDag:
 
 
 def surface(name, seconds=0.1, memory=10**9, steps=10, bandwidth=0.5) -> ScalingSurface:
-    """Ideal in degree and quota."""
+    """Return a surface with ideal scaling in degree and quota."""
     quotas = tuple(range(1, steps + 1))
     return ScalingSurface(
         name, (1, 2), quotas, steps,
@@ -130,7 +130,7 @@ def test_small_modules_use_no_more_multiprocessors_than_their_products_have_tile
     times = [found.seconds_at(1, quota) for quota in range(1, 11)]
     assert times[0] > 1.5 * times[1] > times[2]
     assert times[2] == pytest.approx(times[9], rel=1e-6)  # 0.3 is more than 32 / 132
-    # And so is a pipeline's stage: 132 / 32 times as long.
+    # So does a pipeline's stage: 132 / 32 times as long.
     profile = CostProfile({"a": shape.layers(Load(1, tokens), slow, "bf16")}, "H100", "bf16")
     filled = filled_profile(profile, [shape], {"a": Load(1, tokens)}, slow)
     slower = filled.modules["a"][0].forward / profile.modules["a"][0].forward
@@ -171,7 +171,7 @@ def test_it_maps_a_graph_of_towers_and_no_baseline_of_whole_modules_is_faster():
     assert {p.module for s in planned.mapping.stages for p in s.placements} == {"a", "b", "c"}
     assert planned.estimated and "not measured" in planned.source
     assert planned.problem.interference == BANDWIDTH_SHARES
-    for baseline in (megatron, distmm):  # Spindle's slices are no part of the search
+    for baseline in (megatron, distmm):  # Spindle's slices are not part of the search
         other = baseline(planned.problem)
         other.check(planned.problem)
         assert other.seconds >= planned.seconds * (1 - 1e-9)
@@ -199,7 +199,7 @@ def test_surfaces_of_a_file_and_interference_of_a_file(tmp_path):
     assert planned.problem.names == ("a", "b") and not planned.estimated
     assert planned.problem.interference == known and "e1 0.5" in planned.explain()
     assert planned.problem.memory_bytes is None and planned.batch is None
-    # So much interference: they take turns or have GPUs of their own.
+    # With this much interference modules alternate or have separate GPUs.
     for stage in planned.mapping.stages:
         gpus = [g for p in stage.placements for g in p.gpus]
         assert len(gpus) == len(set(gpus))
@@ -227,13 +227,13 @@ def test_a_module_that_fits_nowhere_is_refused_with_numbers():
 
 
 def test_memory_holds_over_the_whole_iteration():
-    """One after the other each fits, but weights and activations stay until the backward."""
+    """Use modules that each fit, but whose weights and activations stay until the backward."""
     dag = towers(a=64, b=64)
     given = [surface("a", memory=2 * 2**30), surface("b", memory=2 * 2**30)]
     tight = raymm.plan_multiplexed(dag, gpus=1, surfaces=given, memory_gib=3)
     assert iteration_memory(tight.problem, tight.mapping) == (4 * 2**30,)
     assert "4.00 GiB over an iteration" in tight.unfit and "does not fit" in tight.explain()
-    # On two GPUs they can be apart; the fastest, both everywhere, is not possible.
+    # On two GPUs they can be separate; the fastest mapping, both everywhere, is not possible.
     apart = raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=3)
     assert apart.unfit is None and max(apart.memory) <= 3 * 2**30
     roomy = raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=5)
@@ -263,7 +263,7 @@ def test_refusals(arguments, error, text):
 
 
 def inputs_of(model, request, microbatches, samples, dtype="bf16") -> PlanInputs:
-    """Of a step of so many microbatches."""
+    """Return the inputs for a step of so many microbatches."""
     return PlanInputs.of(model, request, Workload(microbatches, samples, dtype=dtype))
 
 
@@ -298,7 +298,7 @@ def test_styles_are_compared_by_the_same_costs():
     ratio = max(both.values()) / min(both.values())
     assert f"{found.style} is predicted to be {ratio:.2f} times as fast" in found.explain()
     assert found.multiplexed.batch == 32
-    # On one GPU with one microbatch there is nothing to share: both take the sum of all layers.
+    # On one GPU with one microbatch there is no sharing: both take the sum of all layers.
     alone = compare_styles(inputs_of(model, replace(request, ranks=1), 1, 8)).seconds
     assert alone["pipelined"] == pytest.approx(alone["multiplexed"], rel=1e-6)
 
@@ -320,7 +320,7 @@ def test_with_surfaces_pipelines_are_judged_by_them_too():
     ({"device": "A100-80GB"}, "device is 'A100-80GB', but .* on 'NVIDIA H100 80GB HBM3'"),
 ])  # fmt: skip
 def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text):
-    """Their seconds would be taken for those of this batch, and a wrong style for the faster."""
+    """Reject them, because the wrong style would seem faster."""
     conditions = SurfaceConditions(
         8, "NVIDIA H100 80GB HBM3", "fp32", {"vision": 64, "llm": 512}
     )
@@ -362,7 +362,7 @@ def test_what_surfaces_were_measured_with_is_checked(field, value, text):
 
 
 def test_surfaces_without_one_whole_device_refuse_pipelines_only():
-    """A language model that needs two devices."""
+    """Use a language model that needs two devices."""
     alone = surface("llm", 0.2)
     two = replace(alone, degrees=(2,), seconds=alone.seconds[1:], memory_bytes=(10**9,))
     request = PlanRequest(ranks=2, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",),
@@ -394,7 +394,7 @@ def test_a_style_that_does_not_fit_loses():
 
 
 def assert_within(plan: Plan, limit: int) -> None:
-    """By the account of memory of all plans, messages and system included."""
+    """Check the memory of all plans, including messages and the system."""
     needs = rank_memory(plan, full_program(plan))
     assert max(need.total for need in needs) <= limit
     assert plan.memory_limit in (None, limit)
@@ -402,7 +402,7 @@ def assert_within(plan: Plan, limit: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "frozen"), [(1, True), (2, False)])
 def test_every_style_returns_plans_within_the_limit(ranks, frozen):
-    """Around what the fastest mapping needs: a little below it another one runs, or nothing."""
+    """Use limits near the fastest mapping's need: slightly below, another one or none runs."""
     request = PlanRequest(ranks=ranks, device="H100", tokens={"vision": 64, "llm": 512},
                           schedules=("1f1b",), degrees="none")  # fmt: skip
     model = vlm(frozen=frozen)
@@ -427,7 +427,7 @@ def test_every_style_returns_plans_within_the_limit(ranks, frozen):
 
 @pytest.mark.parametrize(("ranks", "memory"), [(2, None), (4, None), (3, 3.0)])
 def test_between_the_styles_nothing_is_slower_than_the_better(ranks, memory):
-    """And what a plan's file is predicted by is what the search went by."""
+    """Check that the plan's file contains the predictions used by the search."""
     request = PlanRequest(ranks=ranks, device="H100", tokens={"vision": 64, "llm": 512},
                           degrees="none", memory_gib=memory)  # fmt: skip
     found = compare_styles(inputs_of(vlm(), request, 4, 8))
@@ -440,14 +440,14 @@ def test_between_the_styles_nothing_is_slower_than_the_better(ranks, memory):
     text = found.explain()
     assert "auto: " in text and "\nvision: " in text and "\nllm: " in text
     if "multiplexed" in found.seconds:
-        # Without messages the mapping's plan takes what its surfaces say.
+        # Without messages the mapping's plan takes the time of its surfaces.
         option = found.between.starts["multiplexed"]
         bare = step_timeline(option.plan, Network()).makespan
         assert bare == pytest.approx(found.multiplexed.seconds, rel=1e-6)
 
 
 def test_measured_layers_scale_the_estimates():
-    """A profile in which a module is three times its estimate gives surfaces of three times."""
+    """Use a profile with three times the estimate of a module, which triples its surfaces."""
     from raymm.costs.scaling_estimates import edges_of, local_load
     from raymm.planning.mapping_inputs import MappedBatch, mapping_inputs
 

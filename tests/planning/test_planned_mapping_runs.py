@@ -1,4 +1,4 @@
-"""What ``raymm.plan_multiplexed`` returns is what :class:`raymm.DagParallelModule` runs."""
+""":class:`raymm.DagParallelModule` runs the result of ``raymm.plan_multiplexed``."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_planned_mapping_gives_the_loss_of_one_process(ray_cluster):
 
 
 class Answer(torch.nn.Module):
-    """A decoder with a loss of its own."""
+    """Decoder with a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_frozen_towers_with_projectors_and_decoders_with_losses():
     })
     shapes = {shape.name: shape for shape in shapes_of(dag)}
     assert list(shapes) == ["vision", "backbone", "answer", "other"]
-    # Only the projector is trained; it is the first that is, so there is no B_d in the tower.
+    # Only the projector is trained; it is the first trained layer, so the tower has no B_d.
     assert shapes["vision"].trainable == (False, False, True)
     assert shapes["vision"].before == (False, False, False)
     assert shapes["backbone"].causal and shapes["backbone"].before == (True, True)

@@ -1,4 +1,4 @@
-"""Degrees of whole models in a search: those that the model's code allows, and no others."""
+"""Degrees of VLMs in a search: exactly those that the model's code supports."""
 
 from __future__ import annotations
 

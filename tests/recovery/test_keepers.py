@@ -1,4 +1,4 @@
-"""Who keeps whose part of a snapshot."""
+"""Assignment of snapshot shards to their keepers."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What happens within a recovery."""
+"""Failures during a recovery."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ BACK = SimpleNamespace(step=2)
 
 
 def recovery_with(attempts: list) -> tuple[Recovery, list[str]]:
-    """One whose attempts to go back return, or raise, these."""
+    """Return a recovery whose attempts to restore return, or raise, these."""
     group = SimpleNamespace(ended=None, interrupted="somebody")
     controller, said = RunController(FailurePolicy(0, 0), lambda: 3), []
     controller.enter(RunState.RUNNING)
@@ -38,7 +38,7 @@ def died(pid: int) -> RankFailedError:
 
 
 def test_a_rank_that_dies_as_it_starts_has_another_chance():
-    """In the place of one that died in the same way in the step."""
+    """Lose a rank that replaced one lost in the same way during the step."""
     recovery, said = recovery_with([died(8), BACK])
     assert recovery.recover(died(7)) is BACK
     assert recovery.count == 2 and said[-1].startswith("recovered from step 2")

@@ -1,4 +1,4 @@
-"""Batches after recoveries are those that would have come without."""
+"""Batches after recoveries are those of an undisturbed run."""
 
 from itertools import islice
 from typing import NamedTuple
@@ -21,7 +21,7 @@ def source(keep=True, loads=None):
     def load(position, step):
         if loads is not None:
             loads.append(step)
-        assert (position or 0) == step  # of these data
+        assert (position or 0) == step  # position in these data
         return iter([Batch(n, n + 1) for n in range(step, STEPS)])
 
     return ReplayedBatches(load, 0, None, keep)
@@ -31,7 +31,7 @@ def source(keep=True, loads=None):
     st.sampled_from(["take", "back", "forget", "lost", "node"]), st.integers(0, KEPT_BATCHES + 8)
 ), max_size=30))
 def test_any_order_of_failures_gives_the_same_batches(events) -> None:
-    """A snapshot is never newer than what was taken, nor older than the one before it."""
+    """Use snapshots that are not newer than the last step, nor older than the previous snapshot."""
     batches, taken, snapshot = source(), 0, 0
     for what, count in events:
         if what == "take":

@@ -1,4 +1,4 @@
-"""What a run may do next, as a table; and who keeps to it."""
+"""Accepted transitions of a run's state, as a table, and the callers that follow it."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_an_error_is_decided_on_once() -> None:
 
 
 def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
-    """It has another chance; not when that ends alike, nor the step."""
+    """Give the rank and the step another chance, unless it fails in the same way again."""
     died = [
         RankFailedError(f"rank 0 (stages a, process {pid} on b) died") for pid in range(10, 14)
     ]
@@ -97,7 +97,7 @@ def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
     run = controller(lambda: now[0], lambda: next(steps))
     recover = lambda: run.decide(Cause.FAILURE, "died", in_place=True)  # noqa: E731
     assert [recover().action for _ in range(2)] == [Action.RECOVER] * 2
-    assert run.decide(Cause.FAILURE, "died").action is Action.GO_ON  # run.max_failures is another
+    assert run.decide(Cause.FAILURE, "died").action is Action.GO_ON  # run.max_failures is separate
     end = recover()
     assert end.action is Action.END
     assert end.why == "recovery 3 exceeds run.max_recoveries, which is 2"

@@ -1,8 +1,8 @@
-"""Record which functions of the packages a process calls, for :mod:`tests.house_roads`.
+"""Record of the functions of the packages that a process calls, for :mod:`tests.house_roads`.
 
 Python imports this module when a process starts with its folder on ``PYTHONPATH``. The log gets a
-line ``time process file function`` per call; a function has at most one line per 20 ms. Ray calls
-actors' methods on threads that it makes outside Python, so each call switches recording on.
+line ``time process file function`` per call, at most one line per function and 20 ms. Ray calls
+actors' methods on threads that it creates outside Python, so each call enables recording.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Connecting to clusters that are not there, or do not let a process in."""
+"""Connections to clusters that do not exist, or reject a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raymm.runtime.embedded import embedded_ray
 
 @pytest.fixture
 def no_session(monkeypatch):
-    """No connected session, whatever other tests of this process have."""
+    """Simulate a process without a connected session, whatever other tests have done."""
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "CONNECT_S", 1.0)
 
@@ -61,7 +61,7 @@ def test_a_server_that_comes_up_is_waited_for(monkeypatch, no_session):
     (None, "set RAY_AUTH_MODE=token"), ("token", "use the cluster's token"),
 ])
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch, no_session, mode, cure):
-    """What Ray raises where the token is missing, as of a head of ``ray start``."""
+    """Raise Ray's error for a missing token, as from a head of ``ray start``."""
     def refused(**_):
         raise ConnectionError("Failed to connect to Ray cluster")
 
@@ -76,7 +76,7 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch, no_session, mode, cur
 
 
 def test_an_embedded_ray_wants_a_token(ray_cluster, monkeypatch):
-    """Also of the tests' cluster: a process that has none is sent away."""
+    """Check the tests' cluster, too: a process without a token is rejected."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
     client = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
     for mode in ("token", "disabled"):
@@ -92,7 +92,8 @@ def test_an_embedded_ray_wants_a_token(ray_cluster, monkeypatch):
 
 
 def test_an_embedded_ray_waits_for_slow_workers(ray_cluster):
-    """By itself the raylet gives up after a minute, and the driver then waits without a limit."""
+    """Raise the limit: by default the raylet gives up after a minute, and the driver waits forever.
+    """
     (raylet,) = ray_cluster._private.worker.global_worker.node.all_processes["raylet"]
     environment = Path(f"/proc/{raylet.process.pid}/environ").read_text().split("\0")
     assert {f"{name}={value}" for name, value in embedded_ray.SETTINGS.items()} <= {*environment}

@@ -1,4 +1,4 @@
-"""An embedded Ray that does not come up, or not at once."""
+"""Embedded Ray that fails to start, or starts late."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ print("left:", session_processes(os.getpid()))
 @pytest.mark.ray
 @pytest.mark.system
 def test_what_does_not_come_up_is_a_sentence_and_leaves_nothing(tmp_path):
-    """Ray's server is given no time at all to open its port."""
+    """Give Ray's server no time to open its port."""
     environment = {
         **os.environ, "RAY_gcs_server_port_wait_time_s": "0", "RAY_TMPDIR": str(tmp_path)
     }
@@ -60,7 +60,8 @@ print(connect(), len(calls), ray.cluster_resources()["CPU"] > 0)
 @pytest.mark.ray
 @pytest.mark.system
 def test_what_was_too_slow_is_started_again():
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # of sockets: their paths are short
+    # folder of sockets, whose paths must be short
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         environment = {**os.environ, "RAY_TMPDIR": folder}
         environment.pop("RAY_ADDRESS", None)
         done = subprocess.run(
@@ -87,7 +88,7 @@ for _ in range(2):
 @pytest.mark.ray
 @pytest.mark.system
 def test_a_second_one_in_the_same_process_has_workers_too():
-    """As a notebook's second run has: they do not take the first one's server for theirs."""
+    """Start it like a notebook's second run: it must not use the first one's server."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         environment = {**os.environ, "RAY_TMPDIR": folder}
         environment.pop("RAY_ADDRESS", None)

@@ -1,5 +1,4 @@
-"""Workers of an embedded cluster are forked, by the one private constant of Ray that is replaced
-for it."""
+"""Forked workers of an embedded cluster, through one replaced private constant of Ray."""
 
 import json
 import os
@@ -46,7 +45,7 @@ FORKED = (
 
 @pytest.fixture(params=["started", "forked"])
 def owner(request):
-    """A process with two servers that import nothing; and what they are: process ids, addresses."""
+    """Return a process with two servers that import nothing, and their ids and addresses."""
     code = OWNER if request.param == "started" else OWNER.replace(*FORKED)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         try:
@@ -56,8 +55,7 @@ def owner(request):
 
 
 def worker(address: str, folder: Path, **variables: str) -> dict:
-    """What a worker prints that is asked for as the raylet does: its words, and its parent's
-    process id."""
+    """Start a worker as the raylet does; return its output and its parent's process id."""
     script = folder / "worker.py"
     script.write_text(WORKER)
     command = [sys.executable, str(FILE), str(script), "--node=7", "--language=PYTHON"]
@@ -153,7 +151,7 @@ data: {train: rows.jsonl, tokenizer: ., batch_size: 1, microbatches: 1}
 
 
 def test_the_command_starts_servers_before_anything_slow(tmp_path):
-    """Once the configuration is checked; with one thread, so that the process can be forked."""
+    """Start them after the configuration is checked, with one thread, so that forks are safe."""
     (tmp_path / "run.yaml").write_text(CONFIG)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     variables = {n: v for n, v in os.environ.items() if n != "OPENBLAS_NUM_THREADS"}
@@ -190,18 +188,18 @@ def test_a_worker_has_the_environment_and_outputs_it_was_started_with(owner, tmp
     assert first["parent"] == second["parent"] == pid
     assert first["printed"][1] == "red" and second["printed"][1] == "None"
     assert first["printed"][3:] == ["--node=7"]
-    assert first["printed"][0] != second["printed"][0]  # processes of their own
-    assert "None" != first["printed"][2] != second["printed"][2]  # and random numbers
+    assert first["printed"][0] != second["printed"][0]  # separate processes
+    assert "None" != first["printed"][2] != second["printed"][2]  # separate random numbers
 
 
 def test_a_worker_with_other_settings_of_rays_is_started_by_itself(owner, tmp_path):
     _, ((pid, address), _) = owner
     assert worker(address, tmp_path, RAY_heartbeat="1")["parent"] == pid
-    # By Ray's own script, which takes the place of the process that asked.
+    # By Ray's own script, which replaces the calling process.
     other = worker(address, tmp_path, RAY_heartbeat="2")
     assert other["parent"] == os.getpid() and other["printed"][2:] == ["None", "--node=7"]
     assert worker(address, tmp_path, RAY_heartbeat="1", RAY_JOB_ID="3")["parent"] == pid
-    # It would look for that process, and end, as it is not there.
+    # It would check for that process, and end because it does not exist.
     other = worker(address, tmp_path, RAY_heartbeat="1", RAY_RAYLET_PID="4")
     assert other["parent"] == os.getpid()
 
@@ -213,7 +211,7 @@ def test_a_second_cluster_has_servers_of_its_own(monkeypatch):
     servers = []
     for _ in range(2):
         forked_workers.start_servers(ray_modules=())
-        forked_workers.start_servers(ray_modules=())  # it runs: nothing to do
+        forked_workers.start_servers(ray_modules=())  # it already runs
         ((server, address, end),) = forked_workers._servers
         servers.append((server.pid, address))
         with forked_workers.forked_workers():

@@ -1,4 +1,4 @@
-"""Which clusters raymm connects to."""
+"""Selection of the cluster that raymm connects to."""
 
 import pytest
 import ray
@@ -9,6 +9,7 @@ from raymm.runtime.cluster import connect
 
 def test_a_ray_client_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the session's cluster may be
+    # the session's cluster may be connected
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ClusterError, match="ray://head:10001.* RAY_ADDRESS=auto "):
         connect()

@@ -1,4 +1,4 @@
-"""After a failure ranks meet anew: steps go on, bit for bit, in the processes that are left."""
+"""Renewed rendezvous after a failure: steps continue bit for bit in the remaining processes."""
 
 import os
 import signal
@@ -21,9 +21,9 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
-# In place of seconds.
+# A number of seconds that means an error.
 ERROR = 12345
-# Long enough to be killed in; whoever else sleeps has to wake up to go on.
+# Long enough for a kill; other sleeping ranks have to wake up to continue.
 LONG_S = 2
 LAYOUTS = {
     "pipeline": ({"vision": ParallelSpec()}, ParallelSpec(pp=2)),
@@ -35,8 +35,10 @@ LAYOUTS = {
 
 
 class Encoder(nn.Module):
-    """(n, 3) -> (n, 2, 4), with running statistics. Sleeps as many seconds as its input says, or
-    raises."""
+    """Encoder (n, 3) -> (n, 2, 4) with running statistics.
+
+    It sleeps for the seconds of its input, or raises.
+    """
 
     hidden_size = 4
 
@@ -64,7 +66,7 @@ def model_of() -> MultimodalModule:
 
 
 def batch(step: int, sleep: int = 0) -> list[dict]:
-    """Two microbatches."""
+    """Return two microbatches."""
     draw = torch.Generator().manual_seed(step)
     ids = [torch.randint(16, (4, 5), generator=draw) for _ in range(2)]
     return [
@@ -78,7 +80,7 @@ def batch(step: int, sleep: int = 0) -> list[dict]:
 
 @pytest.fixture
 def start(ray_cluster):
-    """Starts the model under a layout; ends it afterwards."""
+    """Return a function that starts the model under a layout; stop the model afterwards."""
     running = []
 
     def started(layout: str, spares: int = 0):
@@ -107,7 +109,7 @@ def pids(parallel) -> list[int]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_rank_is_replaced_and_losses_are_as_without(start, layout):
-    """In the middle of a step, whose snapshot is two steps old."""
+    """Kill it in the middle of a step; the snapshot is two steps old."""
     with start(layout) as undisturbed:
         whole = losses(undisturbed, range(6))
     parallel = start(layout)
@@ -150,7 +152,7 @@ def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["pipeline", "tensors and tokens", "fsdp"])
 def test_a_spare_takes_the_place_of_a_lost_rank_and_gets_a_successor(start, layout):
-    """The second loss meets a spare that was started in the place of the first one."""
+    """Lose two ranks; the second one is replaced by the successor of the first spare."""
     with start(layout) as undisturbed:
         whole = losses(undisturbed, range(5))
     parallel = start(layout, spares=1)
@@ -169,7 +171,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank_and_gets_a_successor(start, layo
         assert pids(parallel) == [waiting, *before[1:]]
         assert losses(parallel, [step]) == whole[step : step + 1]
     spare = _warm_spare(parallel)
-    os.kill(spare, signal.SIGKILL)  # nothing is to be noticed of that
+    os.kill(spare, signal.SIGKILL)  # without any effect
     assert losses(parallel, [4]) == whole[4:]
     os.kill(pids(parallel)[0], signal.SIGKILL)
     with pytest.raises(RankFailedError, match="rank 0 .* died"):
@@ -179,7 +181,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank_and_gets_a_successor(start, layo
 
 
 def _warm_spare(parallel) -> int:
-    """Its process."""
+    """Return the process id of a ready spare."""
     (spare,) = parallel.group._spares._waiting
     ray.get(spare.warm, timeout=60)
     place: Any = ray.get(spare.actor.describe.remote())
@@ -188,7 +190,7 @@ def _warm_spare(parallel) -> int:
 
 @pytest.mark.timeout(180)
 def test_a_rank_that_hangs_is_found_by_what_it_took_before_and_replaced(start):
-    """Long before what one may wait for another; who waits for it stays."""
+    """Detect it long before the timeout of a wait; waiting ranks stay."""
     with start("pipeline") as undisturbed:
         whole = losses(undisturbed, range(4))
     parallel = start("pipeline")

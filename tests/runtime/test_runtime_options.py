@@ -1,4 +1,4 @@
-"""Options of parallel modules: declared once, the same errors everywhere."""
+"""Options of parallel modules: declared once, with the same errors everywhere."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def test_heads_that_no_kernel_has_are_refused_before_anything_runs():
     wide, on_gpus = wide_model("causal"), RuntimeOptions(device="cuda")
     for allowed in (RuntimeOptions(), RuntimeOptions(device="cuda", kernels="auto")):
         check_head_dims(wide, allowed, ["llm"])
-    check_head_dims(wide, on_gpus, [])  # its own attention computes
+    check_head_dims(wide, on_gpus, [])  # its own attention is used
     with pytest.raises(ModelError, match=said):
         check_head_dims(wide_model(None), on_gpus, {"llm"})

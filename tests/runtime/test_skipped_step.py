@@ -1,4 +1,4 @@
-"""Where values that are not finite began, of all the places that they came to."""
+"""Origin of non-finite values among all tensors that they reached."""
 
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
@@ -72,7 +72,7 @@ def test_gradients_begin_at_the_other_end():
 
 
 def test_shares_of_processes_are_put_together():
-    """Rows that are no samples' (tokens of a share, packed rows) are all samples'."""
+    """Attribute rows that are not samples (sharded tokens, packed rows) to all samples."""
     found, _ = began(
         place("output", StageId("vision", 0), 0, [0], 3),
         place("output", StageId("vision", 0), 0, [2], 3),

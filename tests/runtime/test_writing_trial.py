@@ -1,4 +1,4 @@
-"""Which language models go on with a text from what they keep of it: a trial says, not a list."""
+"""Language models that can continue a text from their cache, found by a trial instead of a list."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def model_of(name):
     ("Lfm2ForCausalLM", None), ("BloomForCausalLM", None),
     ("OpenAIGPTLMHeadModel", "does not accept cached keys and values"),
     ("RobertaForCausalLM", "computes different logits for token 7"),
-    # States in its layers, of whichever text was last.
+    # Its layers have states of the last text.
     ("RecurrentGemmaForCausalLM", "computes different logits for token 7"),
 ])
 def test_what_goes_on(name, reason):

@@ -1,4 +1,4 @@
-"""Sample sizes for tests of mini-batches: real ones, and what hypothesis draws."""
+"""Sample sizes for tests of mini-batches: real ones, and random ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("vision", "text")
 
 @cache
 def real(name: str) -> SampleSizes:
-    """Tiles and tokens of ``ai2d``, ``chartqa`` or, as two data sets, ``both``."""
+    """Return tiles and tokens of ``ai2d``, ``chartqa`` or, as two data sets, ``both``."""
     if name == "both":
         parts = [real("ai2d"), real("chartqa")]
         return SampleSizes(
@@ -30,7 +30,7 @@ def real(name: str) -> SampleSizes:
 
 @st.composite
 def sizes(draw: st.DrawFn, least: int = 1, most: int = 80) -> SampleSizes:
-    """One to three modalities, one to three data sets, zeros and long tails included."""
+    """Draw one to three modalities and data sets, including zeros and long tails."""
     modalities = draw(st.integers(1, 3))
     unit = st.one_of(st.integers(0, 5), st.integers(0, 300))
     rows = draw(st.lists(
@@ -46,7 +46,7 @@ def sizes(draw: st.DrawFn, least: int = 1, most: int = 80) -> SampleSizes:
 
 
 def groups_of(plan: MiniBatchPlan) -> list[list[list[int]]]:
-    """Per step and rank the samples, as plain lists."""
+    """Return the samples per step and rank, as plain lists."""
     return [
         [plan.group(step, rank).tolist() for rank in range(plan.ranks)]
         for step in range(plan.steps)

@@ -1,9 +1,9 @@
-"""What NCCL makes of a program, without times: slow, and obviously right.
+"""NCCL's execution of a program, without times: slow, and obviously right.
 
-A process issues operations one after another. Each goes into a queue of the process, first in first
-out. A message or a sum is done once it is at the head of a queue on every process that takes part
-and what it is made of has been computed there; a computation that waits for a message, once
-that is done. Nothing else is assumed: an operation may take any time.
+A process issues operations one after another. Each enters a FIFO queue of the process. A message or
+a sum is done once it is at the head of a queue on every participating process and its inputs have
+been computed there; a computation that waits for a message, once that is done. There are no other
+assumptions: an operation may take any time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from raymm.scheduler.program.issue_order import Issue, SharedGradients
 from raymm.scheduler.program.program import BACKWARDS, OPTIMIZER_OPS, Op, Program
 
 COMPUTE = "compute"
-"""The communicator of what is none: the queue of a process's own work."""
+"""Communicator of a process's own work."""
 
 
 class Operation(NamedTuple):
-    """One operation of a process: what it is, a name that all who take part have for it, and the
-    communicator it runs on."""
+    """Operation of a process: kind, name shared by all participants, and communicator."""
 
     kind: str  # "compute", "wait", "message" or "sum"
     name: Hashable
@@ -29,15 +28,17 @@ class Operation(NamedTuple):
 
 
 Processes = Sequence[Sequence[Operation]]
-"""What each process issues, in order."""
+"""Issued operations of each process, in order."""
 
 
 def operations(
     program: Program, issues: Sequence[Sequence[Issue]], shared: Sequence[SharedGradients] = ()
 ) -> list[list[Operation]]:
-    """What each rank issues: a communicator for each ordered pair of ranks, one for each set of
-    stages that shares gradients, one for all ranks. Sums that ``issues`` does not have begin with
-    REDUCE_GRADS."""
+    """Return the operations that each rank issues.
+
+    There is a communicator for each ordered pair of ranks, one for each set of stages that shares
+    gradients, and one for all ranks. Sums that are not in ``issues`` begin with REDUCE_GRADS.
+    """
     home = {i.stage: rank for rank, listed in enumerate(program) for i in listed if i.stage.module}
     processes = []
     for rank, instructions in enumerate(program):
@@ -95,13 +96,13 @@ def stuck(
     host_waits: bool = True,
     host_blocks: bool = False,
 ) -> dict[int, Operation]:
-    """What cannot end, by process; nothing if all does.
+    """Return operations that cannot end, by process; empty if all end.
 
     Args:
-        processes: what each issues.
-        queue: of a process and a communicator.
-        host_waits: a process issues nothing while a message that it waits for is not there.
-        host_blocks: it issues nothing while anything that it has issued is not done.
+        processes: issued operations of each process.
+        queue: queue of a process and a communicator.
+        host_waits: True if a process issues nothing while it waits for a message.
+        host_blocks: True if it issues nothing while any issued operation is in flight.
     """
     members: dict[Hashable, set[int]] = defaultdict(set)
     for process, listed in enumerate(processes):
@@ -113,7 +114,7 @@ def stuck(
         defaultdict(deque) for _ in processes
     ]
     done: set[Hashable] = set()
-    computed: list[set[int]] = [set() for _ in processes]  # numbers of what has been computed
+    computed: list[set[int]] = [set() for _ in processes]  # numbers of computed operations
 
     def at_head(process: int, name: Hashable) -> bool:
         for line in queues[process].values():

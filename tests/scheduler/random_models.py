@@ -1,4 +1,4 @@
-"""Models drawn at random: graphs of modules with what their layers cost."""
+"""Random models: graphs of modules with costs of their layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ def models(
     draw: st.DrawFn, most_encoders: int = 2, chains: bool = True, llm_layers: int = 5,
     most_heads: int = 0,
 ) -> tuple[ModuleGraph, CostProfile]:
-    """Encoders into an LLM, and perhaps one of them into another that feeds the LLM; heads with
-    losses of their own that read the LLM, and perhaps an encoder, or an encoder alone. The LLM may
-    have a loss beside theirs."""
+    """Draw encoders into an LLM, and perhaps one of them into another that feeds the LLM.
+
+    Heads with losses read the LLM and perhaps an encoder, or an encoder alone. The LLM may have a
+    loss, too.
+    """
     encoders = [f"encoder{i}" for i in range(draw(st.integers(0, most_encoders)))]
     edges = [(name, "llm") for name in encoders]
     if chains and len(encoders) > 1 and draw(st.booleans()):
@@ -28,7 +30,7 @@ def models(
     for head in heads:
         read = draw(st.sets(st.sampled_from([*encoders, "llm"]), min_size=1, max_size=2))
         edges += [(name, head) for name in sorted(read)]
-    # Else nothing would need it.
+    # Otherwise it would be unused.
     llm_loss = not any(producer == "llm" for producer, _ in edges) or draw(st.booleans())
     losses = {*heads, *(["llm"] if llm_loss else [])}
     nodes = []

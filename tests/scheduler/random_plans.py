@@ -1,4 +1,4 @@
-"""Plans, what a step has input for, and costs: drawn at random, or named and simple."""
+"""Plans, inputs of steps, and costs: random, or simple named ones."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ SMALL = st.integers(0, 9)
 
 
 def chain(ranks: int, microbatches: int, frozen: int = 0) -> Plan:
-    """One module with a stage per rank, the first ``frozen`` of them frozen."""
+    """Return one module with a stage per rank, the first ``frozen`` of them frozen."""
     graph = ModuleGraph((ModuleNode("llm", tuple(i >= frozen for i in range(ranks))),), ())
     stages = tuple(Stage("llm", i, (i, i + 1), i) for i in range(ranks))
     return Plan(graph, stages, microbatches)
 
 
 def alignment(microbatches: int) -> Plan:
-    """Frozen vision (2 stages, projector in the second) and frozen audio with a projector
-    on the first vision rank, into a frozen LLM of 3 stages: the papers' standard job."""
+    """Return the papers' standard job.
+
+    Frozen vision (2 stages, projector in the second) and frozen audio with a projector on the first
+    vision rank, into a frozen LLM of 3 stages.
+    """
     graph = ModuleGraph(
         (
             ModuleNode("vision", (False, False, True), projector=True),
@@ -43,18 +46,18 @@ def alignment(microbatches: int) -> Plan:
 
 
 def uniform(plan: Plan, forward: int, backward: int) -> Costs:
-    """The same costs for every stage, in whole seconds, so that sums are exact."""
+    """Return equal costs for every stage, in whole seconds, so that sums are exact."""
     weight = {op: backward if op is Op.BACKWARD else forward for op in COMPUTE}
     return {(s.id, op): w for s in plan.stages for op, w in weight.items()}
 
 
 Named = tuple[list[str], list[tuple[str, str]], set[str]]
-"""Names of modules, edges between them, and which compute a loss."""
+"""Names of modules, edges between them, and modules with a loss."""
 
 
 @st.composite
 def encoders_into_llm(draw: st.DrawFn) -> Named:
-    """0 to 3 encoders into an LLM, perhaps through a module that joins them."""
+    """Draw 0 to 3 encoders into an LLM, perhaps through a module that joins them."""
     encoders = [f"encoder{i}" for i in range(draw(st.integers(0, 3)))]
     join = encoders and draw(st.booleans())
     edges = []
@@ -69,7 +72,7 @@ def encoders_into_llm(draw: st.DrawFn) -> Named:
 
 @st.composite
 def any_graphs(draw: st.DrawFn) -> Named:
-    """Any modules that feed one another: what nobody reads is a loss, and so may others be."""
+    """Draw any modules that feed each other; unread ones and some others have losses."""
     names = [f"m{i}" for i in range(draw(st.integers(1, 5)))]
     edges = [
         (producer, names[i]) for i in range(len(names)) for producer in names[:i]
@@ -82,8 +85,10 @@ def any_graphs(draw: st.DrawFn) -> Named:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Modules with random frozen layers, and any sharing of ranks, several stages on one
-    included."""
+    """Draw modules with random frozen layers, and any sharing of ranks.
+
+    A rank may have several stages.
+    """
     names, edges, losses = draw(st.one_of(encoders_into_llm(), any_graphs()))
     nodes, cuts = [], []
     for name in names:
@@ -106,7 +111,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def layer_costs(draw: st.DrawFn) -> LayerCost:
-    """Whole seconds and bytes, zeros included, so that sums are exact."""
+    """Draw whole seconds and bytes, including zeros, so that sums are exact."""
     return LayerCost(
         draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), 4 * draw(st.integers(0, 3)),
         draw(SMALL), working_bytes=draw(SMALL), forward_bytes=draw(SMALL), data_bytes=draw(SMALL),
@@ -115,8 +120,7 @@ def layer_costs(draw: st.DrawFn) -> LayerCost:
 
 @st.composite
 def profiled_plans(draw: st.DrawFn, costs: st.SearchStrategy[LayerCost] | None = None) -> Plan:
-    """:func:`plans` with costs of their layers, recomputation, and perhaps a second and third
-    copy of any module."""
+    """Draw :func:`plans` with costs of their layers, recomputation, and up to three replicas."""
     plan = draw(plans())
     costs = layer_costs() if costs is None else costs
     profile = CostProfile({
@@ -134,7 +138,7 @@ def profiled_plans(draw: st.DrawFn, costs: st.SearchStrategy[LayerCost] | None =
 
 @st.composite
 def contents(draw: st.DrawFn, plan: Plan) -> list[set[str]]:
-    """Per microbatch, modules it has input for; a text-only one has none."""
+    """Draw the modules with input per microbatch; a text-only one has none."""
     sources = [n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)]
     return [draw(st.sets(st.sampled_from(sources))) for _ in range(plan.num_microbatches)]
 
@@ -143,14 +147,14 @@ def contents(draw: st.DrawFn, plan: Plan) -> list[set[str]]:
 def steps(
     draw: st.DrawFn, any_plans: st.SearchStrategy[Plan] | None = None
 ) -> tuple[Plan, list[set[str]]]:
-    """A plan and, per microbatch, the modules it has input for."""
+    """Draw a plan and, per microbatch, the modules with input."""
     plan = draw(plans() if any_plans is None else any_plans)
     return plan, draw(contents(plan))
 
 
 @st.composite
 def costs_of(draw: st.DrawFn, plan: Plan) -> Costs:
-    """Whole seconds per stage and op; forwards take the same time with and without grad."""
+    """Draw whole seconds per stage and op; forwards take the same with and without grad."""
     costs: Costs = {}
     for stage in plan.stages:
         forward = draw(st.integers(1, 20))

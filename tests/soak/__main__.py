@@ -1,13 +1,12 @@
-"""``python -m tests.soak --kills N --seed S``: a small real run in which things go wrong, one after
-the other, in every role and phase; and what became of each.
+"""Soak test ``python -m tests.soak --kills N --seed S``: faults in a small real run.
 
-Runs of their own: with new processes in place of lost ones, with a spare, with a driver (and its
-Ray) that is ended and started again, and on several nodes. Prints a table (seconds as median and
-worst) and, last, a line of JSON. Ends with 1 if anything is not as in an undisturbed run.
-``--part`` runs one of them only, with all of the trials (repeated: these, with an equal share of
-the trials each), ``--kind`` has one kind of them only,
-``--every`` so many steps apart, ``--draw`` draws losses, faults and throughput, and ``--folder``
-keeps logs and runs in a new folder.
+The faults occur one after the other, in every role and phase. There are separate runs: with new
+processes instead of lost ones, with a spare, with a driver (and its Ray) that is ended and started
+again, and on several nodes. Prints a table (seconds as median and worst) and, last, a line of JSON.
+Exits with 1 if anything differs from an undisturbed run. ``--part`` runs only one of them, with all
+of the trials (repeated: these, with an equal share of the trials each), ``--kind`` only one kind of
+fault, ``--every`` sets the steps between faults, ``--draw`` draws losses, faults and throughput,
+and ``--folder`` keeps logs and runs in a new folder.
 """
 
 from __future__ import annotations
@@ -52,15 +51,14 @@ from trials import (  # noqa: E402
     rows,
 )
 
-# Steps that a trial may take in the mean, checkpoints that are waited for included, and the
-# longest one beside that.
+# Mean steps per trial, including waits for checkpoints, and additional steps of the longest one.
 MORE_STEPS, LONGEST = 5, 20
 # Seconds that processes of a run may take to end after it.
 END_S = 20.0
 
 
 def main() -> int:
-    """Run it; 0 if all is as in an undisturbed run."""
+    """Run the soak; return 0 if all results equal an undisturbed run."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -84,9 +82,9 @@ class SoakRun:
     """All parts of a soak.
 
     Args:
-        folder: for all of it.
-        trials: of all parts.
-        steps: that each may take.
+        folder: folder of all files.
+        trials: trials of all parts.
+        steps: steps per trial.
     """
 
     def __init__(self, folder: Path, trials: Sequence[Trial], steps: int) -> None:
@@ -107,10 +105,10 @@ class SoakRun:
         self._disks.close()
 
     def run(self, picture: Path | None = None) -> int:
-        """Run all of them and say what became of each; 0 if all is as it should.
+        """Run all parts and report the outcomes; return 0 if all succeeded.
 
         Args:
-            picture: where to draw all parts and the undisturbed run.
+            picture: file for a picture of all parts and the undisturbed run.
         """
         from tiny_run import curve, prepare  # pyright: ignore[reportMissingImports]
 
@@ -184,7 +182,7 @@ class SoakRun:
         return [Trial(**values) for values in json.loads(text)]
 
     def _compare(self, part: str, trials: Sequence[Trial], expected: list[Any]) -> bool:
-        """Whether losses and samples of a part are those of the undisturbed run."""
+        """Return True if losses and samples of a part equal the undisturbed run."""
         from tiny_run import curve  # pyright: ignore[reportMissingImports]
 
         from raymm.monitor.metrics import read_metrics
@@ -249,7 +247,7 @@ class SoakRun:
         )
 
     def _processes_left(self) -> int:
-        """Of the runs, which have all ended."""
+        """Return the number of remaining processes of the runs, which have all ended."""
         deadline = time.monotonic() + END_S
         while (left := self._of_runs()) and time.monotonic() < deadline:
             time.sleep(0.5)

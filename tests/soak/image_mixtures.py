@@ -1,14 +1,16 @@
-"""``python -m tests.soak.image_mixtures --steps N --seed S --layout NAME``: a whole vision-language
-model on actors, whose samples have 0 to 5 images of random sizes each, beside the model's own
-forward in one process: losses of all steps, and who worked on what.
+"""Soak test ``python -m tests.soak.image_mixtures --steps N --seed S --layout NAME``.
 
-Training on what is random amplifies rounding: one process that adds the same microbatches up in
-the other order, the control, differs from the first by more than 1e-5 after some 240 steps. So
-every ``--sync`` steps both take the actors' parameters over (0: never), and how far the first had
-come from them, and the control from the first, is said.
+A vision-language model on actors, whose samples have 0 to 5 images of random sizes each, is
+compared with the model's own forward in one process: losses of all steps, and the work of each
+process.
 
-Prints, last, a line of JSON. Ends with 1 if a loss differs, or a tower has worked on a microbatch
-without images or not worked on one with some.
+Training on random data amplifies rounding: a control process that sums the same microbatches in
+reverse order differs from the first by more than 1e-5 after some 240 steps. So every ``--sync``
+steps both copy the actors' parameters (0: never), and the distances of the first from them, and of
+the control from the first, are reported.
+
+Prints a line of JSON at the end. Exits with 1 if a loss differs, or a tower has worked on a
+microbatch without images or has not worked on one with some.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from tests.trainer_groups import trainer_groups
 MODEL = "Qwen2_5_VLForConditionalGeneration"
 MICROBATCHES = 4
 MOST_IMAGES = 5
-SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1))  # of an image, in tokens
+SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1))  # size of an image in tokens
 TOLERANCE = 1e-5
 SYNC = 20
 TIMEOUT_SECONDS = 120
@@ -57,12 +59,12 @@ MOST_ROWS = 3
 def mixture(
     config: Any, example: dict[str, torch.Tensor], draw: random.Random
 ) -> dict[str, torch.Tensor]:
-    """A microbatch of one row: text with images between it.
+    """Return a microbatch of one row: text with images between it.
 
     Args:
-        config: of the model.
-        example: a microbatch that it takes.
-        draw: how many images, of which sizes, and where.
+        config: configuration of the model.
+        example: microbatch that the model accepts.
+        draw: random numbers for the number, sizes and positions of images.
     """
     merge = config.vision_config.spatial_merge_size
     vocabulary = 32
@@ -90,7 +92,7 @@ def mixture(
 
 
 def together(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A microbatch of several rows, padded on the right.
+    """Return a microbatch of several rows, padded on the right.
 
     Args:
         samples: microbatches of one row each.
@@ -107,11 +109,7 @@ def together(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class OneProcess:
-    """The model's own forward in one process, with an optimizer.
-
-    Args:
-        model: it.
-    """
+    """Model's own forward in one process, with an optimizer."""
 
     def __init__(self, model: WholeModel) -> None:
         self._model = model
@@ -123,7 +121,7 @@ class OneProcess:
         )
 
     def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
-        """One step; returns its loss."""
+        """Run one step; return its loss."""
         self._optimizer.zero_grad()
         loss = self._model.loss(batches)
         loss.backward()
@@ -132,10 +130,10 @@ class OneProcess:
         return loss.item()
 
     def take(self, parameters: dict[str, torch.Tensor]) -> float:
-        """Go on with these parameters.
+        """Continue with these parameters.
 
         Returns:
-            The largest difference of one from what it was, relative to its norm.
+            Largest change of a parameter, relative to its norm.
         """
         worst = 0.0
         with torch.no_grad():
@@ -152,14 +150,13 @@ def soak(
     """Train on mixtures.
 
     Args:
-        steps: how many.
-        seed: of the weights, and of what is drawn.
-        sync: after how many steps both processes take over the actors' parameters; 0: never.
+        seed: seed of the weights and the data.
+        sync: steps after which both processes copy the actors' parameters; 0 for never.
         layout: one of :data:`LAYOUTS`.
-        packing: of the model.
+        packing: True to pack rows.
 
     Returns:
-        What the command prints.
+        Printed results.
     """
     cls = getattr(transformers, MODEL)
     config, (example, *_) = runnable(Family(KIND, cls, cls.config_class))
@@ -208,7 +205,7 @@ def soak(
 
 
 def main() -> int:
-    """Run it; 0 if nothing differs."""
+    """Run the soak; return 0 if nothing differs."""
     import ray
 
     from raymm.runtime.embedded.embedded_ray import start_embedded_ray

@@ -1,4 +1,4 @@
-"""What a soaked run has to have in common with the undisturbed one; each says what is not so."""
+"""Comparisons of a soaked run with the undisturbed one; each returns its problem."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from soak_faults import NOT_FINITE_EVERY
 from trials import Trial
 
-# Steps that are taken again, at most, with a snapshot per step. Of a lost node: those in flight, as
-# another node has to have its part of the snapshot first.
+# Maximum number of repeated steps, with a snapshot per step. After a lost node, those in flight, as
+# another node must first have its part of the snapshot.
 MOST_REDONE = {"node": 2}
 
 
 def other_losses(losses: Sequence[Any], undisturbed: Sequence[Any]) -> str:
-    """Losses are the first of the undisturbed run's; there are some.
+    """Compare losses with the first ones of the undisturbed run; there must be some.
 
     Args:
-        losses, undisturbed: of every step.
+        losses, undisturbed: losses of every step.
     """
     if not losses:
         return "there is no step"
@@ -28,11 +28,11 @@ def other_losses(losses: Sequence[Any], undisturbed: Sequence[Any]) -> str:
 def other_samples(
     samples: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], steps: int
 ) -> str:
-    """Each step of the run has a row of samples, the undisturbed run's.
+    """Check that each step has a row of samples, equal to the undisturbed run's.
 
     Args:
         samples, undisturbed: rows of ``samples.jsonl``.
-        steps: that were taken.
+        steps: finished steps.
     """
     if len(samples) != steps:
         return f"there are samples of {len(samples)} steps, and {steps} were taken"
@@ -44,10 +44,10 @@ def other_samples(
 def other_heldout_losses(
     rows: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Held-out losses are the first of the undisturbed run's.
+    """Compare held-out losses with the first ones of the undisturbed run.
 
     Args:
-        rows, undisturbed: of ``metrics.jsonl``.
+        rows, undisturbed: rows of ``metrics.jsonl``.
     """
     own, others = ([(row["step"], row["heldout_loss"]) for row in each if "heldout_loss" in row]
                    for each in (rows, undisturbed))
@@ -57,10 +57,10 @@ def other_heldout_losses(
 
 
 def other_steps_not_finite(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Those are not finite, and not applied, whose inputs are not, and no others.
+    """Check that exactly the steps with non-finite inputs were skipped as non-finite.
 
     Args:
-        rows: of ``metrics.jsonl``.
+        rows: rows of ``metrics.jsonl``.
     """
     taken = [row["step"] for row in rows if "loss" in row]
     due = [step for step in taken if step % NOT_FINITE_EVERY == 0]
@@ -71,10 +71,10 @@ def other_steps_not_finite(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def not_as_it_should_be(trial: Trial) -> list[str]:
-    """Of one that went wrong.
+    """Return the problems of a finished trial.
 
     Args:
-        trial: that is over, or should be.
+        trial: trial that has ended, or should have.
     """
     if trial.new_step is None:
         return ["not over"]

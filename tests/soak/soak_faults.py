@@ -1,7 +1,7 @@
-"""What goes wrong in a rank, at a moment that a file names: imported by ranks with the run's mask.
+"""Faults in a rank, at a moment that a file names: imported by ranks with the run's mask.
 
-The rank looks for the file at every such moment, and takes it away when its own has come, so that
-the process that comes in its place does not meet with the same.
+The rank checks the file at every such moment, and removes it when its own fault is due, so that the
+replacing process does not have the same fault.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Op
 
-# Inputs of so many-th steps are not finite, in the undisturbed run, too.
+# Inputs of every so many-th step are not finite, in the undisturbed run, too.
 NOT_FINITE_EVERY = 10
-# What instructions are called in a plan of faults.
+# Names of instructions in a plan of faults.
 PHASES = {
     **dict.fromkeys(map(Op, FORWARDS), "forward"), **dict.fromkeys(map(Op, BACKWARDS), "backward"),
     Op.SEND: "message", Op.RECV: "message", Op.REDUCE_GRADS: "reduction",
     Op.CLIP_GRADS: "reduction", Op.STEP: "optimizer",
 }
-# Of tasks that are no instructions.
+# Names of tasks that are not instructions.
 TASKS = {"meeting the other ranks again": "recovery", "building stages": "start"}
-# Bytes that a file may have on the disk that is full; Python ignores the signal that comes then.
+# Byte limit of a file on the full disk; Python ignores the signal for it.
 FULL = 100
 
 
 def causal(
     length: int, spans: Sequence[Span], document_lengths: Sequence[int]
 ) -> AttentionMask:
-    """raymm's own."""
+    """Return raymm's own mask."""
     return token_layout.causal(length, spans, document_lengths)
 
 
 def image(path: str) -> dict[str, torch.Tensor]:
-    """A picture, by a data worker; the driver makes some, too, of which nothing is to come."""
+    """Return a picture in a data worker; pictures that the driver loads cause no fault."""
     if MOMENT.role is None and os.environ.get(DRIVER) != str(os.getpid()):
         MOMENT.role = "data worker"
     MOMENT.reached("loading")
@@ -69,7 +69,7 @@ def image(path: str) -> dict[str, torch.Tensor]:
 
 
 class _Moment:
-    """When something is to go wrong in this process."""
+    """Moment of a fault in this process."""
 
     def __init__(self) -> None:
         self.folder = Path(os.environ.get(FOLDER, "/nowhere"))
@@ -77,7 +77,7 @@ class _Moment:
         self.evaluating = False
 
     def reached(self, phase: str) -> None:
-        """This process is there: does what the file says, if it says so."""
+        """Cause the fault in the file, if it is due in this phase."""
         file = self.folder / FAULT
         if self.role is None or not file.exists():
             return
@@ -86,7 +86,7 @@ class _Moment:
             if (fault["role"], fault["phase"]) != (self.role, phase):
                 return
             taken = self.folder / f"taken-{fault['number']}.json"
-            file.rename(taken)  # by one process only
+            file.rename(taken)  # in one process only
         except (OSError, ValueError):
             return
         write_json(taken, {**fault, "at": time.time(), "pid": os.getpid()})
@@ -135,7 +135,7 @@ def _observed(function: Any, phase: str) -> Any:
 
 
 def _observed_write(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Writing a checkpoint; a disk that was full is not any more afterwards."""
+    """Wrap the writing of a checkpoint; afterwards, a full disk has space again."""
     @functools.wraps(write)
     def called(*args: Any) -> Any:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -172,7 +172,7 @@ def _observed_run(run: Any) -> Any:
 
 
 def _not_finite(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The same with pixels that are no numbers."""
+    """Return the part with NaN pixels."""
     return None if part is None else {
         name: value * float("nan")
         if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -181,8 +181,10 @@ def _not_finite(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def install() -> None:
-    """Watch what this process does, if it is a rank of a soak. Ray copies an actor's methods when
-    it reads its class, so those are of no use here."""
+    """Observe this process if it is a rank of a soak.
+
+    Ray copies an actor's methods when it reads its class, so patching those has no effect.
+    """
     observed: Any = TaskTracker
     if FOLDER not in os.environ or hasattr(observed, "soaked"):
         return

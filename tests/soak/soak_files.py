@@ -1,4 +1,4 @@
-"""What the processes of a soak say to each other by."""
+"""Files and variables for communication between the processes of a soak."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Environment: the folder of this part of the soak; the process of the driver.
+# Environment: folder of this part of the soak; process of the driver.
 FOLDER, DRIVER = "RAYMM_SOAK_FOLDER", "RAYMM_SOAK_DRIVER"
-# What is to go wrong next, and the process of each node's server, by Ray's id of the node.
+# The next fault, and the process of each node's server by Ray's node id.
 FAULT, RAYLETS = "fault.json", "raylets.json"
 # Processes that have become ranks so far, a line each.
 RANKS_SO_FAR = "ranks.txt"
-# Seconds that an operation on files takes on the slow disk.
+# Seconds that a file operation takes on the slow disk.
 SLOW_DISK_S = 3.0
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write it, in one step.
-
-    Args:
-        file: which.
-        value: of what JSON has.
-    """
+    """Write a JSON value atomically."""
     writing = file.with_name(f".{file.name}")
     writing.write_text(json.dumps(value))
     writing.rename(file)

@@ -1,4 +1,4 @@
-"""Picture of a soak: losses of all parts, what went wrong at which step, and throughput."""
+"""Picture of a soak: losses of all parts, faults by step, and throughput."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from soak_places import FILES, LIMITS, SMALL_DISK, STOPPED
 from trials import Trial
 
-# Seconds of a bar of throughput.
+# Seconds per bar of throughput.
 BAR_S = 1.0
 UNDISTURBED, KILLS = "#b8c0c8", "#c0392b"
 PART_COLORS = ("#1f5fbf", "#d9822b", "#2e8b57", "#8e44ad")
 SERVERS = ("raylet", "GCS", "agent", "node")
-# Names of kinds that say too little by themselves.
+# Longer names of kinds.
 NAMES = {
     STOPPED: "SIGSTOP for 1.5 s", "NaN input": "inputs not finite",
     LIMITS[0]: "no file descriptors (prlimit)", LIMITS[1]: "no memory for threads (prlimit)",
@@ -27,10 +27,10 @@ def draw_soak(folder: Path, undisturbed: str, trials: Sequence[Trial], file: Pat
     """Write the picture.
 
     Args:
-        folder: of the soak, with a folder for each part.
+        folder: folder of the soak, with a folder for each part.
         undisturbed: name of the undisturbed part.
-        trials: what went wrong, in all parts.
-        file: ending in ``.png`` or ``.svg``.
+        trials: faults of all parts.
+        file: output file, ending in ``.png`` or ``.svg``.
     """
     import matplotlib
 
@@ -100,6 +100,6 @@ def _steps(part: Path) -> list[Mapping[str, Any]]:
 
 
 def _times(part: Path) -> dict[int, float]:
-    """When every step was taken, the last time that it was."""
+    """Return the time of every step, the last time that it was run."""
     lines = (part / "times.txt").read_text().split()
     return {int(step): float(at) for step, _, at in (line.partition(":") for line in lines)}

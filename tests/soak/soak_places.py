@@ -1,4 +1,4 @@
-"""Who can be hit by what, and when: roles by phases by kinds, and why some cannot be."""
+"""Possible faults: roles by phases by kinds, and reasons why some are impossible."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 RANKS = 2
 STOPPED = "SIGSTOP, SIGCONT"
 SIGNALS = ("SIGKILL", "SIGSTOP", STOPPED)
-# Limits of a process (prlimit), for a while; a disk that is really full, for a while; files that
-# somebody else has put into the run's folder when the same command starts.
+# Temporary limits of a process (prlimit); a disk that is really full, temporarily; and other users'
+# files in the run's folder when the same command starts.
 LIMITS = ("no files", "no threads")
 SMALL_DISK = "small disk"
 FILES = ("linked checkpoint", "FIFO manifest")
@@ -17,18 +17,18 @@ KINDS = (
     *SIGNALS, "hang", "MemoryError", "full disk", "slow disk", "NaN input", *LIMITS, SMALL_DISK,
     *FILES,
 )
-# Of a rank's part of a checkpoint.
+# Phases of writing a rank's part of a checkpoint.
 WRITING = ("checkpoint: create", "checkpoint: write", "checkpoint: sync", "checkpoint: written")
 STEP = ("forward", "backward", "message", "reduction", "optimizer")
 SNAPSHOT = ("snapshot", "snapshot: hand over")
 OF_RANKS = (
     *STEP, *SNAPSHOT, "checkpoint: copy", *WRITING, "evaluation", "start", "recovery",
 )
-# Where code of the user's runs in ranks.
+# Phases in which ranks run the user's code.
 USERS = ("forward", "backward", "evaluation")
-# Operations on files while the driver commits a checkpoint.
+# File operations while the driver commits a checkpoint.
 COMMIT = tuple(f"checkpoint: file {number}" for number in range(10))
-# What each role does.
+# Phases of each role.
 PHASES_OF = {
     **{f"rank {number}": (*OF_RANKS, "between steps") for number in range(RANKS)},
     "spare": ("waiting",), "data worker": ("loading",),
@@ -40,7 +40,7 @@ PHASES = tuple(dict.fromkeys(itertools.chain(*PHASES_OF.values())))
 
 
 class Place(NamedTuple):
-    """Who is hit, while it does what, by what."""
+    """Role, phase and kind of a fault."""
 
     role: str
     phase: str
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 def why_not(place: Place) -> str:
-    """Why this cannot be; empty if it can."""
+    """Return why this fault is impossible; empty if it is possible."""
     role, phase, kind = place
     if phase not in PHASES_OF[role]:
         return "the role is never in that phase"
@@ -117,12 +117,12 @@ def _of_server(phase: str, kind: str) -> str:
 
 
 def combinations() -> list[Place]:
-    """All of them."""
+    """Return all combinations."""
     return [Place(*each) for each in itertools.product(PHASES_OF, PHASES, KINDS)]
 
 
 def places() -> dict[str, list[Place]]:
-    """What can be, by part of the soak."""
+    """Return the possible faults, by part of the soak."""
     can = [place for place in combinations() if not why_not(place)]
     ranks = [place for place in can if place.role.startswith("rank")]
     ends = [
@@ -146,7 +146,7 @@ def places() -> dict[str, list[Place]]:
 
 
 def left_out() -> dict[str, list[str]]:
-    """Why some cannot be drawn, and which."""
+    """Return the reasons for impossible faults, with the faults."""
     reasons: dict[str, list[str]] = {}
     for place in combinations():
         reason = why_not(place)

@@ -1,6 +1,6 @@
-"""``python tests/soak/soaked_run.py FOLDER PART STEPS``: a part of a soak, or the run without.
+"""Part of a soak, or the undisturbed run: ``python tests/soak/soaked_run.py FOLDER PART STEPS``.
 
-Goes on with the run of the folder of that name, and with what ``trials.json`` there says.
+Resumes the run in the folder of that name, and the faults of ``trials.json`` there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STORE_BYTES = 150 * 2**20
 
 
 def main(folder: Path, part: str, steps: int) -> None:
-    """Take the steps.
+    """Run the steps.
 
     Args:
-        folder: of the soak; it has ``inputs``.
-        part: of :data:`trials.PARTS`, or :data:`UNDISTURBED`.
-        steps: in all.
+        folder: folder of the soak, with ``inputs``.
+        part: one of :data:`trials.PARTS`, or :data:`UNDISTURBED`.
+        steps: total steps.
     """
     from raymm.runtime.embedded.embedded_ray import start_embedded_ray
     from raymm.runtime.embedded.forked_workers import start_servers
@@ -92,10 +92,10 @@ def _trainer(inputs: Path, run: Path, part: str, steps: int) -> Any:
 
 
 class Nodes:
-    """A cluster: this process's own node, on which no rank is, and three for two ranks.
+    """Cluster of this process's own node, without ranks, and three nodes for two ranks.
 
     Args:
-        file: gets the process of every node's server, by Ray's id of the node.
+        file: file for the process of every node's server, by Ray's node id.
     """
 
     def __init__(self, file: Path) -> None:
@@ -113,10 +113,10 @@ class Nodes:
         )
 
     def add(self, wait: bool = False) -> None:
-        """Another one.
+        """Add a node.
 
         Args:
-            wait: until it is there.
+            wait: True to wait until it is ready.
         """
         node = self._cluster.add_node(
             wait=wait, num_cpus=1, object_store_memory=STORE_BYTES
@@ -125,7 +125,7 @@ class Nodes:
         write_json(self._file, self._raylets)
 
     def kill(self) -> None:
-        """Kill one that has a rank."""
+        """Kill a node with a rank."""
         import ray._private.state
 
         victim = next(

@@ -1,4 +1,4 @@
-"""Has things go wrong in a run, one after the other, and notes what becomes of them."""
+"""Callback that causes faults in a run, one after the other, and records their outcomes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from raymm.actors.rank.rank_group import RankGroup
 from raymm.recovery.run_controller import RunController
 from raymm.training.run_checkpoints import RunCheckpoints
 
-# Seconds until a process that was stopped goes on.
+# Seconds until a stopped process continues.
 STOPPED_S = 1.5
-# Seconds that a spare may take to be warm, which what goes wrong waits for.
+# Seconds that a spare may take to be ready before a fault.
 WARM_S = 60.0
-# Python's audit events of what touches files; on a full disk, of what makes some.
+# Python's audit events of file operations; on a full disk, of those that create files.
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 MAKES, WRITES = {"os.rename", "os.mkdir"}, os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Times(Callback):
-    """Notes when steps are taken.
+    """Callback that records the times of steps.
 
     Args:
-        file: gets a line ``step:seconds`` of each.
+        file: file for a line ``step:seconds`` per step.
     """
 
     def __init__(self, file: Path) -> None:
@@ -55,13 +55,13 @@ class Times(Callback):
 
 
 class Soak(Callback):
-    """Has trials happen in this process's run.
+    """Callback that causes the trials in this process's run.
 
     Args:
-        trials: what; filled in.
-        folder: where ranks look for it, and where this writes what became of them.
-        end: ends the run, once all are over.
-        nodes: of the cluster, where there are several.
+        trials: trials; their outcomes are filled in.
+        folder: folder where ranks find the next fault, and where outcomes are written.
+        end: ends the run, once all trials are over.
+        nodes: nodes of the cluster, if there are several.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Soak(Callback):
         self.trials, self._folder, self._end, self._nodes = trials, folder, end, nodes
         self._left = [trial for trial in trials if trial.new_step is None]
         self._now: Trial | None = None
-        if self._left and self._left[0].at is not None:  # this process is started anew
+        if self._left and self._left[0].at is not None:  # this process was restarted
             self._now = self._left.pop(0)
-        # Steps taken, in processes before this one, too.
+        # Finished steps, including those of earlier processes.
         self._last = max((trial.last_step for trial in trials), default=0)
         self._due = self._last + EVERY
         self.group: Any = None
         self._disk = SmallDisk(folder / "run")
-        self._operations: int | None = None  # of files, until what is to go wrong does
+        self._operations: int | None = None  # file operations until the fault
         sys.addaudithook(self._audit)
         _note(self)
 
@@ -112,7 +112,7 @@ class Soak(Callback):
                     now.spare_came = str(now.spare) in ranks
                 self._now, self._due = None, step + EVERY
                 self.write()
-                if now.role == "node":  # in the main thread alone Ray adds one
+                if now.role == "node":  # Ray requires the main thread to add one
                     self._nodes.add()
         if self._now is None and step >= self._due:
             if not self._left:
@@ -126,20 +126,20 @@ class Soak(Callback):
 
     def on_checkpoint(self, checkpoint: Any) -> None:
         now = self._now
-        if now is None or now.kind == SMALL_DISK and not now.named:  # of before the disk was full
+        if now is None or now.kind == SMALL_DISK and not now.named:  # from before the disk was full
             return
         if now.unsaved and self._hit(now):  # it saves again
             now.recovered = time.time()
 
     def write(self) -> None:
-        """What is known of all trials."""
+        """Write the outcomes of all trials."""
         write_json(self._folder / "trials.json", [asdict(trial) for trial in self.trials])
 
     def _begin(self, trial: Trial) -> None:
         self._now, trial.last_step = trial, self._last
         if trial.part == "with a spare":
             deadline = time.monotonic() + WARM_S
-            for look in itertools.count():  # one that was killed is found at the second
+            for look in itertools.count():  # a killed process is detected at the second poll
                 if look > 1 and self.group.has_spare() or time.monotonic() > deadline:
                     break
                 self.group.look_after()
@@ -159,13 +159,14 @@ class Soak(Callback):
             begin()
 
     def _limit(self, trial: Trial) -> None:
-        """Take a resource from a process, and give it back after a while."""
+        """Take a resource from a process, and return it later."""
         if trial.rank is None:
             pid = _server("ray::DataWorker")
         else:
             pid = int((self._folder / f"rank-{trial.rank}.pid").read_text())
         limit, value = resource.RLIMIT_NOFILE, 3
-        if trial.kind == "no threads":  # a stack needs 8 MiB of addresses; root may have any number
+        # a stack needs 8 MiB of address space; root has no thread limit
+        if trial.kind == "no threads":
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
             limit, value = resource.RLIMIT_AS, pages * resource.getpagesize() + 2**20
         before = resource.prlimit(pid, limit)
@@ -180,13 +181,13 @@ class Soak(Callback):
         threading.Timer(STOPPED_S, give_back).start()
 
     def _committed(self) -> list[Path]:
-        """Checkpoints that are no links, the newest last."""
+        """Return the checkpoints that are not links, the newest last."""
         manifests = self._folder.glob("run/checkpoints/step-*[0-9]/manifest.json")
         return sorted(file.parent for file in manifests
                       if file.is_file() and not file.parent.is_symlink())
 
     def _change_files(self, trial: Trial) -> None:
-        """Change the checkpoints as somebody else may, and end."""
+        """Change the checkpoints as another user may, and exit."""
         newest = self._committed()[-1]
         if trial.kind == "linked checkpoint":
             target = self._folder / f"moved-{trial.number}"
@@ -199,11 +200,11 @@ class Soak(Callback):
         self._end_process(trial)
 
     def _actor(self, trial: Trial, role: str, kind: str) -> None:
-        if kind == "NaN input":  # the next one comes by itself
+        if kind == "NaN input":  # the next one occurs by itself
             return
         fault = {"number": trial.number, "role": role, "phase": trial.phase, "kind": kind}
         write_json(self._folder / FAULT, fault)
-        if trial.phase in ("recovery", "start"):  # there has to be one
+        if trial.phase in ("recovery", "start"):  # an earlier fault is required
             rank = int(role[-1])
             self._kill_rank(rank if trial.phase == "start" else 1 - rank)
         if trial.survives:
@@ -215,11 +216,11 @@ class Soak(Callback):
     def _signal(self, trial: Trial, pid: int) -> None:
         trial.at = time.time()
         trial.hits += 1
-        self.write()  # this process may end by it
+        self.write()  # this process may be ended by it
         os.kill(pid, getattr(signal, trial.kind.partition(",")[0]))
         if trial.survives:
             trial.recovered = trial.at
-            if trial.kind != "SIGKILL":  # one that is stopped would outlive the soak
+            if trial.kind != "SIGKILL":  # a stopped process would outlive the soak
                 threading.Timer(STOPPED_S, os.kill, (pid, signal.SIGCONT)).start()
 
     def _spare(self) -> int:
@@ -231,7 +232,7 @@ class Soak(Callback):
         if trial.phase == "between steps":
             trial.at = time.time()
             self._nodes.kill()
-        else:  # of the rank, which kills the node that it is on
+        else:  # of the rank's node, which kills the node
             self._actor(trial, f"rank {trial.number % RANKS}", "node")
 
     def _driver(self, trial: Trial) -> None:
@@ -248,7 +249,7 @@ class Soak(Callback):
             self._operations = int(trial.phase.rpartition(" ")[2])
 
     def _audit(self, event: str, args: Sequence[Any]) -> None:
-        """Something goes wrong at one of the operations on files of a checkpoint."""
+        """Cause a fault at one of the file operations of a checkpoint."""
         if self._operations is None or event not in OPERATIONS or "checkpoints" not in str(args[0]):
             return
         assert self._now is not None
@@ -290,7 +291,7 @@ class Soak(Callback):
             trial.recovered = time.time()
 
     def _hit(self, trial: Trial) -> bool:
-        """Whether it has gone wrong by now."""
+        """Return True if the fault has occurred."""
         if trial.at is None and "at" in (taken := self._taken(trial)):
             trial.at, trial.hits = taken["at"], 1
         return trial.at is not None
@@ -309,7 +310,7 @@ class Soak(Callback):
         )
 
     def decided(self, text: str) -> None:
-        """The driver knows, and says who it was; of what happens within a recovery, too."""
+        """Record that the driver has diagnosed the fault, also within a recovery."""
         if self._now is not None:
             self._now.decided = time.time()
             self.said(text)
@@ -317,7 +318,7 @@ class Soak(Callback):
                 self._end_process(self._now)
 
     def said(self, text: str) -> None:
-        """A line of the run's."""
+        """Record a line of the run's output."""
         if self._now is not None:
             self._now.text += f"{text}\n"
             self.write()
@@ -327,7 +328,7 @@ class Soak(Callback):
 
 
 def _note(soak: Soak) -> None:
-    """Have the driver's controller say when it decides, and its group that it is there."""
+    """Patch the driver's controller to report decisions, and its group to report its start."""
     controller: Any = RunController
     decide, start, make = RunController.decide, RankGroup.__init__, RunCheckpoints.__init__
 
@@ -358,6 +359,6 @@ def _note(soak: Soak) -> None:
 
 
 def _server(title: str) -> int:
-    """Of this process's own Ray."""
+    """Return the server process of this process's own Ray."""
     processes = titles(descendants(os.getpid()))
     return next(pid for pid, text in processes.items() if title in text.partition(" ")[0])

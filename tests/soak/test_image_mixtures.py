@@ -1,4 +1,7 @@
-"""Random mixtures of images, in a few steps (``python -m tests.soak.image_mixtures`` has more)."""
+"""Random mixtures of images, for a few steps.
+
+``python -m tests.soak.image_mixtures`` runs more.
+"""
 
 import pytest
 

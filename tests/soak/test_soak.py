@@ -1,4 +1,4 @@
-"""Ten things that go wrong, in a run of their own (:mod:`tests.soak`)."""
+"""Soak of ten faults, in a separate run (:mod:`tests.soak`)."""
 
 import json
 import subprocess
@@ -28,12 +28,12 @@ def test_a_run_in_which_things_go_wrong_is_the_run_without() -> None:
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["bit_identical"] == summary["named"] == summary["over"] == KILLS
     assert summary["losses_and_samples_as_without"] and summary["steps_not_finite"]
-    assert summary["spares_came"] == summary["spares_due"]  # of ten, it is the spare that is lost
+    assert summary["spares_came"] == summary["spares_due"]  # in one of ten, the spare is lost
     assert summary["most_steps_redone"] <= 1 and summary["processes_left"] == 0
 
 
 def test_everything_has_its_turn_before_anything_has_a_second() -> None:
-    """Of each part; the same seed gives the same order."""
+    """Check each part, and that the same seed gives the same order."""
     from soak_places import places  # pyright: ignore[reportMissingImports]
 
     for part, there in places().items():
@@ -48,7 +48,7 @@ def test_everything_has_its_turn_before_anything_has_a_second() -> None:
 
 
 def _rows(steps: int) -> list[dict]:
-    """Of ``metrics.jsonl``."""
+    """Return rows of ``metrics.jsonl``."""
     return [
         {"step": step, "loss": None, "not_applied": {}} if step % NOT_FINITE_EVERY == 0
         else {"step": step, "loss": 1.0 / step} for step in range(1, steps + 1)
@@ -56,7 +56,7 @@ def _rows(steps: int) -> list[dict]:
 
 
 def test_a_run_that_is_another_is_found() -> None:
-    """Each check finds the run with a fault in it, and nothing in one that is as it should be."""
+    """Check that each comparison detects a run with its fault, and accepts a correct one."""
     losses = [(step, 1.0 / step) for step in range(1, 31)]
     assert not soak_checks.other_losses(losses[:20], losses)
     for wrong in ([], losses[1:], [*losses[:9], (10, 0.2)], [*losses, (31, 0.1)]):
@@ -99,7 +99,8 @@ def test_a_trial_that_went_otherwise_is_found() -> None:
 
 
 def test_what_is_not_drawn_is_said_why() -> None:
-    """Each combination of role, phase and kind is drawn in some part, or has a reason not to be."""
+    """Check that each combination of role, phase and kind is drawn in some part, or has a reason.
+    """
     from soak_places import (  # pyright: ignore[reportMissingImports]
         combinations,
         left_out,

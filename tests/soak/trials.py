@@ -1,4 +1,4 @@
-"""What is to go wrong in a soak, and the table of what has become of it."""
+"""Planned faults of a soak, and the table of their outcomes."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ from dataclasses import dataclass, field
 
 from soak_places import LIMITS, RANKS, SMALL_DISK, SNAPSHOT, STOPPED, WRITING, Place, places
 
-# Steps between what goes wrong and the next such thing.
+# Steps between two faults.
 EVERY_VARIABLE = "RAYMM_SOAK_EVERY"
 EVERY = int(os.environ.get(EVERY_VARIABLE, "3"))
-# Parts of a soak, each a run of its own, and how many of a hundred things go wrong in it: with new
-# processes in place of the lost ones, with a spare, with a driver that is started anew, and on
-# several nodes.
+# Parts of a soak, each a separate run, and their faults per hundred: with new processes instead of
+# the lost ones, with a spare, with a driver that is restarted, and on several nodes.
 PARTS = {"in place": 66, "with a spare": 15, "the same command": 10, "several nodes": 9}
 
-# What a run says of a checkpoint that was not written, or of an older one that had to stay.
+# Messages about a checkpoint that was not written, or an older one that was not removed.
 UNSAVED = ("could not be saved", "an old checkpoint could not be removed")
-# What a second process says of a driver that could not.
+# Message of a second process about a driver that ended without one.
 LAST_WORDS = "ended without reporting a cause"
 
 
 @dataclass
 class Trial:
-    """One thing that goes wrong.
+    """Fault.
 
     Attributes:
-        number: of the trial.
-        part: of the soak.
-        role: who: ``"rank 0"``, ``"spare"``, ``"data worker"``, ``"driver"``, ``"raylet"``,
-            ``"node"``, ``"GCS"``, ``"agent"``.
-        phase: while it does what.
-        kind: what goes wrong.
-        hits: how often it did.
-        at, decided, recovered, new_step: when it did, when the driver knew, when all had gone back,
-            and when a step was taken that had not been taken before; seconds.
-        redone: steps that were taken again.
-        text: what the driver said of it.
-        last_step: that was taken when it was over.
-        identical: whether all losses until the next trial are those of an undisturbed run.
-        spare: the process that waited when it began, with a spare.
-        spare_came: whether that has become a rank.
-        ended_otherwise: exit code and sentence of a driver that did not end as documented.
+        number: index of the trial.
+        part: part of the soak.
+        role: affected process: ``"rank 0"``, ``"spare"``, ``"data worker"``, ``"driver"``,
+            ``"raylet"``, ``"node"``, ``"GCS"``, ``"agent"``.
+        phase: phase of the role at the time.
+        kind: kind of the fault.
+        hits: number of occurrences.
+        at, decided, recovered, new_step: times in seconds of the fault, of the driver's diagnosis,
+            of the restored state, and of the first new step.
+        redone: repeated steps.
+        text: the driver's message.
+        last_step: last step at the end of the trial.
+        identical: True if all losses until the next trial equal an undisturbed run.
+        spare: waiting spare process at the start, with a spare.
+        spare_came: True if the spare has become a rank.
+        ended_otherwise: exit code and message of a driver with an undocumented end.
     """
 
     number: int
@@ -69,19 +68,20 @@ class Trial:
 
     @property
     def rank(self) -> int | None:
-        """Of a rank, which."""
+        """Return the index of a rank, or None."""
         return int(self.role[-1]) if self.role.startswith("rank") else None
 
     @property
     def unsaved(self) -> bool:
-        """Whether a checkpoint cannot be written by it; it is over once another one is."""
+        """Return True if it prevents a checkpoint; the trial is over once another one is written.
+        """
         if self.kind == "MemoryError":
             return self.phase in WRITING
         return self.kind in ("full disk", SMALL_DISK)
 
     @property
     def survives(self) -> bool:
-        """Whether the run is to go on as if nothing were."""
+        """Return True if the run must continue without a recovery."""
         return (
             self.kind in (STOPPED, "slow disk", "NaN input", *LIMITS) or self.role == "spare"
             or self.unsaved or self.kind == "MemoryError" and self.phase in SNAPSHOT
@@ -89,18 +89,21 @@ class Trial:
 
     @property
     def takes_spare(self) -> bool:
-        """Whether a spare is to come in for a rank. One waits: within a recovery two are lost, and
-        what was taken for the first may go with the second."""
+        """Return True if a spare must replace a rank.
+
+        A single spare waits: within a recovery two ranks are lost, and the first replacement may be
+        lost with the second.
+        """
         return self.part == "with a spare" and not self.survives and self.phase != "recovery"
 
     @property
     def ends_process(self) -> bool:
-        """Whether the run's own process ends by it, and the same command goes on."""
+        """Return True if it ends the run's own process, and the same command resumes."""
         return self.part == "the same command" and not self.survives
 
     @property
     def documented_end(self) -> tuple[int, str]:
-        """Exit code of a driver that ends by it, and a pattern of the sentence on its end."""
+        """Return the exit code of a driver that it ends, and a pattern of its message."""
         return {
             "GCS": (1, r"server \(GCS\) at .* has not answered for"),
             "driver": (-signal.SIGKILL, LAST_WORDS),
@@ -108,13 +111,17 @@ class Trial:
 
     @property
     def ends(self) -> int:
-        """How often the run's own process ends by it: at its start, a second time."""
+        """Return the number of ends of the run's own process; a fault at its start adds a second
+        one.
+        """
         return self.ends_process + (self.ends_process and self.phase == "start")
 
     @property
     def named(self) -> bool:
-        """Whether the driver named the culprit. It cannot of itself, nor of its own node's raylet
-        and GCS, with which Ray ends it."""
+        """Return True if the driver named the culprit.
+
+        It cannot name itself, nor its own node's raylet and GCS, as Ray ends it with those.
+        """
         who = {
             "data worker": "data worker", "node": "node ",
             **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
@@ -131,14 +138,16 @@ class Trial:
 def draw(
     kills: int, seed: int, parts: Sequence[str] | None = None, kind: str | None = None
 ) -> list[Trial]:
-    """Trials of all parts, in each in a random order, in which those come first whose role, phase
-    and kind were there least; none twice before all were there.
+    """Draw trials of all parts in random order.
+
+    In each part, the least frequent roles, phases and kinds come first, and none is repeated before
+    all occurred.
 
     Args:
-        kills: how many.
-        seed: of the order.
-        parts: of which all are to be, in equal numbers; None: of each its share.
-        kind: of which all are to be; None: of any.
+        kills: number of trials.
+        seed: seed of the order.
+        parts: parts of all trials, in equal numbers; None for each part's share.
+        kind: kind of all trials; None for any.
     """
     generator, trials = random.Random(seed), []
     counts = dict.fromkeys(PARTS, 0)
@@ -161,18 +170,13 @@ def draw(
 
 @dataclass
 class Row:
-    """Trials that are told together.
-
-    Attributes:
-        name: of them.
-        trials: the trials.
-    """
+    """Trials in one row of the table."""
 
     name: str
     trials: list[Trial] = field(default_factory=list)
 
     def cells(self) -> list[str]:
-        """Of the table: counts, and seconds as median and worst."""
+        """Return cells of the table: counts, and seconds as median and worst."""
         over = [trial for trial in self.trials if trial.new_step is not None]
         noticed = [trial for trial in over if not trial.survives]
         return [
@@ -197,7 +201,7 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 def rows(trials: Sequence[Trial]) -> list[Row]:
-    """By part, role, phase and kind, and all."""
+    """Return rows by part, role, phase and kind, and for all."""
     grouped: dict[str, Row] = {}
     for key in ("part", "role", "phase", "kind"):
         for trial in trials:

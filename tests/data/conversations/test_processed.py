@@ -1,7 +1,7 @@
 """Microbatches of a model's own processor.
 
-Tensors are those of the processor's call, and labels those of a slow oracle that processes the conversation
-up to every turn.
+Tensors are those of the processor's call, and labels those of a slow oracle that processes the
+conversation up to every turn.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_what_descriptors_can_be_made_of(triton_worker):
 
 
 def _expanded_gradient(case: Case) -> None:
-    """That of a sum repeats memory, which no descriptor can."""
+    """Use the gradient of a sum, whose repeated memory no descriptor supports."""
     from raymm.kernels.flash.gpu.attention import triton_attention
 
     *tensors, _ = inputs(case)
@@ -230,8 +230,10 @@ def test_rows_that_see_nothing(triton_worker):
 
 
 def _split_and_not(case: Case) -> dict[str, float]:
-    """Errors of a call that every kernel splits; it gives the numbers of one that is not split,
-    and the same ones every time."""
+    """Return errors of a call that every kernel splits.
+
+    It must equal a call without splitting, and be reproducible.
+    """
     from raymm.kernels.flash.gpu.device_tables import attention_plan
 
     whole = run(replace(case, processors=None))
@@ -260,7 +262,7 @@ def _device() -> torch.device:
     return torch.device(device()) if device() == "cpu" else torch.device("cuda", 0)
 
 
-# As few blocks as every kernel still splits.
+# The fewest blocks that every kernel still splits.
 @pytest.mark.parametrize(
     ("pattern", "length", "blocks"),
     [
@@ -330,7 +332,7 @@ def _layouts(case: Case) -> None:
     for form in (by_token, padded, strided):
         leaves = [t.requires_grad_() for t in form]
         out, lse = triton_attention(*leaves, case.masks, **options(case))
-        # A gradient that is expanded, as that of a sum is.
+        # An expanded gradient, like that of a sum.
         grads = torch.autograd.grad(out, leaves, grad_out.mT.contiguous().mT)
         found = [t.detach().cpu() for t in (out, lse, *grads)]
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
@@ -362,7 +364,7 @@ def test_plans_are_shared(triton_worker):
 
 
 def test_refusals():
-    """Errors name the value and what is accepted; they need neither GPU nor interpreter."""
+    """Check that errors name the value and what is accepted, without GPU or interpreter."""
     from raymm.kernels.flash.gpu.attention import triton_attention
     from raymm.kernels.flash.gpu.launch_configs import attention_config, scales
 

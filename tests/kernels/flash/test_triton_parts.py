@@ -1,5 +1,7 @@
-"""Triton attention over parts of the keys, merged, equals that over all: what attention over
-several processes does on a GPU."""
+"""Merged Triton attention over parts of the keys equals attention over all keys.
+
+Attention over several processes on GPUs does the same.
+"""
 
 from __future__ import annotations
 

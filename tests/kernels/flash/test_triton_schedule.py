@@ -1,4 +1,4 @@
-"""Work items: every tile once, heaviest first, parts of bounded length; the rule of splitting."""
+"""Work items: every tile once, heaviest first, parts of bounded length; the split rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def masks():
 
 
 def tiles_of(tables, item):
-    """(block of the other side, full) of every tile of an item, as a kernel walks them."""
+    """Return (block of the other side, full) of every tile of an item, in a kernel's order."""
     found = []
     for column, full in ((3, True), (5, False)):
         run, count = int(item[column]), int(item[column + 1])
@@ -100,7 +100,7 @@ def test_splitting_is_worth_it_only_for_long_blocks():
     assert choose_split(even, 32, 132, 4.0) is None
     causal = np.arange(1, 1025)
     assert choose_split(causal, 32, 132, 4.0) is None
-    # One long row among short ones, one head: its parts run beside each other.
+    # One long row among short ones, one head: its parts run concurrently.
     long = np.array([4096, *[8] * 200])
     most = choose_split(long, 1, 132, 4.0)
     assert most is not None
@@ -127,7 +127,7 @@ def test_makespan():
 
 
 def test_splitting_shortens_a_simulated_run():
-    """What the rule decides, replayed: faster than not splitting."""
+    """Replay the decision of the rule: faster than no split."""
     rng = np.random.default_rng(1)
     split = 0
     for _ in range(100):
@@ -145,7 +145,7 @@ def test_splitting_shortens_a_simulated_run():
 
 
 def replay(work, heads, processors):
-    """Longest first, each on the processor that is free first."""
+    """Assign the longest first, each to the processor that is free first."""
     free = np.zeros(processors)
     for one in np.repeat(np.sort(work)[::-1], heads):
         free[free.argmin()] += one

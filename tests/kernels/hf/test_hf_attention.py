@@ -57,7 +57,7 @@ def with_raymm(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def dense_argument(model: torch.nn.Module, masks: list[AttentionMask]):
-    """What the model takes as a dense mask: 4-D, or one per kind of layer, 0 and -inf-like."""
+    """Return the model's form of a dense mask: 4-D, or one per kind of layer, 0 and -inf-like."""
 
     def additive(each: list[AttentionMask]) -> torch.Tensor:
         visible = torch.stack([mask.dense() for mask in each])[:, None]
@@ -71,7 +71,7 @@ def dense_argument(model: torch.nn.Module, masks: list[AttentionMask]):
 
 
 def run(model, ids, **kwargs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss (of fp32 log-probabilities of the next token) and every gradient."""
+    """Return the loss (of fp32 log-probabilities of the next token) and every gradient."""
     model.zero_grad()
     logits = model(input_ids=ids, **kwargs).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -93,7 +93,7 @@ def ids_of(batch: int = 1, length: int = T) -> torch.Tensor:
 
 
 def no_empty_rows(name: str) -> bool:
-    """Rows that see nothing: eager attention makes them see everything."""
+    """Return True for models whose eager attention lets empty rows see everything."""
     mask = every_pattern(T)[name]()
     return mask.n_queries == mask.n_keys and bool(mask.dense().any(dim=1).all())
 
@@ -111,7 +111,7 @@ def test_a_decoder_obeys_every_pattern(pattern):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_real_decoders_with_windows_softcap_and_gqa(name):
-    """Two sequences with a mask each, also with activation recomputation."""
+    """Use two sequences with a mask each, also with activation recomputation."""
     model, ids = decoder(name), ids_of(2)
     spans = [Span(3, 20, 1), Span(30, 41, 2)]
     masks = [
@@ -136,12 +136,12 @@ def test_two_different_masks_back_to_back(name):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_without_a_raymm_mask_the_models_own_is_used(name):
-    """Causal with the layers' windows; padding; packed sequences told by position ids."""
+    """Use causal masks with the layers' windows; padding; sequences packed by position ids."""
     model, ids = decoder(name), ids_of(2)
     twin = with_raymm(model)
     check_equal(run(twin, ids), run(model, ids))
     padding = torch.ones(2, T, dtype=torch.int64)
-    padding[1, 50:] = 0  # within the window of every row: none sees nothing
+    padding[1, 50:] = 0  # within the window of every row: no row is empty
     check_equal(run(twin, ids, attention_mask=padding), run(model, ids, attention_mask=padding))
     positions = torch.cat([torch.arange(20), torch.arange(T - 20)])[None].expand(2, -1)
     check_equal(run(twin, ids, position_ids=positions), run(model, ids, position_ids=positions))
@@ -157,7 +157,7 @@ def test_under_autocast_the_layers_run_in_its_dtype():
 
 
 def test_a_hidden_token_has_exactly_no_influence():
-    """The gradient of an output with respect to an input it must not see is exactly zero."""
+    """Check that the gradient with respect to an invisible input is exactly zero."""
     model, ids = with_raymm(decoder("qwen3")), ids_of()
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     spans = [Span(5, 12, 1), Span(20, 30, 1)]
@@ -171,7 +171,7 @@ def test_a_hidden_token_has_exactly_no_influence():
 
 
 def reachable(mask: AttentionMask, layers: int) -> torch.Tensor:
-    """Which inputs an output depends on after some layers."""
+    """Return the inputs that an output depends on after some layers."""
     once = (mask.dense() | torch.eye(T, dtype=torch.bool)).double()
     seen = torch.eye(T, dtype=torch.float64)
     for _ in range(layers):

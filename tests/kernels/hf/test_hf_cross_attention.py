@@ -1,5 +1,7 @@
-"""Mllama and Idefics as they are, on processes that share text and visual tokens, give what one
-process gives: logits, loss and every gradient, whoever has which token."""
+"""Mllama and Idefics on processes that shard text and visual tokens equal one process.
+
+Compares logits, loss and every gradient, for any distribution of tokens.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,17 @@ TIMES_ONE_PROCESS, TIMES_FOR_ONE_TENSOR = 1.2, 5  # under autocast
 
 
 def off(mine: torch.Tensor, due: torch.Tensor) -> float:
-    """Relative to the norm of what is due."""
+    """Return the error relative to the norm of the expected tensor."""
     error, norm = float((mine.double() - due.double()).norm()), float(due.double().norm())
     return error / norm if norm else (0.0 if error == 0 else float("inf"))
 
 
 def alone(family, seeds, states=None) -> dict[str, torch.Tensor]:
-    """Logits, loss, gradients of visual tokens and parameters of one process, whole. Without
-    ``states`` in float64, or its own rounding would be most of what is found, with the visual
-    tokens that the model makes; else of these."""
+    """Return logits, loss, and gradients of visual tokens and parameters of one process.
+
+    Without ``states`` in float64, to avoid rounding errors, with the model's visual tokens; else
+    with these states.
+    """
     model = MODELS[family]()
     if states is None:
         model.double()
@@ -78,7 +82,8 @@ def alone(family, seeds, states=None) -> dict[str, torch.Tensor]:
 def together(
     exchange, family, seeds, states, layout, checkpointing=False, **options
 ) -> dict[str, torch.Tensor]:
-    """The same of processes; logits are this process's. All batches are under way at once."""
+    """Return the same for sharded processes; logits are local. All batches are in flight at once.
+    """
     model = MODELS[family]()
     share_cross_attention(model)
     if checkpointing:
@@ -105,7 +110,7 @@ def together(
 def differences_on_a_rank(
     group, family, layout, seeds=(0,), autocast=False, method="rotate", **options
 ) -> dict[str, tuple[float, float]]:
-    """How far the processes are off, and how far one process is (0 but under autocast)."""
+    """Return the errors of the processes, and of one process (0 except under autocast)."""
     exchange = Exchange(group)
     if method == "auto":
         method = options["self_method"] = LeastBytes()
@@ -164,8 +169,7 @@ def test_every_method(processes, family, method):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_batches_with_different_masks_add_up(processes, family):
-    """Three microbatches under way at once, gradients accumulated, layers checkpointed by the
-    model itself as well."""
+    """Accumulate three microbatches in flight at once, with the model's own checkpointing, too."""
     answers = processes.run(
         differences_on_a_rank, 3, family=family, layout="ragged", recompute=True, seeds=(0, 1, 2),
         checkpointing=True,
@@ -176,8 +180,10 @@ def test_batches_with_different_masks_add_up(processes, family):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bf16_autocast(processes, family, recompute):
-    """About as far from float64 as one process is under the same autocast, in the mean over
-    tensors; each one within a few times of that (gates are single numbers)."""
+    """Compare the mean distance from float64 with that of one process under autocast.
+
+    Each tensor stays within a few times of that (gates are single numbers).
+    """
     answers = processes.run(
         differences_on_a_rank, 2, family=family, layout="even", recompute=recompute, autocast=True
     )
@@ -188,7 +194,7 @@ def test_bf16_autocast(processes, family, recompute):
 
 
 def bytes_on_a_rank(group, family: str, recompute: bool) -> list[tuple[int, int]]:
-    """Bytes sent forward and in both passes, and those of the formulas."""
+    """Return bytes sent forward and in both passes, and those of the formulas."""
     exchange, model = Exchange(group), MODELS[family]()
     share_cross_attention(model)
     batch = batch_of(family, 0)
@@ -211,13 +217,13 @@ def bytes_on_a_rank(group, family: str, recompute: bool) -> list[tuple[int, int]
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bytes_are_those_of_the_formulas(processes, family, recompute):
-    """Recomputation sends no more."""
+    """Check that recomputation sends no additional bytes."""
     for found in processes.run(bytes_on_a_rank, 3, family=family, recompute=recompute):
         assert all(counted == due > 0 for counted, due in found), found
 
 
 def saved_on_a_rank(group, family: str) -> tuple[int, int]:
-    """Bytes that autograd keeps, with and without recomputation, of storages counted once."""
+    """Return the bytes that autograd keeps, with and without recomputation, each storage once."""
     exchange, model = Exchange(group), MODELS[family]()
     share_cross_attention(model)
     batch = batch_of(family, 0)
@@ -242,7 +248,7 @@ def saved_on_a_rank(group, family: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_recomputation_keeps_one_copy_of_the_visual_tokens(processes, family):
-    """At least the keys and values of every cross-attention layer are not kept."""
+    """Check that the keys and values of cross-attention layers are not kept."""
     tokens = STATES[family][0] // 2
     heads = 2 if family == "mllama" else HEADS
     keys_and_values = CROSS_LAYERS * 2 * len(LENGTHS) * tokens * heads * (HIDDEN // HEADS) * 4
@@ -251,7 +257,7 @@ def test_recomputation_keeps_one_copy_of_the_visual_tokens(processes, family):
 
 
 def frozen_on_a_rank(group, family: str) -> list[float]:
-    """Only the visual tokens are trained; one process has none, and must still answer."""
+    """Train only the visual tokens; a process without any must still take part."""
     exchange, model = Exchange(group), MODELS[family]().requires_grad_(False)
     share_cross_attention(model)
     batch = batch_of(family, 0)
@@ -274,7 +280,7 @@ def test_a_frozen_model_hands_gradients_to_visual_tokens(processes, family):
 
 
 def backward_under_autocast_on_a_rank(group) -> list[str]:
-    """Weights without a gradient, if the backward pass is within autocast as well."""
+    """Return weights without a gradient, if the backward also is within autocast."""
     exchange, model = Exchange(group), mllama()
     share_cross_attention(model)
     batch = batch_of("mllama", 0)
@@ -292,24 +298,24 @@ def test_a_backward_pass_within_autocast_reaches_every_weight(processes):
 
 
 class OtherCrossAttention(nn.Module):
-    """Cross attention of an unknown make."""
+    """Cross attention of an unknown class."""
 
 
 class GatedAttention(type(mllama().model.language_model.layers[1].cross_attn)):
-    """Its output depends on the hidden states besides its queries."""
+    """Attention whose output depends on the hidden states in addition to its queries."""
 
     def forward(self, hidden_states, cross_attention_states=None, **kwargs):
-        """Multiply by a gate that is made before attention."""
+        """Multiply by a gate that is computed before attention."""
         gate = hidden_states.mean(-1, keepdim=True).sigmoid()
         out, _ = super().forward(hidden_states, cross_attention_states, **kwargs)
         return gate * out, None
 
 
 class DeafAttention(GatedAttention):
-    """Does not attend by the interface."""
+    """Attention that does not use the interface."""
 
     def forward(self, hidden_states, cross_attention_states=None, **kwargs):
-        """Attend to nothing."""
+        """Return without attention."""
         return self.o_proj(self.q_proj(hidden_states)), None
 
 
@@ -333,7 +339,7 @@ def test_layers_of_unknown_makes_are_refused_by_name():
 
 
 def test_without_the_arguments_a_model_is_what_it_was():
-    """Also after a copy, and with its own class's name."""
+    """Check also a copy, and the class name."""
     batch, plain = batch_of("mllama", 0), mllama().eval()
     due = one_process(plain, "mllama", batch)[0].logits
     names = share_cross_attention(plain)

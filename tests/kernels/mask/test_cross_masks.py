@@ -1,4 +1,4 @@
-"""Masks of cross attention beside dense ones."""
+"""Masks of cross attention equal dense ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raymm.kernels.mask.cross_masks import BLIND_ROWS, cross_masks
 def test_rows_see_the_items_that_they_are_shown(length, items, tokens, share, seed, blind):
     generator = torch.Generator().manual_seed(seed)
     shown = torch.rand(3, length, items, generator=generator) < share
-    # Runs of equal rows, as text has them.
+    # Runs of equal rows, as in text.
     rows = torch.randint(0, length, (length,), generator=generator).sort().values
     shown = torch.cat([shown[:, rows], shown[:1, rows]])
     masks = cross_masks(shown.long(), tokens, blind=blind)

@@ -1,4 +1,4 @@
-"""The segment table: what it says is what its dense form says, whatever is done to it."""
+"""The segment table equals its dense form under all operations."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from raymm.kernels.mask.patterns import causal, documents
 
 
 def slow_dense(mask: AttentionMask) -> torch.Tensor:
-    """Every pair asked by itself, from the definition."""
+    """Return every pair separately, from the definition."""
     visible = torch.zeros(mask.shape, dtype=torch.bool)
     for q in range(mask.n_queries):
         row = mask.query_table[np.flatnonzero(mask.query_table[:, 0] <= q)[-1]].tolist()
@@ -52,7 +52,7 @@ def test_a_window_narrows_the_first_interval_only(mask, window):
 
 
 def test_keys_that_only_rows_in_the_middle_see():
-    """A window that moves across few keys: its first and last rows lie outside them."""
+    """Move a window across few keys: its first and last rows lie outside them."""
     mask = AttentionMask(
         query_rows([0], lo=-10, hi=-9, lo_slope=1, hi_slope=1), np.array([[0, 1]]), 31, 5
     )
@@ -60,7 +60,7 @@ def test_keys_that_only_rows_in_the_middle_see():
 
 
 def ranges(size: int, ascending: bool):
-    """Up to three ranges within [0, size), ascending or in any order."""
+    """Draw up to three ranges within [0, size), ascending or in any order."""
     cuts = st.lists(st.integers(0, size), min_size=6, max_size=6).map(sorted)
     pairs = cuts.map(lambda c: [(c[0], c[1]), (c[2], c[3]), (c[4], c[5])])
     return pairs if ascending else pairs.flatmap(st.permutations)

@@ -1,4 +1,4 @@
-"""Other forms of a mask lead back to it."""
+"""Other forms of a mask convert back to it."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 def slow_bitfield(field: torch.Tensor) -> torch.Tensor:
-    """The paper's form, pair by pair, read as two sets."""
+    """Return the paper's form, pair by pair, as two sets."""
     size = len(field)
     visible = torch.zeros(size, size, dtype=torch.bool)
     for q in range(size):

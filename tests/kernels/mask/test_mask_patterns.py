@@ -27,7 +27,7 @@ def document_of(lengths: list[int]) -> list[int]:
 
 @st.composite
 def layouts(draw) -> tuple[list[int], list[Span]]:
-    """Document lengths and spans that stay within their documents; some touch."""
+    """Draw document lengths and spans within documents; some are adjacent."""
     lengths = draw(st.lists(st.integers(0, 14), min_size=1, max_size=4))
     spans, offset = [], 0
     for length in lengths:
@@ -49,7 +49,7 @@ def item_of(length: int, spans: list[Span]) -> list[int]:
 
 @given(layouts(), st.booleans(), st.none() | st.integers(1, 9))
 def test_multimodal(layout, isolate, window):
-    """Text is causal in its document; modality tokens see their encoder's, or their item's."""
+    """Check that text is causal in its document, and modality tokens see their encoder or item."""
     lengths, spans = layout
     length = sum(lengths)
     document, item = document_of(lengths), item_of(length, spans)
@@ -155,7 +155,8 @@ def test_shared_question(question, answers):
 
 @given(st.data(), st.booleans())
 def test_cross_images(data, only_last):
-    """A text token sees the image that came last before it in its document, or all of those."""
+    """Check that a text token sees the last image before it in its document, or all earlier ones.
+    """
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
     length = sum(lengths)
     places = st.integers(0, max(length - 1, 0))
@@ -185,7 +186,7 @@ def test_spans_of_kinds_and_items(layout):
 
 
 def test_ep_ee_and_mp_are_what_the_paper_draws():
-    """Cornstarch v2, Fig. 7: outputs before the text, among it, and several of that."""
+    """Compare with Cornstarch v2, Fig. 7: outputs before the text, among it, and packed."""
     ep = patterns.prepended([(1, 3), (2, 2)], 4)
     assert same_tables(ep, patterns.embedded(9, [Span(0, 3, 1), Span(3, 5, 2)]))
     assert ep.dense()[5:].tolist() == torch.ones(4, 9).tril(5).bool().tolist()

@@ -1,4 +1,4 @@
-"""Pictures of masks count what is visible, at any length."""
+"""Pictures of masks count visible pairs, at any length."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from raymm.kernels.mask.spans import Span
 
 @given(tables(48, 48))
 def test_pixels_hold_the_share_of_visible_pairs(mask):
-    """Short masks: a pixel per pair; its kinds together are the dense mask."""
+    """Check short masks with a pixel per pair; their kinds together are the dense mask."""
     shares, identities = visible_share(mask, 64)
     assert np.array_equal(shares.sum(axis=0) > 0.5, mask.dense().numpy())
     dense = mask.dense().numpy()

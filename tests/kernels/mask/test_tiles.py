@@ -15,7 +15,7 @@ NONE, PARTIAL, FULL = 0, 1, 2
 
 
 def slow_states(mask, block_q: int, block_k: int) -> np.ndarray:
-    """None, some or all pairs of every tile visible, from the dense mask."""
+    """Return none, some or all for the visible pairs of every tile, from the dense mask."""
     dense = mask.dense().numpy()
     n_q, n_k = -(-mask.n_queries // block_q), -(-mask.n_keys // block_k)
     states = np.zeros((n_q, n_k), dtype=int)
@@ -27,7 +27,7 @@ def slow_states(mask, block_q: int, block_k: int) -> np.ndarray:
 
 
 def states_of(tiles: Tiles, columns: int) -> np.ndarray:
-    """Runs written out; a tile in two runs, or an empty or descending run, fails."""
+    """Expand runs; fail for a tile in two runs, or an empty or descending run."""
     states = np.zeros((len(tiles.offsets) - 1, columns), dtype=int)
     for row in range(len(states)):
         before = 0
@@ -39,7 +39,7 @@ def states_of(tiles: Tiles, columns: int) -> np.ndarray:
 
 
 def check(mask, block_q: int, block_k: int) -> int:
-    """Returns how many full tiles are called partial, which costs time and no exactness."""
+    """Return the number of full tiles marked as partial, which costs time but not accuracy."""
     expected = slow_states(mask, block_q, block_k)
     tiles = key_runs(mask, block_q, block_k)
     states = states_of(tiles, expected.shape[1])

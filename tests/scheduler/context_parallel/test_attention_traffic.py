@@ -1,4 +1,4 @@
-"""Bytes of every method follow the closed forms, and the choice is the smallest."""
+"""Bytes of every method equal the closed forms, and the selected method has the fewest."""
 
 from __future__ import annotations
 
@@ -107,20 +107,20 @@ def test_the_smaller_side_moves_and_heads_decide_about_ulysses():
     assert choose_method(few_keys, methods=["ring", "rotate"]).method == "ring"
     ring, rotate = (method_bytes(few_rows, method).largest for method in ("ring", "rotate"))
     assert 30 < ring / rotate < 40
-    # 4 heads of keys on 4 ranks, but not on 8.
+    # 4 key heads on 4 ranks, but not on 8.
     assert choose_method(even(4, 4096, 4096)).method == "ulysses"
     assert choose_method(even(8, 4096, 4096)).method == "gather"
 
 
 def test_what_a_mask_hides_does_not_count():
-    """8 ranks of which each sees half of one neighbour's keys: 1/14 of all foreign keys."""
+    """Use 8 ranks that each see half of one neighbour's keys: 1/14 of all foreign keys."""
     shape = even(8, 8192, 8192)
     needed = [[512 if s == (r + 1) % 8 else 0 for s in range(8)] for r in range(8)]
     choice = choose_method(shape, needed)
     assert choice.method == "needed"
     assert choice.chosen.total * 14 == method_bytes(shape, "gather").total
     everything = [list(shape.key_tokens)] * 8
-    # With nothing hidden both are equal, and the one without a plan is taken.
+    # Without hidden keys both are equal, and the one without a plan is selected.
     assert choose_method(shape, everything).method == "gather"
 
 

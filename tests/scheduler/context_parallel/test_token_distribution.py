@@ -1,4 +1,4 @@
-"""Distributions hold what they promise, and the optimum of small cases is known."""
+"""Distributions keep their guarantees, and are optimal in small cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORK = st.lists(
 
 
 def check(found: TokenDistribution, work: list[int], n_tokens: int) -> None:
-    """Everything that is said of a distribution follows from its blocks."""
+    """Check that all fields of a distribution follow from its blocks."""
     assert sorted(itertools.chain(*found.blocks)) == list(range(len(work)))
     for rank, blocks in enumerate(found.blocks):
         assert list(blocks) == sorted(blocks)
@@ -57,7 +57,7 @@ def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block:
 
 @given(WORK, st.integers(1, 9), st.booleans())
 def test_lpt_of_equal_counts_gives_to_the_least_loaded_that_may(work, ranks: int, pin) -> None:
-    """Replayed block by block against a search over all ranks."""
+    """Replay block by block, with a search over all ranks."""
     work = np.array(work)
     order = np.argsort(-work, kind="stable")
     pinned = len(work) - 1 if pin else -1
@@ -96,7 +96,7 @@ def test_balanced_is_never_worse_than_where_it_starts(work, ranks: int) -> None:
 
 
 def best_of_all(work: list[int], ranks: int) -> int:
-    """The smallest largest work of all assignments with counts within one."""
+    """Return the smallest largest work of all assignments with counts within one."""
     base, extra = divmod(len(work), ranks)
     best = sum(work)
     for assignment in itertools.product(range(ranks), repeat=len(work)):
@@ -120,7 +120,7 @@ def test_exact_is_the_best_of_all(work, ranks: int) -> None:
 
 
 def test_bound_knows_that_counts_are_equal() -> None:
-    """Two light blocks cannot relieve all of four ranks."""
+    """Use two light blocks, which cannot relieve all of four ranks."""
     found = distribute(np.array([9] * 14 + [1, 1]), 4)
     assert max(found.work) == found.bound == 36 and found.status == "optimal"
     assert sum(found.work) / 4 < 33
@@ -143,8 +143,10 @@ def test_bound_is_one_where_few_blocks_are_heavy(work, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 @pytest.mark.parametrize("block", [64, 128, 256, 512])
 def test_causal_blockwise_is_proven_optimal(ranks: int, block: int) -> None:
-    """Ranks with a heavy block cannot all have the lightest others: without that the bound of
-    32 ranks is up to 0.1 below."""
+    """Check that ranks with a heavy block cannot all have the lightest others.
+
+    Without that, the bound of 32 ranks is up to 0.1 lower.
+    """
     mask = patterns.causal_blockwise(1 << 16, block, 3)
     work = active_key_blocks(mask.query_table, mask.key_table, *mask.shape)
     found = distribute(work, ranks)
@@ -152,7 +154,7 @@ def test_causal_blockwise_is_proven_optimal(ranks: int, block: int) -> None:
 
 
 def test_exact_says_when_time_is_over() -> None:
-    """Works without small common sums, on many ranks: no proof in a hundredth of a second."""
+    """Use works without small common sums, on many ranks: no proof in a hundredth of a second."""
     work = np.random.default_rng(1).integers(1, 10**6, 90)
     found = exact_distribution(work, 30, 0.01)
     assert found.status == "feasible" and found.gap > 0
@@ -195,7 +197,7 @@ def test_random_is_seeded() -> None:
 
 
 def multimodal_work(generator: np.random.Generator, blocks: int) -> np.ndarray:
-    """Like an embedded sequence: a text block sees what is before it, others a constant."""
+    """Return work like an embedded sequence: text sees earlier tokens, others a constant."""
     work = np.arange(1, blocks + 1)
     other = generator.random(blocks) < 0.75
     work[other] = np.where(generator.random(blocks) < 0.3, blocks // 4, blocks // 2)[other]
@@ -222,15 +224,17 @@ def test_lpt_as_printed_is_worse_than_sorted() -> None:
 
 
 def test_lpt_leaves_tokens_uneven() -> None:
-    """A few heavy blocks: their ranks get no others."""
+    """Use a few heavy blocks, whose ranks get no others."""
     found = distribute(np.array([100, 100] + [1] * 98), 4, ALL["lpt"])
     assert found.token_imbalance > 1.9
     assert distribute(np.array([100, 100] + [1] * 98), 4).token_imbalance == 1.0
 
 
 def relieves(work, rows: list[list[int]], heavy: int) -> bool:
-    """Whether any exchange of one or two blocks, or any chain of two exchanges, lowers the
-    load of rank ``heavy`` and leaves what it touches below it; by trying all."""
+    """Return True if an exchange of one or two blocks, or a chain of two exchanges, helps.
+
+    It must lower the load of rank ``heavy`` and keep the affected ranks below it. Tries all.
+    """
 
     def load(row) -> int:
         return sum(int(work[b]) for b in row)
@@ -261,7 +265,7 @@ def relieves(work, rows: list[list[int]], heavy: int) -> bool:
 
 
 @given(st.lists(st.integers(0, 100), min_size=6, max_size=14), st.integers(2, 4))
-# Only a chain helps in these.
+# Only a chain helps in these cases.
 @example([5, 1, 1, 6, 0, 7, 8, 1, 6, 3, 8, 9, 5], 4)
 @example([44, 29, 17, 27, 72, 36, 99, 57, 66, 52, 79, 35], 4)
 @example([0, 6, 1, 0, 9, 8, 3, 9, 5, 0, 6, 1], 3)

@@ -1,4 +1,4 @@
-"""Counting active key blocks from tables equals counting them in the dense mask."""
+"""Counts of active key blocks from tables equal those of the dense mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = st.sampled_from([0, 1, 2, 3, 4, 6, 1 << 62, (1 << 63) - 1])
 
 
 def dense(query, key, n_queries: int, n_keys: int) -> np.ndarray:
-    """(n_queries, n_keys) bool, row by row and key by key."""
+    """Return a (n_queries, n_keys) bool mask, row by row and key by key."""
     visible = np.zeros((n_queries, n_keys), dtype=bool)
     for q in range(n_queries):
         row = [r for r in query if r[0] <= q][-1]
@@ -30,7 +30,7 @@ def dense(query, key, n_queries: int, n_keys: int) -> np.ndarray:
 
 
 def count_tiles(visible: np.ndarray, query_block: int, key_block: int) -> list[int]:
-    """Active tiles per block of rows, one tile after another."""
+    """Return active tiles per block of rows, counted one by one."""
     n_queries, n_keys = visible.shape
     return [
         sum(
@@ -43,7 +43,7 @@ def count_tiles(visible: np.ndarray, query_block: int, key_block: int) -> list[i
 
 @st.composite
 def tables(draw) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Any tables: empty and repeated segments, bounds outside the keys, hidden kinds."""
+    """Draw any tables: empty and repeated segments, bounds outside the keys, hidden kinds."""
     n_queries, n_keys = draw(st.integers(0, 40)), draw(st.integers(0, 40))
 
     def starts(size: int) -> list[int]:
@@ -69,7 +69,7 @@ BLOCKS = st.sampled_from([1, 2, 3, 4, 5, 8, 13, 16, 64])
 
 
 @given(tables(), BLOCKS, BLOCKS)
-# Same width moving past the last key: no row is visible at either end of the piece.
+# A window of constant width moves past the last key: no row is visible at either end.
 @example(
     (np.array([[0, 1, -9, -5, 0, 0, 1, 1, 0, 0]]), np.array([[0, 1]]), 40, 20), 64, 8
 )
@@ -86,7 +86,7 @@ def test_equals_the_dense_count(case, query_block: int, key_block: int) -> None:
 
 @given(st.data())
 def test_more_attend_values_than_prefix_counts_are_kept(data) -> None:
-    """Every row its own attend bits and several hundred key blocks."""
+    """Give every row separate attend bits, with several hundred key blocks."""
     generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     n_queries, n_keys = 90, 400
     query = np.zeros((n_queries, 10), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Counts that differ: within their limit, only where they save time, never below the bound."""
+"""Uneven counts: within their limit, only if they save time, never below the bound."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_counts_that_differ_keep_to(work: list[int], ranks: int, token_work
 
 
 def least_cost(costs: list[int], ranks: int) -> int:
-    """The smallest largest cost of all assignments with as many blocks as are allowed."""
+    """Return the smallest largest cost of all assignments with as many blocks as are allowed."""
     most, best = most_blocks(len(costs), ranks), sum(costs)
     for assignment in itertools.product(range(ranks), repeat=len(costs)):
         if all(assignment.count(rank) <= most for rank in range(ranks)):
@@ -58,8 +58,11 @@ def least_cost(costs: list[int], ranks: int) -> int:
 @example([50, 1, 1, 1, 1, 1], 2, 9)
 @example([0, 0, 0, 0], 2, 1)
 def test_near_the_least_of_all(work: list[int], ranks: int, token_work: int) -> None:
-    """The bound is one; what is found is the least, but for what is not worth it and one swap
-    that the exchanges did not see."""
+    """Compare bound and result with the optimum.
+
+    The result may differ by changes that are not worth it, and by one swap that the exchanges
+    missed.
+    """
     found = distribute(np.array(work), ranks, token_work=token_work)
     least = least_cost([one + token_work for one in work], ranks)
     assert found.bound <= least <= max(found.costs)
@@ -67,8 +70,9 @@ def test_near_the_least_of_all(work: list[int], ranks: int, token_work: int) -> 
 
 
 def test_one_block_that_sees_everything() -> None:
-    """128k tokens over 32: equal counts cannot do better, as their bound says; a block more for the
-    others can."""
+    """Use 128k tokens over 32: equal counts cannot improve, and one additional block for others
+    can.
+    """
     mask = patterns.causal_blockwise(1 << 17)
     work = active_key_blocks(mask.query_table, mask.key_table, *mask.shape)
     equal = distribute(work, 32)

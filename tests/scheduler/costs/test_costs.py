@@ -1,4 +1,4 @@
-"""Cost profiles as files, and the frozen rules against running backward layer by layer."""
+"""Cost profiles as files, and the frozen rules compared with a layer-by-layer backward."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def profile_of(graph: ModuleGraph, draw) -> CostProfile:
 
 
 def needs_gradient(graph: ModuleGraph) -> dict[tuple[str, int], tuple[bool, bool]]:
-    """Per layer (needs the gradient of its input, has any backward), as autograd decides: a
-    tensor requires grad if anything that made it is trainable."""
+    """Return per layer (needs the gradient of its input, has any backward), as in autograd.
+
+    A tensor requires grad if any of its sources is trainable.
+    """
     result = {}
     output = {}
     for name in graph.topological:
@@ -71,7 +73,7 @@ def test_frozen_rules(data: st.DataObject) -> None:
 
 
 def test_alignment_spelled_out() -> None:
-    """Frozen encoder and LLM, trainable projector (Cornstarch v1 §4.2)."""
+    """Freeze encoder and LLM, and train the projector (Cornstarch v1 §4.2)."""
     graph = ModuleGraph(
         (ModuleNode("vision", (False, False, True), projector=True), ModuleNode("llm", (False,))),
         (("vision", "llm"),),
@@ -99,7 +101,7 @@ def test_bytes() -> None:
     costs = stage_costs(Plan(graph, stages, 1), profile)
     # Frozen weights in bf16; trainable ones in fp32 with gradient and two moments, and in bf16.
     assert [costs[s.id].state_bytes for s in stages] == [20 + 180, 20, 180]
-    # With the output, at which the backward begins.
+    # With the output, where the backward begins.
     assert [costs[s.id].activation_bytes for s in stages] == [107, 107, 100]
     assert [costs[s.id].input_bytes for s in stages] == [0, 7, 7]
 

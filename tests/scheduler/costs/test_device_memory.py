@@ -1,4 +1,4 @@
-"""What a process needs beside weights and activations."""
+"""Memory of a process in addition to weights and activations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ COUNTS = st.integers(0, 100)
 def test_messages_that_are_there_while_a_stage_computes(
     device: str, microbatches: int, received: int, output: int, kept: int, awaited: int
 ) -> None:
-    """One after another: receives of both ways, of which no more are posted than there are, and
-    messages of both ways that are not yet received."""
+    """Count receives of both directions, which are posted up to a limit, and unreceived messages.
+    """
     total = 0
     for number in range(1 if device == "H100" else 4):
         if number < microbatches:

@@ -1,4 +1,4 @@
-"""The device table: lookup, and numbers that cannot be."""
+"""The device table: lookup, and invalid numbers."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_every_device_has_both_dtypes_and_a_slower_network(device):
     assert device.peak("bf16") >= device.peak("fp32")
     size = 64 * 2**20
     assert device.across_nodes.seconds(size) >= device.within_node.seconds(size)
-    # What it can compute per byte it can read: none of these is bound by the wrong side.
+    # FLOPs per byte read: no device is bound by the wrong side.
     assert 1 < device.peak("bf16") / device.memory_bandwidth < 1000
 
 

@@ -1,4 +1,4 @@
-"""Interference: eq. 7 and 8 by hand, fits that find what made the data, and one that cannot."""
+"""Interference: eq. 7 and 8 by hand, and fits that recover the data's model, or cannot."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_delay_by_hand() -> None:
     assert relative.colocated(sample.alone, sample.bandwidths) == pytest.approx(2.0 * 1.38)
 
 
-# These are missed by fits that begin with the largest sums alone: one goes round in circles, the
-# other ends with a coefficient of the wrong sign.
+# Fits that begin with the largest sums alone miss these: one cycles, the other ends with a
+# coefficient of the wrong sign.
 @example(1629112511, "seconds", "product", (0.01, 1e-5, 0.1))
 @example(1130359058, "seconds", "product", (1e-5, 1e-5, 0.1))
 @given(
@@ -59,7 +59,7 @@ def test_fit_finds_the_coefficients(seed, unit, coupling, coefficients) -> None:
         alone = float(rng.uniform(0.1, 1.0))
         samples.append(Colocation(alone, groups, law.colocated(alone, groups)))
     fit = fit_interference(samples, "full", unit, coupling)
-    # Which GPU of several is worst depends on the coefficients; with one there is no question.
+    # The worst of several GPUs depends on the coefficients; with one GPU it does not.
     single = []
     for sample in samples:
         alone, worst = sample.alone, sample.bandwidths[:1]
@@ -70,7 +70,7 @@ def test_fit_finds_the_coefficients(seed, unit, coupling, coefficients) -> None:
 
 
 def test_bus_by_hand_and_by_simulation() -> None:
-    """Two modules delay each other by the product; three as a simulated bus says."""
+    """Compare two modules with the product, and three with a simulated bus."""
     assert bus_slowdowns((0.4,)) == (1.0,)
     assert bus_slowdowns((0.4, 0.9)) == pytest.approx((1.36, 1.36))
     use = (0.2, 0.5, 0.8)
@@ -92,7 +92,7 @@ def test_bus_by_hand_and_by_simulation() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_models_on_contention_that_is_not_eq_8(seed: int) -> None:
-    """A shared memory bus, with 5 % noise, tested on plans and modules that were not fitted."""
+    """Use a shared memory bus with 5 % noise, tested on plans and modules that were not fitted."""
     fitted = [s for n in (2, 4, 6, 8) for s in random_colocations(seed, 30, n, 0.05)[0]]
     models = {form: fit_interference(fitted, form, coupling="own").model for form in FORMS}
     eq8 = fit_interference(fitted, "full").model
@@ -103,9 +103,9 @@ def test_models_on_contention_that_is_not_eq_8(seed: int) -> None:
         assert error["full"] < 0.025
         assert error["additive"] > 2 * error["full"] and error["blind"] > 4 * error["full"]
         assert report(models["full"], true, "full").r2 > 0.93
-        if modules > 2:  # with three modules on a GPU the product falls where the delay rises
+        if modules > 2:  # with three modules on a GPU the product falls when the delay rises
             assert report(eq8, true, "full").error > 2 * error["full"]
-    # Two modules on a GPU are delayed by just the product.
+    # Two modules on a GPU are delayed by exactly the product.
     pairs = [s for s in fitted if all(len(group) < 3 for group in s.bandwidths)]
     alone = fit_interference(pairs, "full").model
     tested = [
@@ -116,8 +116,7 @@ def test_models_on_contention_that_is_not_eq_8(seed: int) -> None:
 
 
 def test_noise_averages_out_where_the_law_is_right() -> None:
-    """Eq. 8 itself with 5 % noise: far closer to the truth than the noise, modules of any length
-    and in seconds too."""
+    """Use eq. 8 with 5 % noise: the fit is far closer than the noise, for any module length."""
     for unit, coupling in itertools.product(UNITS, COUPLINGS):
         law, rng = Interference(0.05, 0.1, 0.6, unit, coupling), np.random.default_rng(1)
         noisy, true = [], []

@@ -1,4 +1,4 @@
-"""The table of measured costs: lookup, interpolation, JSON, and what it refuses."""
+"""The table of measured costs: lookup, interpolation, JSON, and rejections."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from raymm.scheduler.costs.recomputation import LayerBytes, LayerOption
 
 
 def cost(scale: float, parameters: int = 100) -> LayerCost:
-    """On a line through zero, but for the parameters."""
+    """Return costs on a line through zero, except for the parameters."""
     options = (
         LayerOption("all", scale, int(2 * scale), int(6 * scale)),
         LayerOption("matmuls", scale, int(4 * scale)),

@@ -1,4 +1,4 @@
-"""What to recompute: the knapsack against trying everything."""
+"""Selection of recomputation: the knapsack equals brute force."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ options = st.lists(
 
 
 def brute_force(layers, limit: int) -> float | None:
-    """The least seconds of all combinations that fit."""
+    """Return the least seconds of all combinations that fit."""
     fitting = [
         sum(option.seconds for option in chosen)
         for chosen in product(*layers) if sum(option.nbytes for option in chosen) <= limit
@@ -52,8 +52,11 @@ def test_fractions_of_seconds(seconds):
 
 
 def test_a_deep_model():
-    """Eighty layers of two kinds, as many limits: within the relaxation by less than one layer,
-    more memory never slower, all of it nothing."""
+    """Use eighty layers of two kinds, and as many limits.
+
+    The result is within one layer of the relaxation, more memory is never slower, and with full
+    memory nothing is recomputed.
+    """
     kinds = [
         [LayerOption("keep", 0.0, 1000 + k), LayerOption("matmuls", 0.7 + k / 50, 610),
          LayerOption("attention", 2.0, 320 + k), LayerOption("all", 3.1 + k / 9, 64)]

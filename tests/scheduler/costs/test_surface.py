@@ -26,7 +26,7 @@ SURFACE = ScalingSurface(
 
 @st.composite
 def falling(draw) -> ScalingSurface:
-    """Samples that fall with degree and quota."""
+    """Draw samples that fall with degree and quota."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     degrees = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=5)))
     steps = draw(st.integers(1, 12))
@@ -60,7 +60,7 @@ def test_monotone_in_degree_and_quota(surface: ScalingSurface, finer: int) -> No
 
 
 def falls(surface: ScalingSurface) -> bool:
-    """Whether no sample takes longer than one with less quota or a lower degree."""
+    """Return True if no sample takes longer than one with less quota or a lower degree."""
     table = np.array(surface.seconds)
     return bool((np.diff(table, axis=0) <= 0).all() and (np.diff(table, axis=1) <= 0).all())
 
@@ -87,7 +87,7 @@ def test_roofline_falls_and_saturates() -> None:
     work = ModuleWork("m", 1.0, 0.5, parallel=2.0, state_bytes=10, activation_bytes=80)
     surface = roofline_surface(work, (1, 2, 4, 8))
     assert falls(surface)
-    # Four GPUs have half the multiprocessors' worth of work each: more quota does not help.
+    # Four GPUs have work for half of their multiprocessors each: more quota does not help.
     assert surface.seconds_at(4, 5) == pytest.approx(surface.seconds_at(4, 10))
     assert surface.seconds_at(1, 5) > 1.5 * surface.seconds_at(1, 10)
     assert surface.memory_bytes == (90, 50, 30, 20)

@@ -1,4 +1,4 @@
-"""ModuleGraph: what is refused, and the order and ends of what is accepted."""
+"""ModuleGraph: rejected graphs, and the order and ends of accepted ones."""
 
 from __future__ import annotations
 

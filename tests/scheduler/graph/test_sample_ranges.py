@@ -1,4 +1,4 @@
-"""Ranges of samples have the samples that going through them one by one gives."""
+"""Ranges of samples equal a loop over the samples."""
 
 from __future__ import annotations
 

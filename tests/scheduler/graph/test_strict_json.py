@@ -1,4 +1,4 @@
-"""Files that others wrote or edited: every mistake is an error that names the field."""
+"""Files written or edited by others: every mistake is an error that names the field."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.scheduler.multiplex.random_mappings import clip, mapping_of
 
 SURFACE = ScalingSurface("a", (1, 2), (4,), 4, ((2.0,), (1.0,)), (4, 2), (0.5,))
 PLAN = mapped_plan(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}))
-# Values of which only the names are shown.
+# Values that are displayed in a short form.
 HUGE, LONG, DEEP = "<400 digits>", "<5000 digits>", "<100000 lists>"
 LONG_TEXTS = {HUGE: "1" + "0" * 400, LONG: "1" + "0" * 5000, DEEP: "[" * 100_000 + "]" * 100_000}
 
 
 def edited(source: str, name: str, value: str) -> str:
-    """A file in which the first field of that name has another value, as text."""
+    """Return a file with another value for the first field of that name, as text."""
     before, after = source.split(f'"{name}":', 1)
     _, end = json.JSONDecoder().raw_decode(after.lstrip())
     for short, meant in LONG_TEXTS.items():

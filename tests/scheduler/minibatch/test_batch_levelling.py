@@ -1,4 +1,4 @@
-"""Levelling and exchanges against brute force on small cases, and what they leave unchanged."""
+"""Levelling and exchanges equal brute force on small cases, and keep their invariants."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_sample_goes_where_the_sum_of_squares_grows_least(case, extra) -> 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
-    """Sizes, samples group after group, where groups begin, ranks, budgets all groups keep."""
+    """Draw sizes, samples group after group, group offsets, ranks, and sufficient budgets."""
     ranks, number = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     counts = draw(st.lists(
         st.integers(0, 4), min_size=ranks * number, max_size=ranks * number,
@@ -115,7 +115,7 @@ def test_where_exchanges_end_no_exchange_of_a_heavy_group_helps(case) -> None:
             column = int(above[heavy - first].argmax())
             furthest = above[heavy - first, column]
             if furthest <= 1e-6 or (above[heavy - first] > furthest - 1e-6).sum() > 1:
-                continue  # level, or it depends on rounding which column is looked at
+                continue  # level, or rounding decides which column is used
             if loads[other, column] >= loads[heavy, column]:
                 continue
             for i in range(offsets[heavy], offsets[heavy + 1]):
@@ -129,8 +129,8 @@ def test_where_exchanges_end_no_exchange_of_a_heavy_group_helps(case) -> None:
 
 
 def test_exchanges_find_the_best_step_there_is() -> None:
-    # All ways to deal six samples to two groups of three: nothing beats the exchanges by more
-    # than a tenth of the mean group, and mostly nothing does at all.
+    # All assignments of six samples to two groups of three: none beats the exchanges by more than a
+    # tenth of the mean group, and mostly none at all.
     random = np.random.default_rng(0)
     best = 0
     for _ in range(200):
@@ -149,7 +149,7 @@ def test_exchanges_find_the_best_step_there_is() -> None:
 
 @st.composite
 def sources(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Samples, their step, key of equal sizes, data set, and how many data sets."""
+    """Draw samples, their step, key of equal sizes, data set, and the number of data sets."""
     n, kinds = draw(st.integers(1, 40)), draw(st.integers(1, 4))
     step_of = np.sort(np.array(draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))))
     key = np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
@@ -176,7 +176,7 @@ def test_spreading_exchanges_only_samples_of_equal_size(case) -> None:
 
 
 def test_spreading_gives_every_step_its_share() -> None:
-    # Three data sets of 2:1:1, one after the other, all of one size: 8 samples in each step.
+    # Three data sets of 2:1:1 in sequence, all of one size: 8 samples in each step.
     of = np.repeat([0, 0, 1, 2], 40)
     step_of = np.repeat(np.arange(20), 8)
     after = spread((np.arange(160), step_of, np.zeros(160, int), of, 3))
@@ -217,7 +217,7 @@ def test_room_is_made_where_one_other_sample_can_go(case, filled) -> None:
     assert (group_of[placed] >= 0).all() and spilled == (group_of < 0).sum()
     loads = np.array([sizes[group_of == g].sum(0) for g in range(groups)])
     assert (loads <= budgets).all()
-    # The last one that was left out: had it been possible, it would have a group.
+    # The last one that was left out would have a group if it were possible.
     left = [sample for sample in order if group_of[sample] < 0]
     for sample in left[-1:]:
         for other in np.flatnonzero(group_of >= 0):
@@ -241,7 +241,7 @@ def test_large_samples_stay_in_their_groups(case, first) -> None:
 
 
 def plain_make_room(sizes, order, budgets, groups, group_of):
-    """:func:`make_room`, which looks at all groups again for every sample."""
+    """Run :func:`make_room`, but search all groups again for every sample."""
     room = np.tile(budgets, (groups, 1)).astype(float)
     for sample in order[group_of[order] >= 0]:
         room[group_of[sample]] -= sizes[sample]

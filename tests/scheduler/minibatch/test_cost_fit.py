@@ -1,4 +1,4 @@
-"""The fit of costs: against brute force, noise, drift, slow copies, and moments of standstill."""
+"""The fit of costs: brute force, noise, drift, slow replicas, and stalls."""
 
 from itertools import combinations
 
@@ -18,7 +18,7 @@ SLOW = MeasuredCosts(TRUE.modules, {"text": (0.8, 1.2)})
 
 
 def steps_of(costs, count, seed=0, noise=0.0, microbatches=8):
-    """(units, squares, seconds) of steps: microbatches of samples of 100 to 1500 tokens."""
+    """Return (units, squares, seconds) of steps: microbatches of samples of 100 to 1500 tokens."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         units, squares = np.zeros((2, microbatches, 2))
@@ -37,7 +37,7 @@ def fitted(steps, **options):
 
 
 def brute_force(products, moments):
-    """Every set of coefficients that may be above 0."""
+    """Try every set of coefficients that may be above 0."""
     scale = np.sqrt(np.diag(products))
     matrix = products / np.outer(scale, scale) + np.diag([PREFERENCE, 1e-9, PREFERENCE])
     target = moments / scale
@@ -74,7 +74,7 @@ def test_coefficients_are_found_again():
 
 
 def test_noise_hardly_moves_predictions():
-    """10 percent on every microbatch: what is predicted is off by that, and not by more."""
+    """Add 10 percent to every microbatch: predictions are off by at most that."""
     fit, errors = fitted(steps_of(TRUE, 200, noise=0.1))
     units, squares, exact = next(steps_of(TRUE, 1, seed=9))
     found = fit.costs().seconds(NAMES, units, squares)
@@ -93,7 +93,7 @@ def test_copies_that_are_slower_are_told_apart_from_costs():
 
 
 def test_copies_that_share_microbatches_are_told_apart():
-    """Each has its own part of every microbatch; what is fixed is of each of them."""
+    """Give each a separate part of every microbatch; each has the fixed cost."""
     shared = MeasuredCosts(TRUE.modules, {"text": (0.8, 1.2)}, frozenset({"text"}))
     columns = (Column("vision"), Column("text", 0, 2), Column("text", 1, 2))
     fit = CostFit(NAMES, {"text": 2}, columns=columns)
@@ -113,7 +113,7 @@ def test_copies_that_share_microbatches_are_told_apart():
 
 
 def test_drift_is_followed():
-    """The language model gets twice as slow at once, and its second copy half as slow again."""
+    """Slow the language model down by two, and its second replica by two again."""
     fit, _ = fitted(steps_of(SLOW, 100), replicas={"text": 2}, half_life=10.0)
     later = MeasuredCosts(
         {**TRUE.modules, "text": ModuleCost(*(2 * c for c in TRUE.modules["text"]))},
@@ -137,7 +137,7 @@ def test_a_moment_of_standstill_is_not_a_cost():
 
 
 def test_microbatches_that_are_all_alike_speak_for_units():
-    """As the planner makes them: what is fixed cannot be told from what units cost."""
+    """Use the planner's microbatches, for which fixed and unit costs are inseparable."""
     fit = CostFit(("text",))
     for _ in range(30):
         fit.observe(np.full((4, 1), 1000.0), np.full((4, 1), 3e5), np.full((4, 1), 0.5))

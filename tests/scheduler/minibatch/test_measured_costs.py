@@ -1,4 +1,4 @@
-"""Measured costs: units of microbatches, seconds of them, and samples in costs for units."""
+"""Measured costs: units and seconds of microbatches, and costs of samples instead of units."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_units_by_hand():
 
 
 def test_seconds_by_hand():
-    """A microbatch without images costs the encoder nothing; text goes to copies in turn."""
+    """Use a microbatch without images, free for the encoder; text alternates between replicas."""
     units, squares = group_units(SIZES, [[1], [2], [0, 1]], packed=True)
     expected = [
         [0.0, 0.5 * (1 + 0.4 + 0.16)], [6.5, 1.5 * (1 + 0.6 + 0.36)],
@@ -57,7 +57,7 @@ groups_of_samples = st.lists(
 
 @given(groups_of_samples, st.integers(1, 3), st.booleans())
 def test_shares_of_copies_are_consecutive_samples(groups, copies, packed):
-    """What a copy has is a microbatch of its own, but padded to the longest of all."""
+    """Treat a replica's share as a microbatch, but padded to the longest of all."""
     columns = (Column("vision"), *(Column("text", k, copies) for k in range(copies)))
     found = group_units(SIZES, groups, packed, columns)
     for row, group in enumerate(groups):
@@ -88,7 +88,7 @@ def test_seconds_of_shares_by_hand():
 
 @given(groups_of_samples)
 def test_a_microbatch_costs_what_its_samples_add(groups):
-    """And what it costs by itself, once."""
+    """Add its fixed cost once."""
     of_samples = COSTS.of_samples(NAMES, SIZES.values)
     units, squares = group_units(SIZES, groups, packed=True)
     found = MeasuredCosts(COSTS.modules).seconds(NAMES, units, squares)

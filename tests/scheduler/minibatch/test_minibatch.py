@@ -1,4 +1,4 @@
-"""Plans of every method hold what they promise; the default also its balance."""
+"""Plans of every method keep their guarantees; the default also its balance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.scheduler.minibatch_data import groups_of, real, sizes
 
 
 def check(plan: MiniBatchPlan, of: SampleSizes) -> None:
-    """Every sample is in one group, or left out; no group is above a budget."""
+    """Check that every sample is in one group, or left out, and no group exceeds a budget."""
     groups = groups_of(plan)
     assert plan.groups == len(groups) * plan.ranks
     taken = list(itertools.chain(*itertools.chain(*groups)))
@@ -98,7 +98,7 @@ def test_balance_of_real_data(name: str, ranks: int) -> None:
     check(plan, of)
     found = balance(plan, of)
     assert found.left_out == 0 and found.pad == {"text": 0.0}
-    # Fewer groups, which are fuller, are less alike; the steps saved are worth more.
+    # Fewer, fuller groups differ more; the saved steps are worth more.
     assert found.dist["vision"] <= 0.003
     assert found.dist["text"] <= 0.005
     assert found.efficiency >= 0.998
@@ -129,7 +129,7 @@ def test_epochs_differ_in_groups_and_in_their_order() -> None:
         {frozenset(group) for step in groups_of(plan) for group in step} for plan in plans
     ]
     assert len(sets[0] & sets[1]) < 0.01 * len(sets[0])
-    # What stands in one rank's first half of an epoch is spread over the next one.
+    # Samples of one rank's first half of an epoch are spread over the next epoch.
     first = [set(plan.samples[: len(of) // 2].tolist()) for plan in plans]
     assert abs(len(first[0] & first[1]) / len(first[0]) - 0.5) < 0.05
 
@@ -152,7 +152,7 @@ def test_samples_above_half_of_the_budget_need_a_group_each() -> None:
 
 
 def test_text_only_samples_level_beside_images_alone() -> None:
-    # Two kinds of samples that have nothing in common: a sum of both would not tell them apart.
+    # Two kinds of samples without a common modality, which a sum of both could not distinguish.
     values = np.array([[8, 0]] * 256 + [[0, 2000]] * 512)
     of = SampleSizes(("vision", "text"), values)
     plan = plan_balanced(of, 8, (16, 8000))
@@ -207,7 +207,7 @@ def test_steps_that_follow_one_another_take_about_as_long(slowest, seed) -> None
     slowest = np.array(slowest, float)
     order = _waves(slowest, np.random.default_rng(seed))
     assert sorted(order.tolist()) == list(range(len(slowest)))
-    if len(slowest) < 2 * WAVE_STEPS:  # one wave: neighbours are at most two places apart
+    if len(slowest) < 2 * WAVE_STEPS:  # one wave: neighbours are at most two positions apart
         place = np.empty(len(slowest), int)
         place[np.lexsort([np.zeros(len(slowest)), slowest])] = np.arange(len(slowest))
         ranked = np.sort(slowest)

@@ -1,4 +1,4 @@
-"""The bound on groups against brute force; budgets that samples fill."""
+"""The bound on groups equals brute force; budgets are filled by samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scheduler.minibatch_data import real, sizes
 
 
 def fewest(rows: list[tuple[int, ...]], budgets: tuple[int, ...]) -> int:
-    """Fewest groups by trying every group for every sample."""
+    """Return the fewest groups by trying every group for every sample."""
     best = len(rows)
 
     def search(at: int, loads: list[list[int]]) -> None:
@@ -49,7 +49,7 @@ def test_no_partition_has_fewer_groups_than_the_bound(rows, first, second) -> No
 
 def test_the_bound_sees_samples_that_cannot_share_a_group() -> None:
     of = SampleSizes(("a",), np.array([[6], [6], [6], [5], [5], [3]]))
-    # 31 units fill four groups of 10, but of the sixes each needs its own, and the fives one.
+    # 31 units fill four groups of 10, but each six needs its own, and the fives one.
     assert least_groups(of, (10,)) == 4
     assert least_groups(SampleSizes(("a",), np.array([[6]] * 9)), (10,)) == 9
 
@@ -63,7 +63,7 @@ def test_suggested_budgets_hold_every_sample(of: SampleSizes, samples_per_group:
 
 @pytest.mark.parametrize("samples_per_group", [3, 4, 6])
 def test_suggested_budgets_are_multiples_of_what_there_is_most_of(samples_per_group) -> None:
-    # ChartQA is images of 5 tiles, nine out of ten.
+    # ChartQA has images of 5 tiles, nine out of ten.
     tiles, tokens = suggest_budgets(real("chartqa"), samples_per_group)
     assert tiles == 5 * samples_per_group
     totals = real("chartqa").totals

@@ -1,4 +1,4 @@
-"""ISF against Algorithms 1 and 2 as they are printed, and the authors' figures."""
+"""ISF equals the printed Algorithms 1 and 2, and the authors' figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def printed(
     rows: list[list[int]], budgets: list[int], full: list[int], iterations: int,
     keep_rest: bool, random: np.random.Generator,
 ) -> list[list[int]]:
-    """Algorithms 1 and 2, line by line; what is above a budget is skipped, as in the code."""
+    """Run Algorithms 1 and 2, line by line; skip samples above a budget, as the code does."""
     data = [i for i, row in enumerate(rows) if all(map(int.__le__, row, budgets))]
     result = []
     for iteration in range(iterations):

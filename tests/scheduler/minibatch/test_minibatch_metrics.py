@@ -1,4 +1,4 @@
-"""Figures of plans against their definitions, written out as loops."""
+"""Figures of plans equal their definitions, written as loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.scheduler.minibatch_data import groups_of, sizes
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[MiniBatchPlan, SampleSizes]:
-    """Any partition of some of the samples, packed or not; groups may be empty."""
+    """Draw any partition of some of the samples, packed or not; groups may be empty."""
     of = draw(sizes(most=30))
     ranks, steps = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     order = np.array(draw(st.permutations(range(len(of)))))
@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn) -> tuple[MiniBatchPlan, SampleSizes]:
 def brute(
     plan: MiniBatchPlan, of: SampleSizes, model: CostModel, depth: int
 ) -> dict[str, object]:
-    """OmniBal eq. 1 and 2 and the efficiencies, sample by sample."""
+    """Return OmniBal's eq. 1 and 2 and the efficiencies, sample by sample."""
     groups = groups_of(plan)
     last = len(of.names) - 1  # the padded modality
     pad = padded = 0

@@ -1,4 +1,4 @@
-"""Samples dealt to copies that differ in speed."""
+"""Distribution of samples over replicas of different speeds."""
 
 import numpy as np
 from hypothesis import given
@@ -20,7 +20,7 @@ def sizes_of(count, seed=0):
 
 
 def text_seconds(plan, sizes, costs):
-    """(steps, groups) seconds of the text's module."""
+    """Return (steps, groups) seconds of the text's module."""
     steps = []
     for step in range(plan.steps):
         groups = [plan.group(step, rank) for rank in range(plan.ranks)]
@@ -39,7 +39,7 @@ def test_slow_copies_get_less_and_take_as_long():
         seconds = text_seconds(plan, sizes, costs)
         lost[name] = float((1 - seconds.mean(1) / seconds.max(1)).mean())
     assert lost["before"] > 0.18 and lost["after"] < 0.06
-    # Which samples share a step is not what dealing changes.
+    # The distribution does not change which samples share a step.
     for step in range(before.steps):
         ids = [
             sorted(np.concatenate([p.group(step, r) for r in range(4)])) for p in (before, after)
@@ -50,7 +50,7 @@ def test_slow_copies_get_less_and_take_as_long():
 def objective(groups, sizes, costs):
     units, squares = group_units(sizes, groups, True)
     even = MeasuredCosts(costs.modules).seconds(sizes.names, units, squares)
-    # What a group would cost the module, had it any units: that is how dealing counts it.
+    # Cost of a group for the module if it had any units, as the distribution counts it.
     even[:, 1] += 0.2 * (units[:, 1] == 0)
     weights = costs.factors(sizes.names, len(groups)).T * [EVEN_WEIGHT, 1]
     return float((weights * even**2).sum())
@@ -58,7 +58,7 @@ def objective(groups, sizes, costs):
 
 @given(st.integers(0, 10**6))
 def test_dealing_is_near_the_best(seed):
-    """Of all ways to deal seven samples to two groups."""
+    """Try all assignments of seven samples to two groups."""
     sizes = sizes_of(7, seed)
     costs = MeasuredCosts(MODULES, {"text": (0.7, 1.3)})
     samples, offsets = split_over_replicas(

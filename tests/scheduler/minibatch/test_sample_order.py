@@ -1,4 +1,4 @@
-"""Microbatches in an order in which the consecutive shares of copies take equally long."""
+"""Order of samples in which consecutive shares of replicas take the same time."""
 
 from itertools import permutations
 
@@ -25,7 +25,7 @@ def sizes_of(count, seed=0):
 
 
 def objective(group, sizes):
-    """Per module and copy, squared seconds on a copy of mean speed, times those it takes."""
+    """Return squared seconds per module and replica at mean speed, times the actual ones."""
     seconds = SHARED.of_samples(sizes.names, sizes.values)
     total = 0.0
     for column, name in enumerate(sizes.names):

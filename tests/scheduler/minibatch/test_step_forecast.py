@@ -1,4 +1,4 @@
-"""Steps predicted from what modules cost on their microbatches."""
+"""Steps predicted from costs of modules on their microbatches."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ MODULES = {"vision": "vision", "text": "llm"}
 
 @pytest.fixture
 def plan():
-    """An encoder, and two copies of a language model of two stages, of which the second takes
-    twice as long."""
+    """Return an encoder, and two replicas of a two-stage language model.
+
+    The second stage takes twice as long.
+    """
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True, True))), (("vision", "llm"),)
     )
@@ -30,7 +32,7 @@ def plan():
 
 
 def real_step(plan, seconds, present):
-    """The timeline if backwards take twice as long as forwards."""
+    """Return the timeline if backwards take twice as long as forwards."""
     costs = {}
     for stage in plan.stages:
         share = {"vision": 1.0, "llm": (1 + stage.index) / 3}[stage.module]
@@ -73,8 +75,10 @@ def test_other_shares_are_learnt(plan):
 
 
 def test_copies_that_share_microbatches_are_predicted_exactly():
-    """An encoder on one rank, then two copies of a language model that have half of each
-    microbatch; images are in the first half alone, in the second, in none."""
+    """Use an encoder on one rank, then two replicas that have half of each microbatch.
+
+    Images are in the first half alone, in the second, or in none.
+    """
     graph = ModuleGraph(
         (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
     )

@@ -1,4 +1,4 @@
-"""StageEval as Mosaic §3.4 has it: CP-SAT says whether a stage can be done in time."""
+"""StageEval as in Mosaic §3.4: CP-SAT decides if a stage is possible in a given time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raymm.scheduler.multiplex.solver.stage_packing import StagePacking
 class CpSatStageEvaluator:
     """Exact seconds of stages by binary search over feasibility tests.
 
-    One variable per module, option (degree and quota) and GPU. Interference is not linear, so
-    what a GPU holds is checked when a solution is there; if a module on it is too slow, exactly
-    that (or, where more modules can only make it worse, also everything that includes it) is
-    forbidden on all GPUs and solved again.
+    One variable per module, option (degree and quota) and GPU. Interference is not linear, so the
+    content of a GPU is checked in each solution. If a module on it is too slow, exactly this
+    content (or, if more modules can only make it worse, also every superset) is forbidden on all
+    GPUs, and the problem is solved again.
 
     Args:
-        problem: whose stages.
-        stop: called between solves; when it says True, ``KeyboardInterrupt`` is raised.
+        problem: problem of the stages.
+        stop: called between solves; raises ``KeyboardInterrupt`` if it returns True.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class CpSatStageEvaluator:
         self.solves = 0
 
     def result(self, stage: int) -> StageResult:
-        """The least seconds of a stage; infinite if it cannot be placed."""
+        """Return the least seconds of a stage; infinite if it cannot be placed."""
         if stage not in self.results:
             self.results[stage] = self._evaluate(stage)
         return self.results[stage]
 
     def forget(self) -> None:
-        """Remember nothing."""
+        """Clear all cached results."""
         self.results.clear()
 
     def known_bound(self, stage: int) -> float:
-        """A lower bound of the stage's seconds, without solving it."""
+        """Return a lower bound of the stage's seconds, without solving it."""
         return self.bounds.bound(stage)
 
     def _evaluate(self, stage: int) -> StageResult:
@@ -62,7 +62,7 @@ class CpSatStageEvaluator:
                 low = middle + 1
             else:
                 best, high = found, middle
-        # With interference seconds lie between the grid's; without, this ends at once.
+        # With interference seconds lie between the grid's; without, this ends immediately.
         while (found := self._feasible(stage, best.seconds * (1 - ROUNDING))) is not None:
             best = found
         return StageResult(best.seconds, best.seconds, best.packing)
@@ -122,7 +122,7 @@ class CpSatStageEvaluator:
                 self._forbid(model, modules, options, placed, content, before)
 
     def _forbid(self, model, modules, options, placed, content, before) -> None:
-        """Forbid what a GPU holds if one of its modules is too slow there."""
+        """Forbid a GPU's content if one of its modules is too slow there."""
         use = [float(self.problem.bandwidth[modules[i], options[i][1]]) for i in content]
         alone = [float(self.problem.seconds[(modules[i], *options[i])]) for i in content]
         law = self.problem.interference
@@ -131,7 +131,7 @@ class CpSatStageEvaluator:
             slow |= law.seconds(alone[k], law.delay(use[k], use[:k] + use[k + 1 :])) >= before
         if not slow:
             return
-        # By the additive term alone too slow: then whoever joins, it stays so.
+        # Too slow by the additive term alone: more modules do not help.
         worse = law.additive >= 0 and law.product >= 0 and len(content) > 1 and any(
             law.seconds(a, max(0.0, law.constant + law.additive * math.fsum(use))) >= before
             for a in alone

@@ -1,4 +1,4 @@
-"""Small random mapping problems, and oracles that try everything."""
+"""Small random mapping problems, and brute-force oracles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raymm.scheduler.multiplex.problem import MappingProblem, bits
 
 
 def surface(rng: np.random.Generator, name: str, gpus: int, steps: int) -> ScalingSurface:
-    """Random samples that need not fall: the solver assumes nothing."""
+    """Return random samples that need not fall: the solver assumes nothing."""
     degrees = [1 << j for j in range(gpus.bit_length())]
     work = rng.uniform(0.2, 2.0)
     quotas = range(1, steps + 1)
@@ -35,7 +35,7 @@ def problems(
     draw, most: int = 4, pools: tuple[int, ...] = (1, 2, 3, 4), steps: tuple[int, ...] = (2, 3),
     edges: bool = True, memory_over: str = "stage", limits: tuple[int | None, ...] = (None, 6, 9),
 ) -> MappingProblem:
-    """Up to ``most`` modules with any interference, memory limits and dependencies."""
+    """Draw up to ``most`` modules with any interference, memory limits and dependencies."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count, gpus = draw(st.integers(1, most)), draw(st.sampled_from(pools))
     step = draw(st.sampled_from(steps))
@@ -57,7 +57,7 @@ def problems(
 
 
 def brute_force_stage(problem: MappingProblem, stage: int) -> float:
-    """Least seconds over all options and all sets of GPUs; infinite if nothing fits."""
+    """Return the least seconds over all options and sets of GPUs; infinite if nothing fits."""
     modules = list(bits(stage))
     choices = []
     for m in modules:
@@ -91,7 +91,7 @@ def brute_force_stage(problem: MappingProblem, stage: int) -> float:
 
 
 def brute_force_mapping(problem: MappingProblem) -> float:
-    """Least seconds over all sequences of stages, each tried in full."""
+    """Return the least seconds over all sequences of stages, each tried in full."""
     known: dict[int, float] = {}
     everyone = (1 << len(problem.names)) - 1
 
@@ -116,8 +116,10 @@ def brute_force_mapping(problem: MappingProblem) -> float:
 
 
 def brute_force_iteration(problem: MappingProblem) -> float:
-    """Least seconds over all sequences of stages and all sets of GPUs of every module that fit in
-    memory over the whole iteration; infinite if none do."""
+    """Return the least seconds over all mappings that fit in memory over the whole iteration.
+
+    Tries all sequences of stages and all sets of GPUs of every module; infinite if none fit.
+    """
     modules = range(len(problem.names))
     choices = [[
         (int(problem.memory[m, j]), Placement(problem.names[m], gpus, q))
@@ -144,7 +146,7 @@ def brute_force_iteration(problem: MappingProblem) -> float:
 
 
 def _sequences(problem: MappingProblem, done: int):
-    """All legal sequences of stages after what is done."""
+    """Yield all legal sequences of further stages."""
     if done == (1 << len(problem.names)) - 1:
         yield ()
         return

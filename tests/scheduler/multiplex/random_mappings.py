@@ -1,4 +1,4 @@
-"""Random graphs of modules and mappings of them."""
+"""Random graphs of modules, and mappings of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STEPS = 12
 
 
 class Use(NamedTuple):
-    """A producer, and whether all of its samples are read."""
+    """Producer, and True if all of its samples are read."""
 
     producer: str
     every: bool = False
 
 
 class Node(NamedTuple):
-    """A module of one layer, with what it reads."""
+    """Module of one layer, with its inputs."""
 
     name: str
     uses: tuple[Use, ...] = ()
@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 def graph_of(nodes: Iterable[Node]) -> ModuleGraph:
-    """The graph of some."""
+    """Return the graph of some nodes."""
     nodes = tuple(nodes)
     uses = [(use.producer, node.name, use.every) for node in nodes for use in node.uses]
     return ModuleGraph(
@@ -41,7 +41,7 @@ def graph_of(nodes: Iterable[Node]) -> ModuleGraph:
 
 
 def mapping_of(gpus: int, *stages: dict[str, tuple[int, ...]]) -> Mapping:
-    """Stages of modules on GPUs, each with the same small quota."""
+    """Return stages of modules on GPUs, each with the same small quota."""
     return Mapping(gpus, STEPS, tuple(
         MultiplexStage(tuple(Placement(m, g, 1) for m, g in one.items()), 1.0)
         for one in stages
@@ -57,7 +57,7 @@ def clip() -> ModuleGraph:
 
 @st.composite
 def cases(draw):
-    """A graph in layers, a mapping of it in stages that keep the order, and a batch."""
+    """Draw a layered graph, a mapping of it in ordered stages, and a batch."""
     modules = draw(st.integers(1, 6))
     nodes, names = [], []
     for m in range(modules):

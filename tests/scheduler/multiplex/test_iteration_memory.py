@@ -1,4 +1,4 @@
-"""Memory over a whole iteration: against trying everything, and how it is balanced."""
+"""Memory over a whole iteration: compared with brute force, and balanced."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def short_of_memory(most: int, pools: tuple[int, ...]):
 
 @given(short_of_memory(3, (1, 2, 3)))
 def test_against_trying_everything(problem) -> None:
-    """Whatever fits is found or at least bounded; what is called optimal is."""
+    """Check that fitting mappings are found or bounded, and that proven ones are optimal."""
     least = brute_force_iteration(problem)
     found = solve(problem, "exact")
     found.check(problem)
     if not math.isfinite(least):
         assert UNFIT in found.method and not fits_iteration(problem, found)
         return
-    if UNFIT in found.method:  # never wrongly said to be proven
+    if UNFIT in found.method:  # never wrongly proven
         assert found.bound <= least * (1 + 1e-9)
         return
     assert fits_iteration(problem, found)
@@ -51,7 +51,7 @@ def test_against_trying_everything(problem) -> None:
 
 
 def test_most_small_problems_are_solved_to_proof() -> None:
-    """The proof is not a rare thing: of tight random problems nearly all have it."""
+    """Check that nearly all tight random problems are proven."""
     rng = np.random.default_rng(0)
     proven = fits = tight = 0
     for _ in range(40):
@@ -79,7 +79,7 @@ def test_most_small_problems_are_solved_to_proof() -> None:
 
 @given(st.integers(0, 2**32))
 def test_balancing_changes_gpus_only(seed: int) -> None:
-    """Never fuller, the same seconds, and as good as the best renumbering of two stages."""
+    """Check that memory does not grow, seconds stay, and no swap of two stages is better."""
     rng = np.random.default_rng(seed)
     surfaces = tuple(
         ScalingSurface(

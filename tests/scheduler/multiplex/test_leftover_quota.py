@@ -1,4 +1,4 @@
-"""Spare quota goes to the modules of a stage where nothing gets slower."""
+"""Spare quota is given to the modules of a stage if no module gets slower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raymm.scheduler.multiplex.solver.leftover_quota import with_leftover_quota
 
 
 def surface(name: str, *seconds: float, bandwidth: float = 0.0) -> ScalingSurface:
-    """On one GPU or two, twice as fast, in quarters."""
+    """Return a surface in quarters on one GPU or two, where it is twice as fast."""
     return ScalingSurface(
         name, (1, 2), (1, 2, 3, 4), 4, (seconds, tuple(s / 2 for s in seconds)), (1, 1),
         tuple(bandwidth * q for q in (1, 2, 3, 4)),
@@ -45,9 +45,9 @@ def test_a_module_alone_gets_the_whole_gpu_unless_that_is_slower(seconds, quota)
 def test_modules_side_by_side() -> None:
     a, b = surface("a", *SATURATED), surface("b", 1.0, 1.0, 1.0, 1.0)
     together = Placement("a", (0, 1), 2), Placement("b", (1,), 1)
-    # The slower one first; what it has on GPU 0 alone it cannot use: one quota on both.
+    # The slower one first; it cannot use quota on GPU 0 alone: one quota on both.
     assert quotas(*together, a=a, b=b) == [3, 1]
-    # On GPUs of their own both get all.
+    # On separate GPUs both get all.
     assert quotas(Placement("a", (0,), 2), Placement("b", (1,), 1), a=a, b=b) == [4, 4]
     # More bandwidth in use would delay the slower one: nothing is given.
     busy = surface("b", 1.0, 1.0, 1.0, 1.0, bandwidth=0.25)

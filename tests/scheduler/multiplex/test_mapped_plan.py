@@ -1,5 +1,7 @@
-"""Mappings as plans: their programs move the same samples between the same GPUs as going through
-them one by one says, and what is wrong with a program is found."""
+"""Mappings as plans: their programs move the same samples as a loop over the samples.
+
+Errors in programs are detected.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tests.scheduler.multiplex.random_mappings import Node, Use, cases, clip, gr
 
 
 def program_of(plan: Plan, sizes: list[int], forward_only: bool = False) -> Program:
-    """The proven program of a step in which every microbatch has everything."""
+    """Return the proven program of a step in which every microbatch has all modalities."""
     present = [[node.name for node in plan.graph.nodes]] * len(sizes)
     samples = [Samples(size) for size in sizes]
     program = lower(plan, present, forward_only=forward_only, samples=samples)
@@ -35,7 +37,7 @@ def program_of(plan: Plan, sizes: list[int], forward_only: bool = False) -> Prog
 
 
 def moves(plan: Plan, program: Program, direction: Direction) -> Counter:
-    """(microbatch, module, from rank, to rank, sample) of everything that travels."""
+    """Return (microbatch, module, from rank, to rank, sample) of all messages."""
     moved = Counter()
     for rank, instructions in enumerate(program):
         for i in instructions:
@@ -119,7 +121,7 @@ def test_damaged_programs_are_found(data):
     how = data.draw(st.sampled_from(["gone", "cut"]))
     if how == "gone":
         gone = rank.pop(at)
-        # A last backward that nobody waits for is missed by whoever counts gradients, not here.
+        # A missing last backward without a receiver is detected by counting gradients, not here.
         assume(gone.op in FORWARDS or gone.op in (Op.SEND, Op.RECV))
         left = {i.stage.module for instructions in lists for i in instructions}
         assume(gone.stage.module in left)  # a microbatch may lack a module altogether

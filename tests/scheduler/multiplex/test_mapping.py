@@ -1,4 +1,4 @@
-"""Mappings: what is refused and why, and the problem's own checks."""
+"""Mappings: rejections with reasons, and the problem's own checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 
 
 def flat(name: str, seconds: float, memory: int = 4) -> ScalingSurface:
-    """Perfect scaling on up to 4 GPUs in quarters; memory falls with the degree."""
+    """Return perfect scaling on up to 4 GPUs in quarters; memory falls with the degree."""
     return ScalingSurface(
         name, (1, 2, 4), (1, 2, 3, 4), 4,
         tuple(tuple(seconds * 4 / (d * q) for q in (1, 2, 3, 4)) for d in (1, 2, 4)),
@@ -47,8 +47,8 @@ def mapping(*stages: tuple[Placement, ...], **fields) -> Mapping:
 def test_seconds_by_hand() -> None:
     made = mapping(ENCODERS, LLM)
     made.check(PROBLEM)
-    # vision 1 / (2 * 1/4) and audio 2 / (2 * 3/4), both slowed down on none or one of their
-    # GPUs: GPUs 0, 1 and 2, 3 are disjoint here.
+    # vision 1 / (2 * 1/4) and audio 2 / (2 * 3/4), both slowed down on none or one of their GPUs:
+    # GPUs 0, 1 and 2, 3 are disjoint here.
     assert module_seconds(PROBLEM, ENCODERS) == pytest.approx([2.0, 2 / 1.5])
     assert made.seconds == pytest.approx(2.0 + 1.0)
     shared = (Placement("vision", (0, 1), 1), Placement("audio", (1, 2), 3))

@@ -1,4 +1,4 @@
-"""The solver: strategies against trying everything, each other, and themselves."""
+"""The solver: strategies compared with brute force, each other, and themselves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_partition_program_is_the_best_of_all(problem) -> None:
 
 
 class _BruteForce:
-    """StageEval that tries everything, with no bound to prune by."""
+    """StageEval by brute force, without a bound for pruning."""
 
     def __init__(self, problem) -> None:
         self.problem, self.results = problem, {}
@@ -76,7 +76,7 @@ class _BruteForce:
 
 @given(problems(most=4, pools=(1, 2, 3), steps=(2,)))
 def test_greedy_is_the_same_on_every_evaluation(problem) -> None:
-    """Seconds of Algorithm 1 with brute force, and with pruning and caching on and off."""
+    """Compare Algorithm 1 with brute force, and with pruning and caching on and off."""
     oracle = _BruteForce(problem)
     wanted = sum(oracle.result(stage).seconds for stage in merge_greedily(oracle, prune=False))
     for prune in (False, True):

@@ -1,5 +1,8 @@
-"""The simulator's timeline of a mapping: slots take what the performance model says of stages, and
-GPUs that go on as soon as they can are never later than in lockstep."""
+"""The simulator's timeline of a mapping.
+
+Slots take the time of the performance model, and GPUs that continue as soon as possible are never
+later than in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,15 @@ from raymm.scheduler.search.evaluation import evaluate, step_timeline
 
 @dataclass(frozen=True)
 class SurfaceSeconds:
-    """As :data:`raymm.scheduler.schedule.simulate.GroupSeconds` says, by what disturbs a module on
-    the GPU where it runs (eq. 7 and 8). Modules that the problem does not have take no time.
+    """Implementation of :data:`raymm.scheduler.schedule.simulate.GroupSeconds`.
+
+    It includes interference on the module's GPU (eq. 7 and 8). Modules outside the problem take no
+    time.
 
     Attributes:
-        problem: with surfaces and interference.
-        plan: of a mapping of the problem.
-        forward_share: share of a module's iteration that is its forward.
+        problem: problem with surfaces and interference.
+        plan: plan of a mapping of the problem.
+        forward_share: share of the forward in a module's iteration.
     """
 
     problem: MappingProblem
@@ -54,7 +59,7 @@ class SurfaceSeconds:
     forward_share: float = 1 / 3
 
     def __call__(self, instruction: Instruction, quotas: ByModule[str, float]) -> float:
-        """Of an instruction in a group of modules with these quotas."""
+        """Return the seconds of an instruction in a group of modules with these quotas."""
         module = instruction.stage.module
         if module not in self.problem.names:
             return 0.0
@@ -69,7 +74,7 @@ class SurfaceSeconds:
         return self._share(instruction.op) * module_seconds(self.problem, [own, *others])[0]
 
     def whole(self) -> dict[tuple[StageId, Op], float]:
-        """Per stage and operation, on a whole device."""
+        """Return the seconds per stage and operation, on a whole device."""
         return {
             (stage.id, op): self(Instruction(op, stage.id), {stage.module: 1.0})
             for stage in self.plan.stages for op in (*FORWARDS, Op.BACKWARD)
@@ -80,7 +85,7 @@ class SurfaceSeconds:
 
 
 def graph_of(problem: MappingProblem) -> ModuleGraph:
-    """Modules that nothing reads compute losses."""
+    """Return the graph; modules without a reader compute losses."""
     read = {producer for producer, _ in problem.edges}
     return ModuleGraph(
         tuple(ModuleNode(name, (True,), loss=name not in read) for name in problem.names),
@@ -91,7 +96,7 @@ def graph_of(problem: MappingProblem) -> ModuleGraph:
 def simulated(
     problem: MappingProblem, mapping: Mapping, microbatches: int
 ) -> tuple[Plan, Timeline]:
-    """A plan and its timeline."""
+    """Return a plan and its timeline."""
     plan = mapped_plan(graph_of(problem), mapping, microbatches)
     samples = [Samples(mapping.gpus)] * microbatches
     program = lower(plan, [list(problem.names)] * microbatches, samples=samples)
@@ -131,7 +136,7 @@ def test_without_surfaces_a_quota_takes_as_many_times_more():
 
 @given(problems(limits=(None,)), st.integers(1, 2))
 def test_a_plan_whose_profile_has_surfaces_is_predicted_by_them(problem, microbatches):
-    """As by the surfaces themselves, and not by seconds over quota; bytes are those of shares."""
+    """Compare with the surfaces themselves, not seconds over quota; bytes are those of shares."""
     mapping = solve(problem)
     plan, expected = simulated(problem, mapping, microbatches)
     modules = {}
@@ -173,7 +178,7 @@ def test_colocated_quotas_of_a_pipeline_are_predicted_by_surfaces():
         Stage("a", 0, (0, 1), 0, quota=0.5), Stage("b", 0, (0, 1), 0, quota=0.5),
         Stage("llm", 0, (0, 1), 1),
     )
-    # Half of a device is enough for the one and makes the other a third slower.
+    # Half of a device is enough for one module and makes the other a third slower.
     surfaces = (
         ScalingSurface("a", (1,), (1, 2), 2, ((3.0, 3.0),), (0,), (0.5, 0.5)),
         ScalingSurface("b", (1,), (1, 2), 2, ((4.0, 3.0),), (0,), (0.5, 0.5)),
@@ -188,7 +193,7 @@ def test_colocated_quotas_of_a_pipeline_are_predicted_by_surfaces():
     took = {(s.stage.module, s.op): s.end - s.start for s in spans if s.quota < 1}
     assert took["a", "forward"] == pytest.approx(1.1)
     assert took["b", "forward"] == pytest.approx(4 / 3 * 1.1)
-    # A run's costs, taken back to whole devices, are those that it was simulated with.
+    # The measured costs, scaled back to whole devices, are those of the simulation.
     measured = step_timeline(plan, Network())
     costs = device_costs(plan, full_program(plan), measured)
     assert costs == pytest.approx({key: op_seconds(plan)[key] for key in costs})

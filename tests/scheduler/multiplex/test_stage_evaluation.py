@@ -1,4 +1,4 @@
-"""The least seconds of a stage: against all placements, against CP-SAT, and its bounds."""
+"""The least seconds of a stage, compared with all placements and CP-SAT, and their bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_search_finds_the_least_seconds(problem) -> None:
     assert result.exact and same(result.seconds, least)
     assert StageBounds(problem).bound(stage) <= least * (1 + 1e-12)
     if result.placements:
-        # Valid: quotas, degrees, GPUs.
+        # Validates quotas, degrees and GPUs.
         Mapping(problem.gpus, problem.steps, (MultiplexStage(result.placements, least),))
 
 
@@ -64,8 +64,10 @@ def test_cp_sat_agrees(problem) -> None:
 
 
 def test_sets_of_gpus_need_not_be_aligned() -> None:
-    """Three modules pairwise on three GPUs leave the fourth free; in aligned halves they would
-    not."""
+    """Place three modules pairwise on three GPUs, which leaves the fourth free.
+
+    Aligned halves would not.
+    """
     from raymm.scheduler.costs.surface import ScalingSurface
     from raymm.scheduler.multiplex.problem import MappingProblem
 
@@ -80,7 +82,7 @@ def test_sets_of_gpus_need_not_be_aligned() -> None:
 
 
 def test_product_that_falls_with_a_third_module_is_used() -> None:
-    """Eq. 8 is not monotone: two modules disturb each other more than the same two and a third."""
+    """Check that eq. 8 is not monotone: a third module reduces the interference of two."""
     from raymm.scheduler.costs.interference import Interference
     from raymm.scheduler.costs.surface import ScalingSurface
     from raymm.scheduler.multiplex.problem import MappingProblem

@@ -1,4 +1,4 @@
-"""One of the equal parts of a plan: costs, messages and seconds are those of the whole plan."""
+"""Equal part of a plan: costs, messages and seconds are those of the whole plan."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_has_what_the_whole_plan_has(data, model):
         (src, dst): transfers[in_whole(src), in_whole(dst)]
         for src, dst in network.transfers(part)
     }
-    # A plan takes as long as the part that takes longest.
+    # A plan takes as long as its slowest part.
     near = Network(network.within_node, network.within_node, network.ranks_per_node)
     alike = replace(profile, links=near.links)
     part, plan = replace(part, profile=alike), replace(plan, profile=alike)

@@ -1,4 +1,4 @@
-"""Plan: what it refuses, with which words, and that its JSON says all of it."""
+"""Plan: rejections with their messages, and a complete JSON form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_json_round_trip(plan: Plan) -> None:
 
 
 def changed(path: str, value: object) -> dict:
-    """The alignment plan's data with one value set, or removed if the value is ``...``."""
+    """Return the alignment plan's data with one value set, or removed if it is ``...``."""
     data = json.loads(alignment(2).to_json())
     *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     place = data
@@ -174,7 +174,7 @@ def test_edges_depth_and_ranks() -> None:
 
 
 def longest_path(plan: Plan, stage: str) -> int:
-    """By trying every path."""
+    """Return the longest path by trying every path."""
     after = [dst for src, dst in plan.stage_edges if src == stage]
     return 1 + max((longest_path(plan, dst) for dst in after), default=0)
 

@@ -1,4 +1,4 @@
-"""Policies: what they accept, which are tried, and that any of them gives a whole step."""
+"""Policies: accepted values, candidates, and a complete step with any of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_impossible_ones_are_refused(options: dict, message: str) -> None:
 def test_each_is_tried_once() -> None:
     one, several = list(policies(False)), list(policies(True))
     assert len(set(one)) == len(one) and len(set(several)) == len(several)
-    # How far away a gradient may be matters only where a rank has several stages.
+    # The distance of a gradient matters only if a rank has several stages.
     assert {policy.hops for policy in one} == {ANY_DISTANCE}
     assert len({policy.hops for policy in several}) > 1
     again = list(policies(False, recompute=True))
@@ -91,7 +91,7 @@ def test_a_settled_plan_says_its_policy(plan: Plan) -> None:
 
 
 def test_how_far_stages_run_ahead_is_searched_for() -> None:
-    """Without it no policy that is tried comes within 9% of what no schedule undercuts."""
+    """Check that without it no tried policy is within 9% of the lower bound."""
     plan = list(tight_plans(45))[44]
     settled, seconds = refine(plan)
     assert settled.policy is not None and settled.policy.ahead
@@ -107,7 +107,7 @@ def test_what_is_searched_for_on_a_part_is_of_all_replicas() -> None:
     assert whole.policy == settled.policy and len(whole.replicas("llm")) == 3
     part = replace(settled, activation_limits=None)
     assert iteration_time(whole) == pytest.approx(iteration_time(part))
-    again, _ = refine(replace(whole, policy=None))  # replicas hold what the first does
+    again, _ = refine(replace(whole, policy=None))  # replicas hold as much as the first
     assert Plan.from_json(again.to_json()) == again
     assert seconds > 0
 

@@ -1,5 +1,7 @@
-"""Ports of random graphs: every stage that reads one gets it once, by edges that cost no more than
-any other choice; programs with them end, and what is sent has the bytes of what is read."""
+"""Ports of random graphs: every reading stage gets one once, by the cheapest edges.
+
+Programs with them end, and sent bytes are those that are read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ LAYERS, OUTPUT = 5, 1000
 
 @st.composite
 def plans(draw, replicas=True) -> Plan:
-    """A vision module of 2 layers and a language model of 5 that reads some of its outputs."""
+    """Draw a vision module of 2 layers and a language model of 5 that reads some of its outputs."""
     names = ["deep", "states", "merged"][: draw(st.integers(1, 3))]
     ports = tuple(
         Port(
@@ -60,7 +62,7 @@ def readers(plan: Plan, port: Port) -> list[Stage]:
 
 
 def arrivals(plan: Plan, port: Port, reader: Stage) -> list:
-    """Stages from which a stage gets a port."""
+    """Return the stages that send a port to a stage."""
     sources = []
     for (src, dst), ports in plan.edge_ports.items():
         if dst != reader.id:
@@ -91,14 +93,14 @@ def test_every_reader_gets_a_port_once_and_nobody_else_does(plan):
                 (source,) = sources
                 assert source.index < stage.index and source.replica == stage.replica
                 assert source in reading or port.output is None and source.index == 0
-            else:  # a microbatch goes through one of them
+            else:  # a microbatch passes through one of them
                 assert len(sources) == joined and port.output is not None
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans(replicas=False))
 def test_no_other_choice_of_sources_is_nearer(plan):
-    """Every reader with every earlier holder, tried one after another."""
+    """Try every reader with every earlier holder."""
     links = plan.profile.links
     base = {e for e, ports in plan.edge_ports.items() if not ports.alone}
 

@@ -1,4 +1,4 @@
-"""Processes of a rank are put on one node wherever that can be."""
+"""Processes of a rank are on one node if possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raymm.scheduler.schedule.stage_costs import stage_costs
 
 
 def least_straddling(widths: tuple[int, ...], rooms: tuple[int, ...]) -> int:
-    """The fewest ranks that do not lie on one node, by trying all ways."""
+    """Return the fewest ranks that are not on one node, by trying all assignments."""
     best = len(widths)
     for choice in itertools.product(range(-1, len(rooms)), repeat=len(widths)):
         filled = [
@@ -34,7 +34,7 @@ def least_straddling(widths: tuple[int, ...], rooms: tuple[int, ...]) -> int:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_rank_straddles_that_need_not(data):
-    """Against all ways, where degrees are powers of two."""
+    """Compare with all assignments, if degrees are powers of two."""
     power = st.sampled_from([1, 2, 4])
     ranks = [
         Degrees(data.draw(power), data.draw(power), data.draw(st.sampled_from([1, 2])))
@@ -59,7 +59,7 @@ def test_no_rank_straddles_that_need_not(data):
 
 
 def test_tensor_groups_stay_together_where_a_rank_must_straddle():
-    # Eight processes on three nodes of 4, 3 and 2 places: tp 2 lies within nodes.
+    # Eight processes on three nodes of 4, 3 and 2 slots: tp 2 lies within nodes.
     placed = rank_nodes([Degrees(cp=4, tp=2)], list("aaaabbbcc"))
     assert placed.nodes[0] == placed.nodes[1] and placed.nodes[2] == placed.nodes[3]
     assert placed.nodes[4] == placed.nodes[5] and placed.nodes[6] == placed.nodes[7]
@@ -72,7 +72,7 @@ def test_places_that_came_mixed_are_sorted_by_node():
 
 
 def test_costs_are_those_of_the_nodes_that_processes_have():
-    """Two ranks of two processes, one of which came to straddle nodes."""
+    """Use two ranks of two processes, one of them on two nodes."""
     layer = LayerCost(1.0, 1.0, 1.0, 100, 100, 100)
     near, far = Link(0.0, 1e3), Link(1.0, 1e2)
     profile = CostProfile({"llm": (layer,) * 2}, links=Links(near, far, 4))

@@ -1,4 +1,4 @@
-"""Quotas of modules that share a rank: what is refused, which tasks get a group, and its time."""
+"""Quotas of modules that share a rank: rejections, groups of tasks, and their times."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost
 
-# Of random plans; each is scheduled several times over.
+# Random plans, each scheduled several times.
 
 F, B = Op.FORWARD, Op.BACKWARD
 HALVES = {"vision": 0.5, "audio": 0.5}
 
 
 def colocated(quotas=HALVES, frozen=(), microbatches=4, recompute=False, schedule="1f1b") -> Plan:
-    """Two encoders of one stage on rank 0, a language model of two on ranks 1 and 2."""
+    """Return two one-stage encoders on rank 0, and a two-stage language model on 1 and 2."""
     graph = ModuleGraph(
         tuple(
             ModuleNode(name, (name not in frozen,) * layers)
@@ -91,7 +91,7 @@ def test_a_plan_file_keeps_quotas_and_an_old_one_has_none():
     assert plan.quota_sets(0) == ({"vision": 0.3, "audio": 0.6},) and plan.quota_sets(1) == ()
     data = json.loads(plan.to_json())
     for stage in data["stages"]:
-        del stage["quota"]  # as before there were any
+        del stage["quota"]  # as in older files
     assert Plan.from_dict(data) == colocated({})
     data["stages"][0]["quota"] = "0.5"
     with pytest.raises(PlanError, match=r"quota of stage vision\.0 is '0\.5'"):
@@ -115,7 +115,7 @@ def test_all_work_of_both_encoders_is_side_by_side(recompute):
 
 
 def test_what_has_nobody_beside_it_has_the_whole_device():
-    """And its backward too, as that runs where its forward ran."""
+    """Check also the backward, which runs where its forward ran."""
     plan = colocated()
     present = [("vision", "audio"), ("vision",), ("vision", "audio"), ("audio",)]
     program = lower(plan, present)
@@ -138,7 +138,7 @@ def test_a_single_modality_never_leaves_the_whole_device():
 
 @st.composite
 def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
-    """A plan of which modules on shared ranks have quotas, where at least two draw one."""
+    """Draw a plan with quotas for modules on shared ranks that have at least two."""
     plan = draw(of_plans)
     stages = list(plan.stages)
     for rank in range(plan.num_ranks):
@@ -154,12 +154,12 @@ def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-# A recomputation starts from inputs that were kept, and gradients of weights from those of outputs.
+# A recomputation needs only kept inputs, and weight gradients only output gradients.
 NEED_NOTHING_OF_OTHERS = {Op.RECOMPUTE, Op.BACKWARD_WEIGHT}
 
 
 def check_groups_of(plan: Plan, program: Program) -> None:
-    """What a group promises, looked at one pair of instructions at a time."""
+    """Check the guarantees of a group, for each pair of instructions."""
     for rank in range(plan.num_ranks):
         for group in slots_of(program, rank):
             modules = [plan.by_id[i.stage].module for i in group]
@@ -224,7 +224,7 @@ def test_a_turn_takes_as_long_as_its_slowest_module():
         Span(0, forward, StageId("a", 0), 1, 6.0, 7.0),
     )
     assert timeline.busy(0) == 7 and timeline.bubble(0) == 0
-    assert timeline.costs() == costs  # what was measured on quotas predicts the same again
+    assert timeline.costs() == costs  # measured times on quotas predict the same again
     assert simulate(program, timeline.costs()) == timeline
     assert Timeline.from_json(timeline.to_json()) == timeline
 
@@ -314,4 +314,4 @@ def test_a_trace_has_a_thread_for_every_module_beside_others():
             per_thread.setdefault(event["tid"], []).append((start, start + event["dur"]))
     for spans in per_thread.values():
         for early, late in itertools.pairwise(sorted(spans)):
-            assert early[1] <= late[0]  # Perfetto nests what overlaps in one thread
+            assert early[1] <= late[0]  # Perfetto nests overlapping spans of one thread

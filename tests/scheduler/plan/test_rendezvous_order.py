@@ -1,4 +1,4 @@
-"""Groups are made by their members only, one after another: how many that takes."""
+"""Groups are created by their members only, in order: number of rounds."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +11,11 @@ all_groups = st.lists(members, max_size=24)
 
 
 def rounds_until_all_are_made(groups: list[tuple[int, ...]]) -> int:
-    """What happens: in every round, processes stand in the first of their groups that is not made,
-    and those are made in which all of their members stand."""
+    """Simulate the rounds.
+
+    In every round, processes wait in the first of their groups that is not created, and groups in
+    which all members wait are created.
+    """
     left = {p: [n for n, g in enumerate(groups) if p in g] for p in range(PROCESSES)}
     rounds = 0
     while any(left.values()):
@@ -35,7 +38,7 @@ def test_no_round_is_left_empty(groups) -> None:
     assert sorted(order) == list(range(len(groups)))
     chain = longest_chain([groups[place] for place in order])
     assert chain >= max((sum(p in g for g in groups) for p in range(PROCESSES)), default=0)
-    # A group waits for those of its members only.
+    # A group waits only for its members' other groups.
     others = [sum(not set(g).isdisjoint(h) for h in groups) for g in groups]
     assert chain <= max(others, default=0)
 
@@ -48,5 +51,6 @@ def test_pairs_take_fewer_than_twice_as_many_rounds_as_a_process_has(pairs) -> N
 
 def test_a_pipeline_connects_two_ranks_at_a_time_everywhere() -> None:
     chain = [(n, n + 1) for n in range(1000)]
-    assert longest_chain(chain) == 1000  # in the order of its edges, each waits for the one before
+    # in the order of its edges, each waits for the previous one
+    assert longest_chain(chain) == 1000
     assert longest_chain([chain[n] for n in rendezvous_order(chain)]) == 2

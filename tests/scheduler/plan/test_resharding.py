@@ -1,4 +1,4 @@
-"""Every element travels once, and every process ends up with all it is to have."""
+"""Every element is sent once, and every process gets all its elements."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +37,9 @@ def test_shares_follow_one_another_and_are_alike(senders, receivers, length):
 
 @given(degrees, degrees)
 def test_links(senders, receivers):
-    """Few of them, in one order; every process has one; a guide is among a receiver's."""
+    """Use few links in one order; every process has one, and a receiver's include a metadata
+    sender.
+    """
     plan = Resharding(senders, receivers)
     links = list(plan.links())
     assert links == sorted(set(links)) and len(links) < senders + receivers
@@ -49,7 +51,7 @@ def test_links(senders, receivers):
 
 @given(degrees, degrees, st.integers(2, 4), st.integers(0, 300))
 def test_a_subgroups_shares_are_contiguous(tokens, tensors, receivers, length):
-    """Processes that sum a gradient over tokens, and then send a share of their sum each."""
+    """Check processes that sum a gradient over tokens and send a share of the sum each."""
     plan = Resharding(tokens * tensors, receivers)
     chunk = plan.units // tokens * plan.unit(length)
     for sender in range(tokens * tensors):

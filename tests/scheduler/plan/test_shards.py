@@ -1,4 +1,4 @@
-"""Ranks of several processes: who they are, and who has messages with whom."""
+"""Ranks of several processes: their members, and pairs with messages."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -14,7 +14,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
 
-# (cp, tp, fsdp); sharded parameters are not split, too.
+# (cp, tp, fsdp); sharded parameters are not split further.
 degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(
     st.integers(1, 3), st.just(1), st.integers(2, 3)
 )
@@ -22,7 +22,7 @@ degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuple
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """A plan whose modules have degrees of their own; those that share a rank have the same."""
+    """Draw a plan whose modules have separate degrees, equal for modules on the same rank."""
     plan, _ = draw(steps())
     together: list[set[str]] = []
     for rank in range(plan.num_ranks):
@@ -132,7 +132,7 @@ def test_what_goes_with_fully_sharded_parameters() -> None:
     with pytest.raises(PlanError, match="ep of stage llm.0 is 2 .* accepted: 1;"):
         of_llm(ep=2)
     zero_bubble = replace(plan, schedule="zero_bubble")
-    of_llm(zero_bubble, sharding="fsdp")  # of one process
+    of_llm(zero_bubble, sharding="fsdp")  # for one process
     with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' is 'fsdp'"):
         of_llm(zero_bubble, sharding="fsdp", fsdp=2)
     stages = [replace(s, sharding="fsdp") if s.id == StageId("llm", 0) else s for s in plan.stages]

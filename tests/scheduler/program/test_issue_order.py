@@ -1,4 +1,4 @@
-"""Whatever NCCL makes of it, a program ends: against an oracle without times."""
+"""Programs end for every execution order of NCCL, by an oracle without times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raymm.scheduler.schedule.stage_costs import op_seconds
 
 
 def one_queue(process: int, communicator: object) -> None:
-    """Everything of a process one after another: as bad as it can be."""
+    """Put all operations of a process into one queue, the worst case."""
 
 
 def own_queues(process: int, communicator: object) -> object:
@@ -29,7 +29,7 @@ def own_queues(process: int, communicator: object) -> object:
 
 
 def shared_of(plan: Plan, tied: tuple[str, ...] = ()) -> tuple[SharedGradients, ...]:
-    """What replicas of a stage share, and what the first and the last stage of ``tied`` do."""
+    """Return gradients shared by replicas of a stage, and by the ends of ``tied`` modules."""
     ranks = {stage.id: stage.rank for stage in plan.stages}
     held = [((stage.first_replica,), [rank]) for stage, rank in ranks.items()]
     for module in tied:
@@ -40,8 +40,7 @@ def shared_of(plan: Plan, tied: tuple[str, ...] = ()) -> tuple[SharedGradients, 
 
 
 def as_awaited(program: Program, ahead: int = 0) -> list[list[Issue]]:
-    """Receives posted where they are waited for, or that many messages of their edge earlier,
-    as far as there are some."""
+    """Post receives when they are waited for, or up to ``ahead`` messages of their edge earlier."""
     issues = []
     for instructions in program:
         at: dict = {}
@@ -58,8 +57,10 @@ def as_awaited(program: Program, ahead: int = 0) -> list[list[Issue]]:
 
 @given(st.data(), st.sampled_from(SCHEDULES), st.booleans(), st.booleans())
 def test_any_program_ends_on_any_queues(data, schedule, host_waits, host_blocks) -> None:
-    """Any layout, modalities, sharing of gradients; communicators dealt out to queues at random,
-    a process's own work among them."""
+    """Use any layout, modalities, gradient sharing, and random queues for communicators.
+
+    The queues include the process's own work.
+    """
     plan, present = data.draw(steps(st.one_of(plans(), profiled_plans())))
     plan = replace(plan, schedule=schedule)
     program = lower(plan, present).with_optimizer_ops(OPTIMIZER_OPS)
@@ -95,8 +96,11 @@ def test_any_program_ends_one_operation_at_a_time(data, schedule) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_the_oracle_sees_receives_in_an_order_of_their_own(schedule, ahead) -> None:
-    """The papers' standard job, with a queue for everything: posted where they are awaited, or
-    some messages earlier, receives hold up what others need."""
+    """Use the papers' standard job with a single queue.
+
+    Receives that are posted when they are awaited, or some messages earlier, block the messages
+    that others need.
+    """
     program = full_program(replace(alignment(8), schedule=schedule))
     assert stuck(operations(program, as_awaited(program, ahead)), one_queue)
     assert not stuck(operations(program, check_program(program).issues), one_queue)
@@ -104,8 +108,10 @@ def test_the_oracle_sees_receives_in_an_order_of_their_own(schedule, ahead) -> N
 
 
 def test_a_tied_embedding_is_summed_after_its_gradient_was_sent() -> None:
-    """The sum in the last backward of the last stage waits for the first stage, and that for the
-    gradient that is sent after it."""
+    """Let the sum in the last stage's last backward wait for the first stage.
+
+    The first stage waits for the gradient that is sent after it.
+    """
     plan = chain(3, 4)
     program = full_program(plan).with_optimizer_ops(OPTIMIZER_OPS)
     (tied,) = (s for s in shared_of(plan, ("llm",)) if len(s.stages) == 2)

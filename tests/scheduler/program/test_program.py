@@ -1,4 +1,4 @@
-"""check_program: every way to break a program is found, at every place it can be broken."""
+"""check_program detects every way to break a program, at every position."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def places(program: Program, *ops: Op) -> list[tuple[int, int]]:
 
 
 def edited(program: Program, rank: int, at: int, *instead: Instruction) -> Program:
-    """The program with the instruction at a place replaced."""
+    """Return the program with one instruction replaced."""
     ranks = list(program.ranks)
     ranks[rank] = (*ranks[rank][:at], *instead, *ranks[rank][at + 1 :])
     return Program(tuple(ranks))
 
 
 def exchanged(program: Program, rank: int, one: int, two: int) -> Program:
-    """The program with two instructions of a rank in each other's place."""
+    """Return the program with two instructions of a rank swapped."""
     a, b = program.ranks[rank][one], program.ranks[rank][two]
     return edited(edited(program, rank, one, b), rank, two, a)
 
@@ -65,7 +65,7 @@ def test_two_messages_of_an_edge_exchanged(program: Program, op: Op) -> None:
 
 
 def test_the_message_names_both_microbatches() -> None:
-    # Both receives before both forwards, so that nothing but their order is wrong.
+    # Both receives before both forwards, so that only their order is wrong.
     rank = (
         Instruction(R, SECOND, 1, FIRST),
         Instruction(R, SECOND, 0, FIRST),
@@ -136,7 +136,7 @@ def test_the_messages_say_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_messages_and_compute_in_the_wrong_order(program: Program) -> None:
-    """A receive after the task that uses it, a send before the task that makes it."""
+    """Put a receive after the task that uses it, and a send before the task that produces it."""
     for rank, at in places(program, F, N, B):
         instructions = program.ranks[rank]
         key = (instructions[at].stage, instructions[at].microbatch)
@@ -221,7 +221,7 @@ def test_collectives_that_do_not_meet(other: tuple[Op, ...]) -> None:
 
 
 def test_a_message_across_a_collective() -> None:
-    """Rank 1 waits for what rank 0 sends only after the collective that rank 1 is late for."""
+    """Let rank 1 wait for a message that rank 0 sends only after a collective with rank 1."""
     late = Program((
         (Instruction(N, FIRST, 0), *collective(Op.STEP), Instruction(S, FIRST, 0, SECOND)),
         (Instruction(R, SECOND, 0, FIRST), Instruction(N, SECOND, 0), *collective(Op.STEP)),
@@ -257,8 +257,10 @@ def test_any_program_with_one_fault(data: st.DataObject) -> None:
 
 
 def one_way(microbatches: int, back: bool = False) -> Program:
-    """A frozen stage that runs ahead of the next one; with ``back``, one after that which is on the
-    first one's rank and comes last there."""
+    """Return a frozen stage that runs ahead of the next one.
+
+    With ``back``, a third stage follows on the first one's rank and comes last there.
+    """
     a, b, c = StageId("a", 0), StageId("b", 0), StageId("c", 0)
     ahead = Direction.FORWARD
     first, second = [], []
@@ -275,7 +277,7 @@ def one_way(microbatches: int, back: bool = False) -> Program:
 
 @pytest.mark.parametrize(
     ("microbatches", "back", "bound"),
-    # With both ways full, the first rank has sent what the second one took, and as many more.
+    # With both directions full, the first rank has sent twice the accepted messages.
     [(64, False, 4), (1, False, 4), (4, True, 4), (8, True, 4), (64, True, None)],
 )
 def test_messages_under_way_are_bounded_where_the_program_ends_so(microbatches, back, bound):

@@ -1,4 +1,4 @@
-"""Timelines: their sums, their JSON, and the trace a viewer opens."""
+"""Timelines: their sums, their JSON, and the trace for viewers."""
 
 from __future__ import annotations
 

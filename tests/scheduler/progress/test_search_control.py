@@ -1,4 +1,4 @@
-"""A search that is ended early has the best plan so far, and tells how far it is."""
+"""A search that is ended early returns the best plan so far, and its progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEM = PlanProblem(
 
 
 class Clock:
-    """Time goes on by a step whenever somebody looks."""
+    """Clock that advances by a step at every reading."""
 
     def __init__(self, step: float) -> None:
         self.now, self.step = 0.0, step
@@ -40,7 +40,7 @@ class Clock:
 
 
 class AfterPlans(SearchControl):
-    """Does something once so many plans were tried."""
+    """Search control that acts once so many plans were tried."""
 
     def __init__(self, plans: int, action: Callable[[], None]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class AfterPlans(SearchControl):
 
 
 def whole_search() -> tuple[float, int]:
-    """Seconds of the best plan, and how many were tried."""
+    """Return the seconds of the best plan, and the number of tried plans."""
     control = SearchControl()
     best = find_plans(PROBLEM, control=control).best.seconds
     return best, control.state.tried
@@ -93,7 +93,7 @@ def test_the_time_limit_ends_with_the_best_so_far():
 
 
 def test_without_a_plan_there_is_nothing_to_end_with():
-    """A time limit waits for the first plan, Ctrl-C does not."""
+    """Wait for the first plan after a time limit, but not after Ctrl-C."""
     control = SearchControl(0.5, clock=Clock(1.0))
     proposal = find_plans(PROBLEM, control=control)
     assert control.state.best == proposal.best.seconds and control.state.tried <= 3
@@ -111,7 +111,7 @@ def test_the_second_ctrl_c_ends_the_program():
 
 
 def test_a_search_that_begins_again_goes_on_to_its_next_plan():
-    """The best plan turned out not to run, after the limit."""
+    """Find that the best plan does not run, after the limit."""
     control = SearchControl(30.0, clock=Clock(1.0))
     find_plans(PROBLEM, control=control)
     control.begin()

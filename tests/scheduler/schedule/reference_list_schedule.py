@@ -1,13 +1,13 @@
-"""List scheduling of a step: every rank, when free, takes the best task it can start.
+"""List scheduling of a step: every rank, when free, takes the best task that it can start.
 
-One engine for all schedules; :class:`.schedule_rules.Rules` say what a backward consists of and how
-much may be held, and a :class:`~raymm.scheduler.plan.policy.Policy` which task is best. Times are
-those the simulator will find for the result.
+One engine for all schedules: :class:`.schedule_rules.Rules` define the parts of a backward and the
+memory limits, and a :class:`~raymm.scheduler.plan.policy.Policy` ranks the tasks. Times are those
+that the simulator finds for the result.
 
-On a rank with quotas the best task may take others with it: of every other module with a quota
-the best that could start as well and is of the same kind (quotas are chosen so that modules take
-about as long as each other, forwards and backwards each among themselves). Alone, it has the whole
-device, but for backwards whose forward ran on a quota: autograd runs those on the same one.
+On a rank with quotas the best task may start together with others: of every other module with a
+quota, the best task that could also start and is of the same kind (quotas are chosen so that
+modules take about the same time, separately for forwards and backwards). A task alone has the whole
+device, except for backwards whose forward ran on a quota: autograd runs those on the same one.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
 from tests.scheduler.schedule.reference_stage_progress import UNKNOWN_SIZES, StageProgress
 
-# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
-# no activations, only outputs that wait to be received; two hide the jitter between ranks.
-# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
+# Number of microbatches for which a stage without a backward is planned ahead of its consumer. It
+# keeps no activations, only outputs that wait to be received; two hide the jitter between ranks.
+# This orders the work of a rank; it does not block an idle rank.
 RUN_AHEAD = 2
 
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 
 
 class ReferenceSchedule(NamedTuple):
-    """Tasks per rank, in order, and when the last one ends (seconds)."""
+    """Tasks per rank, in order, and the end of the last one (seconds)."""
 
     tasks: tuple[tuple[Task, ...], ...]
     makespan: float
 
 
 class _Begun(NamedTuple):
-    """A task under way, which takes so long on a whole device."""
+    """Task in flight, with its duration on a whole device."""
 
     state: StageProgress
     kind: int
@@ -51,15 +51,14 @@ class _Begun(NamedTuple):
 
 
 class ListScheduler:
-    """Schedules one step.
+    """Scheduler of one step.
 
     Args:
-        plan: the plan.
-        active: what each microbatch uses.
-        costs: seconds per (stage, compute op), as far as known.
-        sizes: bytes per stage; every stage's are taken to be alike where missing.
-        delays: seconds a message takes, per directed edge (gradients travel the data edge
-            reversed); 0 where missing.
+        active: modules used by each microbatch.
+        costs: known seconds per (stage, compute op).
+        sizes: bytes per stage; missing stages count as equal.
+        delays: seconds per message, per directed edge (gradients use the reversed data edge); 0 if
+            missing.
     """
 
     def __init__(
@@ -77,10 +76,10 @@ class ListScheduler:
         self.delays = delays or {}
 
     def run(self, rules: Rules) -> ReferenceSchedule:
-        """Schedule everything.
+        """Schedule all tasks.
 
         Raises:
-            NoPlanError: if a rank filled up to its byte limit and can never go on.
+            NoPlanError: a rank filled up to its byte limit and can never continue.
         """
         self._rules = rules
         self._start()
@@ -96,7 +95,7 @@ class ListScheduler:
                 continue
             choice = self._choose(rank, now)
             if choice is None:
-                continue  # woken again when something it may wait for becomes ready
+                continue  # woken again when a possible input becomes ready
             end = self._begin(rank, *choice, now)
             free_at[rank] = end
             makespan = max(makespan, end)
@@ -112,7 +111,8 @@ class ListScheduler:
         for stage in plan.stages:
             size = self.sizes.get(stage.id, UNKNOWN_SIZES)
             state = StageProgress(plan, stage, self.active, self.costs, size)
-            state.order = (state.depth, len(stages))  # of one microbatch, nearest to loss first
+            # by microbatch, then nearest to the loss first
+            state.order = (state.depth, len(stages))
             state.held = len(self.active) if rules.flush else plan.warm_up[stage.id]
             stages[stage.id] = state
         for state in stages.values():
@@ -121,14 +121,14 @@ class ListScheduler:
         self._on_rank = [
             [stages[s.id] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
         ]
-        # Per rank, bytes by microbatch and group, which is the order things are finished in.
+        # Per rank, bytes by microbatch and group, in the order of completion.
         self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
         self._num_groups = 0
 
     @property
     def seconds(self) -> dict[tuple[StageId, Op], float]:
-        """What every op of the last run was taken to take."""
+        """Return the assumed seconds of every op of the last run."""
         return {
             key: seconds for state in self._stages.values()
             for key, seconds in state.op_seconds().items()
@@ -145,15 +145,17 @@ class ListScheduler:
             if left:  # cannot happen: every limit is at least one and the graph is acyclic
                 raise AssertionError(f"{left} task(s) of stage {state.id} are unscheduled")
 
-    # -- choosing ---------------------------------------------------------------------
+    # -- selection --------------------------------------------------------------------
 
     def _choose(
         self, rank: int, now: float, others: Sequence[_Begun] = ()
     ) -> tuple[StageProgress, int] | None:
-        """The best task that a rank can start, concurrent with ``others`` if there are any."""
+        """Return the best task that a rank can start, concurrently with ``others`` if there are
+        any.
+        """
         policy = self._rules.policy
         candidates: list[tuple[StageProgress, int, float, int]] = []
-        lacks_room = max(policy.priority)  # best priority of what only lacks room
+        lacks_room = max(policy.priority)  # best priority of tasks that only lack memory
         for state in self._on_rank[rank]:
             for kind, ready, microbatch, has_room in self._candidates(state):
                 if others and not self._fits_group(state, kind, microbatch, others):
@@ -164,7 +166,7 @@ class ListScheduler:
                     lacks_room = min(lacks_room, policy.priority[kind])
         best: tuple[int, int, int] | None = None
         chosen: tuple[StageProgress, int] | None = None
-        soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
+        soon: list[tuple[float, int]] = []  # (time, priority) of tasks that are not ready yet
         for state, kind, ready, microbatch in candidates:
             priority = policy.priority[kind]
             if kind == WEIGHT:
@@ -187,8 +189,11 @@ class ListScheduler:
         return chosen
 
     def _on_its_quota(self, state: StageProgress, kind: int, microbatch: int) -> bool | None:
-        """Whether a task must run on its module's quota; None if it may as well have the whole
-        device. A backward runs where what it needs was made."""
+        """Return True if a task must run on its module's quota; None if it may use the whole
+        device.
+
+        A backward runs where its inputs were computed.
+        """
         if state.quota is None:
             return False
         made_first = state.recompute and not self._rules.early_recompute
@@ -206,8 +211,9 @@ class ListScheduler:
         )
 
     def _candidates(self, state: StageProgress) -> list[tuple[int, float, int, bool]]:
-        """(kind, when it is ready, microbatch, whether there is room for it) of each kind the
-        stage could do next."""
+        """Return (kind, ready time, microbatch, True if memory suffices) of each possible next
+        task.
+        """
         policy = self._rules.policy
         candidates = []
         if state.next_forward < len(state.forwards):
@@ -237,7 +243,7 @@ class ListScheduler:
 
     def _may_run_ahead(self, state: StageProgress, microbatch: int) -> bool:
         if microbatch not in state.needs:
-            if self._on_rank[state.rank] == [state]:  # nothing else waits for the rank
+            if self._on_rank[state.rank] == [state]:  # no other stage waits for the rank
                 return True
             return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
         ahead = state.started - state.next_backward
@@ -249,16 +255,16 @@ class ListScheduler:
         )
 
     def _room(self, state: StageProgress, kind: int, microbatch: int) -> bool:
-        """Whether a forward or recomputation leaves its rank room for what must come first.
+        """Return True if a forward or recomputation leaves memory for the tasks that must come
+        first.
 
-        A rank can always finish its microbatches oldest first (of one microbatch, stages
-        nearer to the loss first) if each still fits once all before it are finished. A task
-        may start if that stays so; without this a rank could fill up with what it can do
-        early and never get on.
+        A rank can always finish its microbatches oldest first (of one microbatch, stages nearer to
+        the loss first) if each still fits once all earlier ones are finished. A task may start if
+        that stays true; otherwise a rank could fill up with early tasks and never continue.
         """
         if self._rules.byte_limits is None:
             return True
-        # Sums of many sizes: a limit that is met exactly must not fail by rounding.
+        # Sums of many sizes: an exactly met limit must not fail by rounding.
         limit = self._rules.byte_limits[state.rank] * (1 + 1e-12)
         held = self._held[state.rank]
         more = state.kept if kind == FORWARD else state.activation
@@ -266,7 +272,7 @@ class ListScheduler:
             return False
         task = (microbatch, *state.order)
         for other in self._on_rank[state.rank]:
-            # What the stage will next need memory for.
+            # The next microbatch for which the stage needs memory.
             index = other.next_recompute if other.recompute else other.started
             if index == len(other.backwards):
                 continue
@@ -275,7 +281,7 @@ class ListScheduler:
             if place > task or (place == task and kind == RECOMPUTE):
                 continue
             after = sum(size for key, size in held.items() if key >= place)
-            for late in self._on_rank[state.rank]:  # forwards that must still come before it
+            for late in self._on_rank[state.rank]:  # forwards that must still precede it
                 key = (first, *late.order)
                 if key >= place and key != task and first in late.needs:
                     if first not in late.forward_end:
@@ -284,15 +290,15 @@ class ListScheduler:
                 return False
         return True
 
-    # -- doing ------------------------------------------------------------------------
+    # -- execution --------------------------------------------------------------------
 
     def _begin(self, rank: int, state: StageProgress, kind: int, now: float) -> float:
-        """Begin a task, and what runs concurrently; returns when all of it ends."""
+        """Begin a task, and its concurrent ones; return the time when all of them end."""
         self._wakes: list[tuple[float, int]] = []
         order = self._order[rank]
         first = len(order)
         begun = [self._begin_task(rank, state, kind, now)]
-        if state.quota is None:  # as most have none
+        if state.quota is None:  # most stages have none
             end = now + begun[0].seconds
             self._end(begun[0], end)
             return end
@@ -371,7 +377,7 @@ class ListScheduler:
         return _Begun(state, BACKWARD, microbatch, seconds)
 
     def _end(self, begun: _Begun, end: float) -> None:
-        """Say when a task ends, and wake the ranks that may wait for that."""
+        """Set the end of a task, and wake the ranks that may wait for it."""
         state, kind, microbatch, _ = begun
         if kind == FORWARD:
             state.forward_end[microbatch] = end

@@ -1,4 +1,4 @@
-"""How far a stage is in a list schedule, and when what it does next could start."""
+"""Progress of a stage in a list schedule, and ready times of its next tasks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
 
-# A stage whose costs are not known: a backward takes twice as long as a forward, and what a
-# forward keeps is much more than what it got.
+# A stage with unknown costs: a backward takes twice as long as a forward, and a forward keeps much
+# more than its input.
 UNKNOWN_FORWARD, UNKNOWN_BACKWARD = 1.0, 2.0
 UNKNOWN_SIZES = StageCost(0.0, 0.0, 0.0, input_bytes=1, activation_bytes=16)
 
-# A task never takes no time at all, or a rank could begin tasks forever at one instant.
+# A task takes some time, or a rank could begin tasks forever at one instant.
 SHORTEST = 1e-9
 
 
 class StageProgress:
-    """One stage's progress. It takes its microbatches in ascending order, forward, recompute,
-    backward and weight, so that messages of an edge keep their order.
+    """Progress of one stage.
+
+    It processes its microbatches in ascending order, forward, recompute, backward and weight, so
+    that messages of an edge keep their order.
 
     Args:
-        plan: that the stage is of.
-        stage: whose progress this is.
-        active: what each microbatch uses.
-        costs: seconds per (stage, compute op), as far as known.
+        plan: plan of the stage.
+        active: modules used by each microbatch.
+        costs: known seconds per (stage, compute op).
         cost: the stage's bytes.
     """
 
@@ -65,16 +66,19 @@ class StageProgress:
         self._set_seconds(costs)
         self.started = 0
         self.next_forward = self.next_recompute = self.next_backward = 0
-        self.weights: deque[int] = deque()  # microbatches whose B_d is done and B_w is not
+        self.weights: deque[int] = deque()  # microbatches with B_d done and B_w pending
         self.forward_end: dict[int, float] = {}
         self.recomputed_end: dict[int, float] = {}
         self.backward_end: dict[int, float] = {}
         self.consumed: dict[str, int] = {}
-        self.on_quota: set[int] = set()  # microbatches whose activations were made on the quota
+        self.on_quota: set[int] = set()  # microbatches whose activations were computed on the quota
 
     def _set_seconds(self, costs: Mapping[tuple[StageId, Op], float]) -> None:
-        """Durations as far as they were measured. A forward that was measured under ``no_grad``
-        only (or only with gradients) takes about as long the other way."""
+        """Set measured durations.
+
+        A forward that was measured only under ``no_grad`` (or only with gradients) takes about as
+        long the other way.
+        """
 
         def seconds(*ops: Op, default: float) -> float:
             measured = (costs[self.id, op] for op in ops if (self.id, op) in costs)
@@ -94,12 +98,11 @@ class StageProgress:
     def connect(
         self, plan: Plan, stages: Mapping[StageId, StageProgress], delays: Mapping[Edge, float]
     ) -> None:
-        """Take note of the stages that this one gets something of, and that take it further.
+        """Connect this stage with its producers and consumers.
 
         Args:
-            plan: which says who they are.
             stages: all stages of the plan.
-            delays: seconds a message takes, per directed edge; 0 where missing.
+            delays: seconds per message, per directed edge; 0 if missing.
         """
         self.producers = [stages[name] for name in plan.stage_producers[self.id]]
         self.consumers = [stages[name] for name in plan.stage_consumers[self.id]]
@@ -108,7 +111,7 @@ class StageProgress:
         self.consumed = {c.module: 0 for c in self.consumers}
 
     def op_seconds(self) -> dict[tuple[StageId, Op], float]:
-        """What every op is taken to take."""
+        """Return the assumed duration of every op."""
         return {
             (self.id, op): seconds
             for op, seconds in (
@@ -124,11 +127,11 @@ class StageProgress:
 
     @property
     def num_left(self) -> int:
-        """Forwards and backwards that have not begun."""
+        """Return the number of forwards and backwards that have not begun."""
         return len(self.forwards) - self.next_forward + len(self.backwards) - self.next_backward
 
     def forward_ready(self, microbatch: int) -> float:
-        """When all inputs of a forward are there; ``inf`` while that is open."""
+        """Return the arrival time of a forward's last input; ``inf`` while unknown."""
         run = self.active[microbatch].stages
         ready = 0.0
         for producer, delay in zip(self.producers, self.edge_delay, strict=True):
@@ -137,8 +140,10 @@ class StageProgress:
         return ready
 
     def backward_ready(self, microbatch: int, early: bool) -> float:
-        """When all gradients of a backward are there, and what it needs of its own forward (if
-        ``early``: of its recomputation); ``inf`` while that is open."""
+        """Return the time when a backward's gradients and its own forward are available.
+
+        With ``early``, its recomputation instead of the forward; ``inf`` while unknown.
+        """
         done = self.recomputed_end if early else self.forward_end
         ready = done.get(microbatch, math.inf)
         run = self.active[microbatch].stages
@@ -148,7 +153,7 @@ class StageProgress:
         return ready
 
     def gradient_is_near(self, microbatch: int, hops: int) -> bool:
-        """Whether the gradient is under way at most so many stages from here."""
+        """Return True if the gradient is at most so many stages away."""
         state = self
         for _ in range(hops):
             if not state.consumers:

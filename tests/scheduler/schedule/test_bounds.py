@@ -1,4 +1,4 @@
-"""Lower bounds against simulated steps, and against bounds that are obvious."""
+"""Lower bounds compared with simulated steps, and with obvious bounds."""
 
 from __future__ import annotations
 
@@ -53,14 +53,16 @@ def test_no_schedule_is_faster(data: st.DataObject) -> None:
 
 
 def test_a_pipeline_that_waits_for_its_messages() -> None:
-    """Four stages of a second forward and a second backward, ten seconds from each other: the
-    second may hold three microbatches, whose turns to the loss and back take 46 seconds."""
+    """Use four stages of one second per pass, ten seconds from each other.
+
+    The second may hold three microbatches, which take 46 seconds to the loss and back.
+    """
     graph = ModuleGraph((ModuleNode("llm", (True,) * 4),), ())
     profile = CostProfile({"llm": (LayerCost(1.0, 0.5, 0.5),) * 4})
     stages = tuple(Stage("llm", i, (i, i + 1), i) for i in range(4))
     plan = Plan(graph, stages, 8, "1f1b", profile)
     delays = {edge: 10.0 for a, b in plan.stage_edges for edge in ((a, b), (b, a))}
-    # 11 s until its first input is there, a forward, three turns, and the first stage's backward.
+    # 11 s until its first input arrives, a forward, three turns, and the first stage's backward.
     assert one_f_one_b_bound(plan, delays) == 11 + 1 + 3 * 46 + 10.5
     assert lower_bound(plan, delays) < one_f_one_b_bound(plan, delays)
     assert one_f_one_b_bound(plan, delays) <= simulated(plan, delays)
@@ -90,8 +92,10 @@ def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
 
 
 def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
-    """The busiest rank's work; and the longest way of one microbatch down to a loss, every
-    way of it spelled out, with what that loss's stage does."""
+    """Return the busiest rank's work, and the longest path of one microbatch down to a loss.
+
+    All paths are spelled out, including the work of that loss's stage.
+    """
     costs = op_seconds(plan)
     active = active_stages(plan, full_step(plan))
     work = [0.0] * plan.num_ranks
@@ -104,7 +108,7 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
                 work[stage.rank] += costs[name, Op.FORWARD] if stage.recompute else 0.0
 
     def ways(name: str, run: frozenset[str]) -> list[float]:
-        """Seconds of every way from data to the end of a stage's forward."""
+        """Return the seconds of every path from data to the end of a stage's forward."""
         before = [src for src in plan.stage_producers[name] if src in run]
         found = [
             seconds + delays.get((src, name), 0.0) for src in before for seconds in ways(src, run)
@@ -131,14 +135,14 @@ def test_at_least_the_obvious_bounds(data: st.DataObject) -> None:
     bound = lower_bound(plan, delays)
     assert bound >= max(slow_bounds(plan, delays)) - 1e-9
     assert lower_bound(plan) <= bound
-    # A copy's first microbatch may have a shorter way back than the others'.
+    # A replica's first microbatch may have a shorter way back than the others'.
     if all(len(plan.replicas(n.name)) <= plan.num_microbatches for n in plan.graph.nodes):
         more = replace(plan, num_microbatches=plan.num_microbatches + 1)
         assert bound <= lower_bound(more, delays)
 
 
 def chain(ranks: int, microbatches: int, **layer: int) -> Plan:
-    """A trained LLM with a layer per rank, F = B_d = B_w = 1 s."""
+    """Return a trained LLM with a layer per rank, F = B_d = B_w = 1 s."""
     cost = LayerCost(1, 1, 1, **layer)
     return Plan(
         ModuleGraph((ModuleNode("llm", (True,) * ranks),), ()),
@@ -148,15 +152,15 @@ def chain(ranks: int, microbatches: int, **layer: int) -> Plan:
 
 
 def test_spelled_out() -> None:
-    # The last rank begins after 2 s, has 5 times 3 s of work, of which all 5 s of B_w may come
-    # after its last gradient; from then on 1 + 1 s of the others' B_d (the first has only B_w).
+    # The last rank begins after 2 s, has 5 times 3 s of work; all 5 s of B_w may follow its last
+    # gradient; from then on 1 + 1 s of the others' B_d (the first has only B_w).
     assert lower_bound(chain(3, 5)) == 2 + 15
     # One microbatch: 3 F, then B_d, B_d and the first stage's B_w.
     assert lower_bound(chain(3, 1)) == 3 + 2 + 1
-    # With room for a single microbatch each has been to the loss and back before the next begins.
+    # With memory for a single microbatch each has been to the loss and back before the next begins.
     limits = {rank: 50.0 for rank in range(3)}
     assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 5 * (3 + 2 + 1)
-    # With room for two on the last rank no more than two of its B_w can wait.
+    # With memory for two on the last rank at most two of its B_w can wait.
     limits = {0: 250.0, 1: 250.0, 2: 100.0}
     assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 2 + 13 + 1 + 1
     edges = [(StageId("llm", 0), StageId("llm", 1)), (StageId("llm", 1), StageId("llm", 2))]
@@ -164,7 +168,7 @@ def test_spelled_out() -> None:
 
 
 def test_what_takes_no_memory_may_always_wait() -> None:
-    """A profile may not know activations; limits then do not limit anything."""
+    """Use a profile without activations, for which limits have no effect."""
     nothing = {rank: 0 for rank in range(3)}
     assert lower_bound(chain(3, 5), None, nothing) == lower_bound(chain(3, 5))
     plan = replace(chain(3, 5), schedule="zero_bubble", activation_limits=(0, 0, 0))

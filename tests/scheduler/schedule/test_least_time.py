@@ -1,5 +1,7 @@
-"""Bounds and zero-bubble schedules against the least time that any schedule takes, which OR-tools
-finds: every task an interval, ranks without overlap, activations within limits."""
+"""Bounds and zero-bubble schedules compared with the least time of any schedule.
+
+OR-tools finds it: every task is an interval, ranks do not overlap, activations stay within limits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SLOW_S = 20.0
 
 
 class _Least:
-    """The model of a step whose seconds are whole numbers."""
+    """Model of a step whose seconds are whole numbers."""
 
     def __init__(self, plan: Plan, limits: tuple[int, ...], within: int) -> None:
         self.model, self.within = cp_model.CpModel(), within
@@ -83,7 +85,7 @@ class _Least:
             self.held[rank].append((interval, size))
 
     def seconds(self) -> tuple[float, bool]:
-        """The least found to be possible; whether it is the least of all."""
+        """Return the least feasible seconds found, and True if they are optimal."""
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = SLOW_S
         solver.parameters.num_workers = 1
@@ -103,7 +105,7 @@ def test_between_the_bound_and_what_is_scheduled(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         peaks = activation_peaks(baseline, sizes)
         limits = tuple(map(min, zip(limits, peaks, strict=True)))
-    # 1F1B itself may have more for a time, which is no microbatch's, than the limits leave.
+    # 1F1B itself may temporarily need more, for no microbatch, than the limits leave.
     work = sum(cost.forward * 2 + cost.backward_input + cost.backward_weight
                for cost in sizes.values())
     bound = lower_bound(plan, None, dict(enumerate(limits)))

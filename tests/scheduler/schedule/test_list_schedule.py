@@ -1,6 +1,7 @@
-"""The list scheduler of plain arrays, in Python and in machine code, against the one that is easy
-to read: the same tasks in the same order, the same seconds to the bit; and its replay against the
-simulator."""
+"""The list scheduler on plain arrays, in Python and in machine code, equals the readable one.
+
+The same tasks in the same order, and bitwise the same seconds; its replay equals the simulator.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
 
 @st.composite
 def rules(draw: st.DrawFn, plan: Plan) -> Rules:
-    """1F1B, GPipe, or a policy within random limits."""
+    """Draw 1F1B, GPipe, or a policy within random limits."""
     kind = draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"]))
     if kind != "zero_bubble":
         return Rules(flush=kind == "gpipe")
@@ -53,7 +54,7 @@ def rules(draw: st.DrawFn, plan: Plan) -> Rules:
 
 @st.composite
 def with_quotas(draw: st.DrawFn) -> Plan:
-    """Plans of which some ranks have quotas for their modules."""
+    """Draw plans in which some ranks have quotas for their modules."""
     plan = draw(profiled_plans())
     shares = {}
     for rank in range(plan.num_ranks):
@@ -65,7 +66,7 @@ def with_quotas(draw: st.DrawFn) -> Plan:
 
 
 def plain(tasks):
-    """Tasks with the numbers of groups in the order of the rank."""
+    """Return tasks with group numbers in the order of the rank."""
     ranks = []
     for rank in tasks:
         numbers: dict[int, int] = {-1: -1}
@@ -75,7 +76,7 @@ def plain(tasks):
 
 @pytest.fixture(scope="module", autouse=True, params=[math.inf, 0.0])
 def patience(request: pytest.FixtureRequest) -> Iterator[None]:
-    """All in Python, and all in machine code."""
+    """Run everything in Python, and everything in machine code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine_code, "PATIENCE_S", request.param)
         yield
@@ -83,7 +84,7 @@ def patience(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @given(profiled_plans())
 def test_arrays_of_all_steps_have_one_memory_layout(plan: Plan) -> None:
-    """Machine code is compiled per memory layout."""
+    """Check this because machine code is compiled per memory layout."""
     step = active_stages(plan, full_step(plan))
     for part in ListScheduler(plan, step, op_seconds(plan)).parts:
         for name, array in part.arrays._asdict().items():
@@ -128,7 +129,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_step_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread compiles, and Python computes the same meanwhile."""
+    """Compile in a thread while Python computes the same."""
     monkeypatch.setattr(machine_code, "PATIENCE_S", 1e-9)
     callers = []
 
@@ -175,7 +176,7 @@ sys.exit(3)
 
 
 def test_a_process_ends_while_a_thread_compiles(tmp_path) -> None:
-    """Its exit code is its own, and nothing is waited for."""
+    """Check that it keeps its exit code and does not wait."""
     lines = "\n".join(f"    x += {n} * (x % {n + 2})" for n in range(400))
     (script := tmp_path / "compiles.py").write_text(COMPILES.format(lines=lines))
     child = subprocess.run([sys.executable, script], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""All schedules: what they run, what they hold, and how fast they are, on random plans."""
+"""All schedules on random plans: their tasks, memory and speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.scheduler.random_plans import profiled_plans, steps
 
 @st.composite
 def layers(draw: st.DrawFn) -> LayerCost:
-    """Whole numbers; every layer takes time and memory."""
+    """Draw whole numbers; every layer takes time and memory."""
     small = st.integers(0, 9)
     return LayerCost(
         1 + draw(small), draw(small), draw(small), 1 + draw(small) * 10, draw(small),
@@ -36,7 +36,7 @@ def layers(draw: st.DrawFn) -> LayerCost:
 
 @st.composite
 def any_plans(draw: st.DrawFn) -> Plan:
-    """Of any schedule."""
+    """Draw plans of any schedule."""
     return replace(draw(profiled_plans(layers())), schedule=draw(st.sampled_from(SCHEDULES)))
 
 
@@ -63,7 +63,7 @@ def test_every_schedule_runs_what_1f1b_runs(step: tuple[Plan, list[set[str]]]) -
         assert sum(ops[op] for op in FORWARDS) == 1
         wanted = reference[key]
         assert bool(ops[Op.FORWARD_NO_GRAD]) == bool(wanted[Op.FORWARD_NO_GRAD])
-        # Both halves of a backward, or one whole one.
+        # Both halves of a backward, or one full one.
         halves = ops[Op.BACKWARD_INPUT], ops[Op.BACKWARD_WEIGHT]
         assert (halves == (0, 0) and ops[Op.BACKWARD] == wanted[Op.BACKWARD]) or (
             halves == (1, 1) and not ops[Op.BACKWARD] and wanted[Op.BACKWARD]
@@ -87,7 +87,7 @@ def test_time_memory_and_bounds(plan: Plan) -> None:
         limits = one_f_one_b_limits(one, baseline, sizes)
         peaks = activation_peaks(program, sizes)
         assert all(a <= b for a, b in zip(peaks, limits, strict=True))
-        # No device needs more than the fullest one does under 1F1B.
+        # No device needs more than the fullest one under 1F1B.
         assert max(peaks) <= max(activation_peaks(baseline, sizes))
         assert max(n.total for n in rank_memory(plan, program)) <= max(
             n.total for n in rank_memory(one, baseline)
@@ -98,7 +98,7 @@ def test_time_memory_and_bounds(plan: Plan) -> None:
 
 @given(st.data())
 def test_limits_and_delays(data: st.DataObject) -> None:
-    """Within any limit that fits one microbatch the schedule ends and keeps the limit."""
+    """Check that within any limit for one microbatch the schedule ends and keeps the limit."""
     plan = replace(data.draw(any_plans()), schedule="zero_bubble", num_microbatches=5)
     stages = tuple(replace(s, rank=i) for i, s in enumerate(plan.stages) if not s.replica)
     plan = replace(plan, stages=stages, shared_ranks=None)
@@ -121,7 +121,7 @@ def test_limits_and_delays(data: st.DataObject) -> None:
 
 def chain(ranks: int, microbatches: int, schedule: str, trainable: bool = True,
           recompute: bool = False) -> Plan:
-    """An LLM of equal stages (F = B_d = B_w = 1 s) behind a projector that costs nothing."""
+    """Return an LLM of equal stages (F = B_d = B_w = 1 s) behind a free projector."""
     graph = ModuleGraph(
         (ModuleNode("projector", (True,)), ModuleNode("llm", (trainable,) * ranks)),
         (("projector", "llm"),),
@@ -140,9 +140,12 @@ def chain(ranks: int, microbatches: int, schedule: str, trainable: bool = True,
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("microbatches", [6, 12])
 def test_closed_forms(ranks: int, microbatches: int) -> None:
-    """1F1B: (M+P-1)(f+b). The hand-made zero-bubble schedule of the same memory (ZB-H1, Qi et
-    al.) idles (P-1)(F+B_d-B_w), here a third of 1F1B's; list scheduling gets there, or misses
-    it by one task."""
+    """Compare with closed forms.
+
+    1F1B: (M+P-1)(f+b). The hand-made zero-bubble schedule of the same memory (ZB-H1, Qi et al.)
+    idles (P-1)(F+B_d-B_w), here a third of 1F1B's; list scheduling reaches that, or misses it by
+    one task.
+    """
     total = iteration_time(chain(ranks, microbatches, "1f1b"))
     assert total == pytest.approx((microbatches + ranks - 1) * 3, abs=1e-5)
     better = iteration_time(chain(ranks, microbatches, "zero_bubble"))
@@ -150,7 +153,7 @@ def test_closed_forms(ranks: int, microbatches: int) -> None:
 
 
 def test_recomputation_hides_behind_the_wait_for_gradients() -> None:
-    """A frozen LLM has no B_w: starting its recomputation early takes F off the way back."""
+    """Freeze the LLM, which has no B_w: early recomputation removes F from the way back."""
     plain = iteration_time(chain(4, 12, "1f1b", trainable=False, recompute=True))
     early = iteration_time(chain(4, 12, "zero_bubble", trainable=False, recompute=True))
     assert plain == pytest.approx(12 * 3 + 3 * 3, abs=1e-5)
@@ -202,7 +205,7 @@ def test_memory_over_the_limit_is_refused() -> None:
 
 
 def test_backwards_of_one_rank_only() -> None:
-    """What a plan owes nobody is one whole backward, even when backwards are split."""
+    """Use one full backward if no rank waits for its halves, even when backwards are split."""
     plan = chain(1, 3, "zero_bubble")
     ops = {i.op for rank in full_program(plan) for i in rank} & BACKWARDS
     assert ops <= {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}

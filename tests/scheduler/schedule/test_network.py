@@ -1,4 +1,4 @@
-"""Messages: what they take, and the simulator against one that goes event by event."""
+"""Messages: their durations, and the simulator compared with an event-driven one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ Edge = tuple[str, str]
 def event_by_event(
     program: Program, costs: dict[tuple[str, Op], float], transfers: dict[Edge, Transfer]
 ) -> float:
-    """When the last compute instruction ends. Ranks and links are machines that handle one
-    thing at a time; everything that happens, happens in the order of its time."""
+    """Return the end of the last compute instruction.
+
+    Ranks and links are machines that handle one thing at a time, and events occur in the order of
+    their times.
+    """
     events: list[tuple[float, int, str, object]] = []
     count = 0
 
@@ -55,7 +58,7 @@ def event_by_event(
 
     while events:
         now, _, what, about = heapq.heappop(events)
-        if what == "link":  # it is free again; the message is under way
+        if what == "link":  # the link is free again; the message is in flight
             message, on_the_link[about] = on_the_link[about], None
             at(now + transfers.get(about, Transfer()).latency, "message", (about, message))
             start_link(now, about)
@@ -101,8 +104,10 @@ def test_simulated_messages(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_slower_links_never_help_a_program(data: st.DataObject) -> None:
-    """A program's order is fixed, so every delay can only add. (Lowering again with other
-    delays may choose another order, better or worse.)"""
+    """Check that every delay can only add time, because a program's order is fixed.
+
+    (Lowering again with other delays may select another order, better or worse.)
+    """
     plan = data.draw(profiled_plans())
     program, costs = full_program(plan), op_seconds(plan)
 
@@ -134,7 +139,7 @@ def test_which_link_a_message_takes(plan: Plan, ranks_per_node: int) -> None:
             continue
         size = plan.profile.modules[a.module][a.layers[1] - 1].output_bytes
         link = near if any(a.rank in node and b.rank in node for node in nodes) else far
-        # A gradient is as large as what it is the gradient of.
+        # A gradient is as large as its tensor.
         for edge in ((src, dst), (dst, src)):
             expected[edge] = (size / link.bandwidth, link.latency)
     assert found == expected

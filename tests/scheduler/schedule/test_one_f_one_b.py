@@ -1,4 +1,4 @@
-"""1F1B on a DAG against the textbook pattern, a closed form, and what each microbatch needs."""
+"""1F1B on a DAG compared with the textbook pattern, a closed form, and each microbatch's work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compute(rank: tuple[Instruction, ...]) -> list[tuple[Op, int]]:
 
 
 def textbook(rank: int, ranks: int, microbatches: int) -> list[tuple[Op, int]]:
-    """PipeDream-flush: warm up, one forward and one backward, cool down."""
+    """Return PipeDream-flush: warm up, one forward and one backward, cool down."""
     warm_up = min(ranks - rank - 1, microbatches)
     tasks = [(F, m) for m in range(warm_up)]
     for m in range(microbatches - warm_up):
@@ -97,7 +97,7 @@ def test_frozen_stages_in_front_have_no_backward_and_get_no_gradient(frozen: int
 
 
 def test_alignment_step_with_missing_modalities() -> None:
-    """Image and speech, image alone, text alone, speech alone."""
+    """Use image and speech, image alone, text alone, speech alone."""
     present = [{"vision", "audio"}, {"vision"}, set(), {"audio"}]
     program = lower(alignment(4), present)
     assert check_program(program).live_activations[StageId("vision", 0)] == 0
@@ -123,7 +123,7 @@ def reachable(plan: Plan, start: str) -> set[str]:
 def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = False) -> tuple[
     Counter[Instruction], Counter[Instruction]
 ]:
-    """(compute, receives) of a step, microbatch by microbatch from their definitions."""
+    """Return (compute, receives) of a step, microbatch by microbatch from their definitions."""
     after = {stage.id: reachable(plan, stage.id) for stage in plan.stages}
     work: Counter[Instruction] = Counter()
     receives: Counter[Instruction] = Counter()
@@ -142,7 +142,7 @@ def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = Fals
         for src, dst in plan.stage_edges:
             there = src, plan.by_id[dst].rank
             if plan.by_id[src].rank == there[1] or src not in runs or there in arrived:
-                continue  # what several stages of a rank read comes once
+                continue  # shared inputs of several stages of a rank arrive once
             arrived.add(there)
             receives[Instruction(Op.RECV, dst, m, src)] += 1
             if src in needs:
@@ -169,8 +169,10 @@ def check_step(plan: Plan, present: list[set[str]], program: Program, **kwargs) 
 
 
 def check_neighbours(plan: Plan, program: Program) -> None:
-    """A task has its receives directly before and its sends directly after it, and stages
-    of one rank, which need no message, still follow their data."""
+    """Check that a task's receives are directly before and its sends directly after it.
+
+    Stages of one rank, which need no message, still follow their data.
+    """
     for instructions in program:
         at = {(i.op is B, i.stage, i.microbatch): n for n, i in enumerate(instructions)
               if i.op in COMPUTE}
@@ -248,7 +250,7 @@ def test_no_lower_bound_is_undercut(data: st.DataObject) -> None:
 
 
 def round_trip(plan: Plan, costs, mine: set[tuple[Op, str]]) -> int:
-    """The longest way of one microbatch to the loss and back, every path tried."""
+    """Return the longest path of one microbatch to the loss and back, by trying every path."""
 
     def towards_loss(stage: str) -> int:
         time = 0
@@ -262,7 +264,7 @@ def round_trip(plan: Plan, costs, mine: set[tuple[Op, str]]) -> int:
 
 
 def test_on_a_shared_rank_the_oldest_microbatch_comes_first() -> None:
-    """Audio of later microbatches must not hold up vision of the first."""
+    """Check that audio of later microbatches does not delay vision of the first."""
     graph = ModuleGraph(
         (ModuleNode("vision", (True, True)), ModuleNode("audio", (True,)),
          ModuleNode("llm", (True,))),

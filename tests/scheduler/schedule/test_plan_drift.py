@@ -1,4 +1,4 @@
-"""Measured steps beside the profile that their plan was made for."""
+"""Measured steps compared with the profile of their plan."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ PROFILE = CostProfile(
 
 
 def plan_of(profile=PROFILE):
-    """The encoder on rank 0, two copies of the language model in two stages on the others."""
+    """Return the encoder on rank 0, and two replicas of the two-stage language model."""
     stages = [Stage("vision", 0, (0, 2), 0)]
     for copy in range(2):
         stages += [
@@ -37,7 +37,7 @@ def plan_of(profile=PROFILE):
 
 
 def measured(plan, slower, present=None):
-    """A step in which stages of a module and index take so many times what they should."""
+    """Return a step in which stages of a module and index take multiples of their times."""
     costs = {
         (stage, op): seconds * slower.get((stage.module, stage.index), 1.0)
         for (stage, op), seconds in op_seconds(plan).items()
@@ -47,7 +47,7 @@ def measured(plan, slower, present=None):
 
 
 def test_as_planned_is_no_drift():
-    """Also in steps without images, and if everything takes ten times as long."""
+    """Check steps without images, too, and steps that are ten times slower in every part."""
     plan = plan_of()
     drift = PlanDrift(plan)
     for present in (None, [["vision"], [], [], ["vision"]], [[]] * 4):
@@ -58,8 +58,11 @@ def test_as_planned_is_no_drift():
 
 
 def test_the_busiest_rank_and_its_share_by_hand():
-    """Four microbatches: the encoder 4 x 5 s (its input needs no gradient), four stages of the
-    language model 2 x 6 s each, of which the last ones take three times as long."""
+    """Use four microbatches.
+
+    The encoder takes 4 x 5 s (its input needs no gradient), four stages of the language model 2 x 6
+    s each; the last ones take three times as long.
+    """
     plan = plan_of()
     found = PlanDrift(plan).observe(measured(plan, {("llm", 1): 3.0}))
     assert (found.rank, found.stage) in ((2, StageId("llm", 1)), (4, StageId("llm", 1, 1)))

@@ -1,5 +1,7 @@
-"""What one of several processes pays: formulas against numbers worked out by hand, memory, and
-messages between ranks of several processes."""
+"""Costs of one of several processes: formulas compared with manual results.
+
+Also memory, and messages between ranks of several processes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def profile(links: Links | None = LINKS, dtype: str = "fp32", **changes: float) 
 
 
 def test_collectives_of_a_ring():
-    # Three sends of 25 bytes each, a second before each is there.
+    # Three sends of 25 bytes each, with a latency of one second.
     assert gather_seconds(100, 4, NEAR) == 3 * (1 + 25 / 100)
     assert all_reduce_seconds(100, 4, NEAR) == 6 * (1 + 25 / 100)
     assert all_reduce_seconds(100, 1, NEAR) == all_reduce_seconds(100, 4, None) == 0
@@ -56,8 +58,10 @@ def test_groups_take_the_slowest_link_they_need():
 
 @pytest.mark.parametrize(("dtype", "payload"), [("fp32", 400), ("bf16", 200)])
 def test_tensor_parallel_layers(dtype, payload):
-    """Two sums of the hidden state forward and backward; norms' parameters and the residual
-    stream (four hidden states) stay whole."""
+    """Sum the hidden state twice forward and backward.
+
+    Norm parameters and the residual stream (four hidden states) are replicated.
+    """
     first, second = process_layers(profile(dtype=dtype), NODE, Degrees(1, 4), NEAR, NEAR)
     sums = 2 * 6 * (1 + payload / 4 / 100)
     assert first.forward == 8 / 4 + sums and first.backward_input == 16 / 4 + sums
@@ -70,7 +74,7 @@ def test_tensor_parallel_layers(dtype, payload):
 
 def test_context_parallel_layers_gather_keys_and_values_as_attention_does():
     one = process_layers(profile(), NODE, Degrees(4, 1), NEAR, NEAR)[0]
-    # 96 bytes: 12 tokens of one head, of one element each for key and value
+    # 96 bytes: 12 tokens of one head, of one element each for key and value.
     shape = AttentionShape.even(
         4, 12, 12, query_heads=1, key_heads=1, head_dim=1, activation_bytes=4
     )
@@ -99,7 +103,7 @@ def test_a_projector_has_no_attention_and_one_sum():
     st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from(["none", "zero1"])
 )
 def test_state_of_a_process(tp, cp, dp, sharding):
-    """Weight, gradient and two moments: by tp all, by dp and cp with ZeRO-1 the moments."""
+    """Shard weight, gradient and two moments: all by tp, the moments by dp and cp with ZeRO-1."""
     tp, cp, dp = 2**tp, 2**cp, 2**dp
     costs = profile(None, replicated_bytes=0, parameter_bytes=4096)
     plan = with_degrees(
@@ -114,7 +118,7 @@ def test_state_of_a_process(tp, cp, dp, sharding):
 
 
 def test_gradients_are_summed_once_a_step_behind_the_last_backward():
-    """Two copies far apart: 2000 bytes at 10 bytes a second each way, after 24 + 24 seconds."""
+    """Use two distant replicas: 2000 bytes at 10 bytes a second each way, after 24 + 24 seconds."""
     plan = with_degrees(
         make_plan(GRAPH, {"llm": ((0, 2),)}, 8, profile=replace(profile(), links=None)),
         {"llm": ModuleDegrees(2)},
@@ -123,7 +127,7 @@ def test_gradients_are_summed_once_a_step_behind_the_last_backward():
     far = replace(plan, profile=profile(Links(NEAR, FAR, 1)))
     summed = stage_costs(far)[StageId("llm", 0)]
     reduction = 2 * (10 + 2000 / 2 / 10)
-    # Of the first layer nothing is before it: no gradient of its input.
+    # The first layer has no predecessor: no gradient of its input.
     backward = 16 + 2 * 8
     assert summed.backward_weight == pytest.approx(
         alone.backward_weight + (reduction - backward) / 4
@@ -153,8 +157,8 @@ def test_messages_travel_once_over_as_many_links_as_the_smaller_end_has():
         found[StageId("llm", 0), StageId("vision", 0)],
     )
     assert out.seconds == back.seconds == 400 / 2 / 10
-    # Two encoders gather their tokens, four receivers their shares; of the gradient the four
-    # reduce and scatter what each has a part of, and the two gather it.
+    # Two encoders gather their tokens, four receivers their shares; for the gradient the four
+    # reduce-scatter their parts, and the two gather it.
     assert out.latency == 10 + (1 + 400 / 2 / 100) + 3 * (1 + 400 / 4 / 100)
     assert back.latency == 10 + 3 * (1 + 400 / 4 / 100) + (1 + 400 / 2 / 100)
     # Within the module tokens stay where they are: four links, and halves of 200 bytes.
@@ -167,7 +171,7 @@ def test_tensor_parallel_groups_begin_where_nodes_do():
     for stage in plan.module_stages("llm"):
         numbers = plan.rank_processes(stage.rank)
         assert numbers[0] // 4 == numbers[-1] // 4
-    # Copies of a stage are next to each other.
+    # Replicas of a stage are adjacent.
     assert [s.id for r in range(5) for s in plan.rank_stages(r)] == [
         StageId("llm", 0),
         StageId("llm", 0, 1),
@@ -219,7 +223,7 @@ def test_profiles_of_before_links_and_keys_were_known():
 
 @pytest.mark.parametrize(("dtype", "whole"), [("fp32", 4096), ("bf16", 2048)])
 def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype, whole):
-    """And not kept in it besides, as weights are that every process has all of."""
+    """Check that it is not kept in addition, unlike replicated weights."""
     costs = replace(
         profile(None, replicated_bytes=0, parameter_bytes=4096), dtype=dtype, links=None
     )
@@ -230,7 +234,7 @@ def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype,
 
 
 def test_experts_that_stay_are_not_gathered_and_tokens_go_to_them():
-    """Of 1000 bytes of a layer 600 are experts; 960 bytes of tokens go to them and back."""
+    """Use layers of 1000 bytes with 600 bytes of experts, and 960 bytes of exchanged tokens."""
     def cost(sent=960, **fields):
         costs = profile(replicated_bytes=0, expert_bytes=600, exchange_bytes=sent)
         plan = make_plan(GRAPH, {"llm": ((0, 2),)}, 8, profile=costs)
@@ -239,15 +243,15 @@ def test_experts_that_stay_are_not_gathered_and_tokens_go_to_them():
         (one,) = stage_costs(replace(plan, stages=stages)).values()
         return one
 
-    # Of a process 240 bytes, half of them there and half back: 30 to each of the three others.
+    # A process sends 240 bytes, half of them there and half back: 30 to each of the three others.
     exchange = 2 * 3 * (1 + 30 / 100)
     gathered, apart = cost(), cost(ep=4)
     assert gathered.forward == max(2 * 8 / 4, 3 * (1 + 2000 / 4 / 100))
     assert apart.forward == pytest.approx(max(2 * 8 / 4, 3 * (1 + 800 / 4 / 100)) + 2 * exchange)
     backward_weight = max(2 * 8 / 4, 2 * 3 * (1 + 800 / 4 / 100) - 16 / 4)
     assert apart.backward_weight == pytest.approx(backward_weight + 2 * exchange)
-    # One layer at a time is whole, but for its experts.
+    # One layer at a time is gathered, except for its experts.
     assert gathered.state_bytes - apart.state_bytes == 600
-    # What a layer makes again goes there again.
+    # Tokens of a recomputed layer are exchanged again.
     again, nothing = (cost(sent, ep=4, layer_options=("all", "all")) for sent in (960, 0))
     assert again.backward_weight - nothing.backward_weight == pytest.approx(4 * exchange)

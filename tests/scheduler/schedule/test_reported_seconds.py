@@ -1,5 +1,8 @@
-"""Every number of seconds that the planner reports is the simulator's, messages included, with the
-receives that the executor posts on the plan's device; and no schedule is slower than 1F1B."""
+"""Every reported number of seconds is the simulator's, including messages.
+
+Receives are those that the executor posts on the plan's device, and no schedule is slower than
+1F1B.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from tests.scheduler.multiplex.test_mapped_plan import mapped_plan
 NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
 GPU = "H100"
 SCHEDULES = "1f1b", "gpipe", "zero_bubble"
-WHOLE = st.integers(1, 9)  # seconds and bytes, so that sums are exact; no work takes no time
+WHOLE = st.integers(1, 9)  # seconds and bytes, so that sums are exact; every task takes time
 LAYERS = st.builds(LayerCost, WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
 
 
 def assert_simulated(plan: Plan) -> None:
-    """Compare all that is reported for a plan with the simulator."""
+    """Compare all reported figures of a plan with the simulator."""
     delays = NETWORK.delays(plan)
     latencies = {edge: Transfer(0.0, seconds) for edge, seconds in delays.items()}
     settled, seconds = refine(plan, delays)
@@ -87,7 +90,7 @@ def test_slots(case, data: st.DataObject) -> None:
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_that_pile_up_delay_their_sender(schedule: str, device: str) -> None:
-    """A frozen stage is far ahead of the rest, until too many of its messages are under way."""
+    """Let a frozen stage run ahead until too many of its messages are in flight."""
     graph = ModuleGraph(
         (
             ModuleNode("e0", (True,)), ModuleNode("e1", (True,)), ModuleNode("e2", (False, True)),

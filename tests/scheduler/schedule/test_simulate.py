@@ -1,4 +1,4 @@
-"""The simulator against longest paths over every dependency between instructions."""
+"""The simulator equals longest paths over every dependency between instructions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FIRST, SECOND = map(StageId, "ab")
 
 
 def longest_paths(program: Program, costs, latency: int, posted: int = 1) -> list[Span]:
-    """Spans with a bound of messages under way, or without if a program does not end with one."""
-    try:  # dependencies that cannot all be are seen if everything takes some time
+    """Return spans with a bound of messages in flight, or without if a program would not end."""
+    try:  # impossible dependencies are detected if everything takes some time
         relaxed(program, defaultdict(lambda: 1), 1, MESSAGE_BOUND, pause=1)
     except CycleError:
         return relaxed(program, costs, latency, 10**6)
@@ -30,18 +30,18 @@ def longest_paths(program: Program, costs, latency: int, posted: int = 1) -> lis
 
 
 class CycleError(Exception):
-    """Dependencies that cannot all be."""
+    """Error for dependencies that form a cycle."""
 
 
 def relaxed(
     program: Program, costs, latency: int, bound: int, pause: int = 0, posted: int = 1
 ) -> list[Span]:
-    """Spans by relaxing "ends no sooner than" constraints until none is violated.
+    """Return spans by relaxing "ends no sooner than" constraints until none is violated.
 
-    An instruction starts when the one before it on its rank has ended; a receive ends no
-    sooner than its edge's send of the same number, plus the latency, and a send no sooner than
-    the receive ``bound`` before. Where more receives than one are posted, the message ``bound``
-    before has one from the beginning, or since a receive began.
+    An instruction starts when the previous one on its rank has ended. A receive ends no sooner than
+    its edge's send of the same number, plus the latency, and a send no sooner than the receive
+    ``bound`` before. If more receives than one are posted, the receive of the message ``bound``
+    before is posted from the beginning, or since a receive began.
     """
     sends, receives = defaultdict(list), defaultdict(list)
     for r, rank in enumerate(program):
@@ -93,7 +93,7 @@ def relaxed(
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Any program that can run: written down in the order of one possible run."""
+    """Draw any valid program, in the order of one possible run."""
     num_ranks = draw(st.integers(1, 4))
     stages = [StageId(f"s{r}", k) for r in range(num_ranks) for k in range(2)]
     ranks: list[list[Instruction]] = [[] for _ in range(num_ranks)]
@@ -156,7 +156,7 @@ def test_waits_and_latency_spelled_out() -> None:
     assert set(timeline.spans) == {
         Span(0, "forward", FIRST, 0, 0, 2), Span(0, "forward", FIRST, 1, 2, 4),
         Span(1, "recv", SECOND, 0, 0, 3, FIRST), Span(1, "forward", SECOND, 0, 3, 13),
-        Span(1, "forward", SECOND, 1, 13, 23),  # its message was there at 5: no wait
+        Span(1, "forward", SECOND, 1, 13, 23),  # its message had arrived at 5: no wait
     }
 
 
@@ -182,8 +182,10 @@ def test_deadlock() -> None:
 
 
 def test_a_frozen_encoder_runs_ahead_by_four_messages() -> None:
-    """Its forwards take 1, those that read them 10: the fifth message waits until the first is
-    received, at once, and the sixth until the second is."""
+    """Use forwards of 1 and consumers of 10: the fifth message waits for the first receive.
+
+    The first is received immediately; the sixth waits for the second.
+    """
     many = range(8)
     program = Program((
         tuple(
@@ -197,7 +199,7 @@ def test_a_frozen_encoder_runs_ahead_by_four_messages() -> None:
     ))
     costs = {(FIRST, Op.FORWARD_NO_GRAD): 1, (SECOND, Op.FORWARD): 10}
     timeline = simulate(program, costs)
-    # Received at 1, 11, 21, 31, ...: message 5 is made at 6, and leaves at 11, and so on.
+    # Received at 1, 11, 21, 31, ...: message 5 is produced at 6, and leaves at 11.
     ends = [span.end for span in timeline.spans if span.op is Op.FORWARD_NO_GRAD]
     assert ends == [1, 2, 3, 4, 5, 6, 12, 22]
     assert timeline.makespan == 81

@@ -1,4 +1,4 @@
-"""What a stage has for a time, against every moment of its backward."""
+"""Temporary memory of a stage, compared with every moment of its backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = st.integers(0, 100)
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[LayerCost, str]:
-    """A layer, and what it does with its activations."""
+    """Draw a layer, and its option for activations."""
     kept = draw(SIZES)
     options = tuple(
         LayerOption(name, 1.0, draw(st.integers(0, kept)), draw(SIZES)) for name in (MATMULS, ALL)
@@ -31,8 +31,10 @@ def layers(draw: st.DrawFn) -> tuple[LayerCost, str]:
 
 @given(st.lists(layers(), min_size=1, max_size=6))
 def test_the_most_of_all_moments(chosen: list[tuple[LayerCost, str]]) -> None:
-    """A backward comes to layer after layer, from the last one: then what those before it keep is
-    there, and what it has for a time by its own option."""
+    """Check a backward from the last layer to the first.
+
+    At each layer, the kept bytes of the earlier ones exist, and its own temporary bytes.
+    """
     costs, names = zip(*chosen, strict=True)
     graph = ModuleGraph((ModuleNode("llm", (True,) * len(costs)),), ())
     plan = make_plan(
@@ -56,8 +58,11 @@ def test_the_most_of_all_moments(chosen: list[tuple[LayerCost, str]]) -> None:
 
 
 def test_logits_are_gone_when_a_block_is_made_again() -> None:
-    """The last layer keeps 5 of its input and 60 of its head, whose gradient takes 60 more; its
-    block takes 40 when it is made again, by when the head is done: never 60 and 40."""
+    """Check that a recomputed block does not coincide with the logits.
+
+    The last layer keeps 5 of its input and 60 of its head, whose gradient takes 60 more. Its block
+    takes 40 when it is recomputed, after the head is done: never 60 and 40.
+    """
     cost = LayerCost(
         1.0, 1.0, 1.0, 5 + 30 + 60, working_bytes=60, options=(LayerOption(ALL, 1.0, 65, 60),)
     )
@@ -81,7 +86,7 @@ def test_processes_share_what_an_option_works_with() -> None:
 def test_what_tensor_parallelism_does_not_share_follows_from_two_processes(
     whole: int, shared: int, tp: int
 ) -> None:
-    """Of every size a part is on all processes, and a part is shared."""
+    """Measure sizes that are partly replicated and partly sharded."""
     def sizes(of: int) -> tuple[int, ...]:
         return tuple(whole * n + shared * 8 // of for n in (1, 2, 3))
 

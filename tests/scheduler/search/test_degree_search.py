@@ -1,5 +1,7 @@
-"""Degrees beside the pipeline: never a slower plan than without, within memory and devices, and
-near what trying everything finds."""
+"""Degrees in addition to the pipeline: never slower, within memory and devices.
+
+Results are near those of brute force.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_never_slower_and_within_what_there_is(model, more, microbatches, limit)
 
 
 def everything(graph, profile, ranks, microbatches, network=NETWORK, recompute=False):
-    """Seconds of the best plan of every assignment, each searched."""
+    """Return the seconds of the best plan of every assignment, each searched."""
     found = Candidates(network, ("1f1b",))
     best = {}
     all_degrees = [
@@ -104,7 +106,8 @@ def test_as_good_as_trying_everything_on_one_module(microbatches, bandwidth):
 
 
 def exhaustive(problem: PlanProblem) -> float:
-    """Seconds of the fastest plan that fits, of all degrees, stage counts and schedules."""
+    """Return the seconds of the fastest plan that fits, of all degrees, stage counts and schedules.
+    """
     names = [node.name for node in problem.graph.nodes]
     sharding = "none" if problem.memory_limit is None else "zero1"
     every = [
@@ -125,7 +128,7 @@ def exhaustive(problem: PlanProblem) -> float:
         for counts in space.combinations():
             try:
                 plan = space.plan(counts)
-            except NoPlanError:  # memory forbids so few stages
+            except NoPlanError:  # memory excludes so few stages
                 continue
             for schedule in problem.schedules:
                 option, reason = evaluate(replace(plan, schedule=schedule), problem.network)
@@ -135,7 +138,7 @@ def exhaustive(problem: PlanProblem) -> float:
 
 
 def small_problem(seed: int) -> PlanProblem:
-    """A language model, perhaps with an encoder, on 4 to 6 devices, with random costs and links."""
+    """Return a language model, perhaps with an encoder, on 4 to 6 devices, with random costs."""
     draw = random.Random(seed)
     names = ["encoder", "llm"][draw.randint(0, 1) :]
     modules = {
@@ -185,7 +188,7 @@ def test_small_problems_are_within_a_hundredth_of_exhaustive(seed):
     st.sampled_from([1, 2, 4]), st.booleans(),
 )
 def test_bounds_of_estimates_hold(model, more, microbatches, recompute):
-    """Where stages recompute, too: all but the loss's."""
+    """Include recomputation in all stages except the loss's."""
     graph, profile = model
     profile = replace(profile, links=NETWORK.links)
     ranks = len(graph.nodes) + more
@@ -199,8 +202,10 @@ def test_bounds_of_estimates_hold(model, more, microbatches, recompute):
 
 
 def test_a_bound_where_a_stage_keeps_what_others_make_again():
-    """An encoder of one stage, whose first layer has no backward, recomputes nothing: its second
-    layer's forward counts once."""
+    """Use an encoder of one stage, whose first layer has no backward and recomputes nothing.
+
+    Its second layer's forward counts once.
+    """
     graph = ModuleGraph(
         (ModuleNode("encoder", (False, True)), ModuleNode("llm", (False,))), (("encoder", "llm"),)
     )
@@ -220,7 +225,7 @@ def test_one_microbatch_shares_layers_and_many_make_copies():
     degrees = degrees_of(few, "llm")
     assert degrees.dp == 1 and degrees.tp * degrees.cp > 1
     slow = Network(Link(1.0, 1.0), Link(1.0, 1.0), 4)
-    # Where talking is slow, but a sum of gradients at the end costs less than a pipeline's bubble.
+    # With slow links, one sum of gradients at the end is cheaper than a pipeline's bubble.
     cheap = CostProfile({"llm": (replace(BLOCK, parameter_bytes=1, replicated_bytes=0),) * 4})
     many = propose(PlanProblem(
         LLM, cheap, 4, 4, network=slow, degrees={"llm": ALL}, **SMALL
@@ -229,7 +234,7 @@ def test_one_microbatch_shares_layers_and_many_make_copies():
 
 
 def test_memory_asks_for_tensor_parallelism():
-    """Four layers of 4000 bytes of state and more: two devices hold them in halves."""
+    """Use four layers of more than 4000 bytes of state, which two devices hold in halves."""
     heavy = CostProfile(
         {"llm": (replace(BLOCK, parameter_bytes=1000, activation_bytes=0, replicated_bytes=0),)},
         links=NETWORK.links,
@@ -257,8 +262,7 @@ def test_optimizer_state_is_shared_out_where_memory_is_limited():
 
 
 def test_layers_that_recompute_need_less_memory():
-    """All activations and weights need 2864 bytes of each of two devices; if some layers recompute,
-    2600 are enough."""
+    """Use 2864 bytes per device without recomputation; with some, 2600 are enough."""
     cost = replace(
         BLOCK, activation_bytes=1000, parameter_bytes=100, replicated_bytes=0,
         options=(LayerOption("all", 1.0, 10),),
@@ -276,7 +280,7 @@ def test_layers_that_recompute_need_less_memory():
     (stage,) = best.plan.stages
     assert stage.tp == 2 and set(stage.layer_options) == {"keep", "all"}
     assert estimate.bound <= best.seconds
-    for again in (False, True):  # a loss's stage does not recompute as a whole
+    for again in (False, True):  # a loss's stage never recomputes entirely
         with pytest.raises(NoPlanError):
             propose(replace(problem, recompute=again))
 

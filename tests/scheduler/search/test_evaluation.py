@@ -1,4 +1,4 @@
-"""What planners judge by is what the trainer's program will do."""
+"""The planners' evaluation matches the trainer's program."""
 
 from __future__ import annotations
 

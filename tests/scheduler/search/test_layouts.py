@@ -1,4 +1,4 @@
-"""Layouts: where they put which layers, and that what they give runs."""
+"""Layouts: positions of layers, and valid programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.scheduler.random_plans import contents
 
 
 def covered(plan: Plan) -> None:
-    """Every replica of every module runs each of its layers once, in order."""
+    """Check that every replica of every module runs each of its layers once, in order."""
     for node in plan.graph.nodes:
         for chain in plan.replicas(node.name):
             layers = [layer for stage in chain for layer in range(*stage.layers)]
@@ -35,7 +35,7 @@ def covered(plan: Plan) -> None:
 
 
 def runs(data: st.DataObject, plan: Plan) -> None:
-    """Under every schedule each microbatch passes once through one copy of what it has."""
+    """Check that under every schedule each microbatch passes once through one replica."""
     present = data.draw(contents(plan))
     for schedule in SCHEDULES:
         program = lower(replace(plan, schedule=schedule), present)
@@ -58,7 +58,7 @@ def runs(data: st.DataObject, plan: Plan) -> None:
 
 
 def least_bottleneck(space: StageSpace, module: str, stages: int) -> float:
-    """By trying every way to cut."""
+    """Return the least bottleneck of all cuts."""
     seconds = space.stage_seconds(module)
 
     def best(lo: int, left: int) -> float:
@@ -107,7 +107,7 @@ def test_chunked(data: st.DataObject) -> None:
     for module, count in counts.items():
         ranks = [stage.rank for stage in plan.module_stages(module)]
         own = sorted(set(ranks))
-        assert len(own) == count and not seen.intersection(own)  # its own ranks
+        assert len(own) == count and not seen.intersection(own)  # separate ranks
         seen.update(own)
         assert ranks == own * (chunks if can[module] else 1)  # rank by rank in turn
     runs(data, plan)
@@ -124,7 +124,7 @@ def test_colocated(data: st.DataObject) -> None:
     plan = colocated(space, first, second)
     covered(plan)
     balanced(space, plan)
-    # No rank is left empty when all encoders are short.
+    # No rank stays empty when all encoders are short.
     used = min(first, max(graph.node(name).num_layers for name in encoders))
     assert plan.num_ranks == used + second
     for name in encoders:
@@ -147,7 +147,7 @@ def test_replicated(data: st.DataObject) -> None:
     balanced(space, plan)
     assert plan.num_ranks == ranks
     assert [s.rank for s in plan.module_stages("llm")] == list(range(ranks))
-    copies = min(ranks, space.num_microbatches)  # more would have nothing to do
+    copies = min(ranks, space.num_microbatches)  # more would have no work
     for name in encoders:
         assert [s.rank for s in plan.module_stages(name)] == list(range(copies))
     everything = [list(encoders)] * space.num_microbatches
@@ -174,7 +174,7 @@ def test_which_models_have_encoders_into_the_backbone(space: StageSpace) -> None
 @settings(deadline=None)
 @given(spaces(most_heads=2, chains=False), st.data())
 def test_what_follows_the_backbone_is_on_its_last_rank(space: StageSpace, data) -> None:
-    """Every layout that shares ranks; several losses, of which any module may have one."""
+    """Check every layout that shares ranks; any modules may have losses."""
     graph = space.graph
     ranks = data.draw(st.integers(1, graph.node(graph.backbone).num_layers))
     plans = [plan for _, plan in time_shared_plans(space, ranks)]

@@ -1,5 +1,7 @@
-"""On many ranks plans are looked at by their equal parts: nearly as good as trying everything, and
-what is said of them is said of the whole plan."""
+"""On many ranks plans are evaluated by their equal parts, nearly as well as brute force.
+
+All reported figures are those of the whole plan.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ CHOICES = DegreeChoices(TP, (1,), DP)
 
 
 def everything(graph, profile, ranks, microbatches):
-    """Seconds of the best plan of all assignments, each searched to the end as a whole."""
+    """Return the seconds of the best plan of all assignments, each searched completely."""
     candidates = Candidates(NETWORK, ("1f1b",))
     all_degrees = [
         ModuleDegrees(dp, 1, tp) for dp, tp in itertools.product(DP, TP) if microbatches % dp == 0
@@ -76,7 +78,7 @@ def test_within_a_hundredth_of_trying_everything(model, ranks, microbatches):
 @settings(max_examples=20, deadline=None)
 @given(models(most_encoders=2, llm_layers=3), st.integers(8, 24))
 def test_the_most_promising_assignments_are_estimated(model, ranks):
-    """Of too many assignments those are estimated whose way and share of the work are least."""
+    """Estimate the assignments with the least path and share of the work, if there are too many."""
     graph, profile = model
     space = StageSpace(graph, replace(profile, links=NETWORK.links), ranks, 8)
     choices = {node.name: CHOICES for node in graph.nodes}
@@ -90,7 +92,7 @@ def test_the_most_promising_assignments_are_estimated(model, ranks):
 
 
 def test_ten_thousand_ranks_have_a_plan():
-    """Degrees up to 1,024 replicas: more assignments than are estimated."""
+    """Use degrees up to 1,024 replicas: more assignments than are estimated."""
     graph = ModuleGraph((ModuleNode("vision", (True,) * 8), ModuleNode("llm", (True,) * 16)),
                         (("vision", "llm"),))
     profile = CostProfile({"vision": (BLOCK,) * 8, "llm": (BLOCK,) * 16})

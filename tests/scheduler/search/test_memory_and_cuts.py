@@ -1,4 +1,4 @@
-"""What layers keep and where stages are cut, together: against trying everything."""
+"""Kept activations and stage cuts together, compared with brute force."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def layers(draw: st.DrawFn, trainable: bool = True) -> LayerCost:
 
 @st.composite
 def tight_spaces(draw: st.DrawFn) -> StageSpace:
-    """A model of an encoder and a language model of up to 4 layers, and a limit that matters."""
+    """Draw an encoder and a language model of up to 4 layers, and a relevant limit."""
     nodes, modules = [], {}
     for name, most in zip(GRAPH_MODULES, (2, 4), strict=True):
         many = draw(st.integers(1, most))
@@ -62,8 +62,10 @@ def tight_spaces(draw: st.DrawFn) -> StageSpace:
 
 
 def beside(space: StageSpace, module: str, lo: int, hi: int, live: int) -> int:
-    """Bytes of a stage's messages, and of its outputs, which wait with their microbatch for the
-    backward: four of each message that comes are posted, four of each that goes are under way."""
+    """Return the bytes of a stage's messages, and of outputs that wait for their backward.
+
+    Four of each incoming message are posted, and four of each outgoing one are in flight.
+    """
     posted = min(4, space.num_microbatches)
     costs, backward = space.profile.modules[module], space.backward[module][hi - 1]
     received = costs[lo - 1].output_bytes if lo else sum(
@@ -72,13 +74,13 @@ def beside(space: StageSpace, module: str, lo: int, hi: int, live: int) -> int:
     sink = module == "llm" and hi == len(costs)
     handed = 0 if sink else costs[hi - 1].output_bytes
     returned = received if trainable_before(space.graph)[module][lo] else 0
-    if not backward:  # a forward has what it received, and then hands on
+    if not backward:  # a forward first holds its input, then its output
         return (posted + 1) * received + 4 * handed
     return posted * (received + handed) + 4 * returned + live * handed
 
 
 def least_added(space: StageSpace, module: str, lo: int, hi: int, live: int) -> float:
-    """Trying every choice of a stage's layers."""
+    """Return the least added seconds of all choices for a stage's layers."""
     node, costs = space.graph.node(module), space.profile.modules[module]
     state = sum(space.profile.state_bytes(costs[i], node.trainable[i]) for i in range(lo, hi))
     own = [costs[i] for i in range(lo, hi) if space.backward[module][i]]
@@ -153,7 +155,8 @@ def chain(many: int, options: tuple[LayerOption, ...]) -> tuple[ModuleGraph, Cos
 
 
 def test_the_planner_keeps_what_there_is_room_for() -> None:
-    """Neither everything again nor uneven stages: the first stages make a little again."""
+    """Check that the first stages recompute a little, instead of full recomputation or uneven cuts.
+    """
     options = (LayerOption("matmuls", 0.1, 60), LayerOption("all", 1.0, 10))
     graph, profile = chain(16, options)
     only = {"layouts": ("modality_parallel",), "schedules": ("1f1b",)}
@@ -177,8 +180,8 @@ def test_the_planner_keeps_what_there_is_room_for() -> None:
 
 @pytest.mark.parametrize("limit", [900, 1000, 1100, 1300])
 def test_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Memory is tight: a second search has only what the first one left out, and is the better
-    for it by nothing."""
+    """Use tight memory: a second search has only the remaining candidates, and finds none better.
+    """
     graph, profile = chain(16, (LayerOption("all", 1.0, 10),))
     problem = PlanProblem(graph, profile, 4, 16, limit)
     searched = []
@@ -198,7 +201,7 @@ def test_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch, limit: int) 
 
 
 def test_cuts_know_what_is_made_again() -> None:
-    """With little memory, even stages are not the best: later ones hold fewer microbatches."""
+    """Use little memory: even stages are not the best, as later ones hold fewer microbatches."""
     graph, profile = chain(16, (LayerOption("all", 1.0, 10),))
     only = {"layouts": ("modality_parallel",), "schedules": ("1f1b",)}
     found = propose(PlanProblem(

@@ -1,4 +1,4 @@
-"""Partitions against all cut positions tried one by one."""
+"""Partitions compared with all cut positions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def partition_with_cuts(costs, stages, cut_costs=None, feasible=None):
 
 
 def range_costs(costs, ranges, cut_costs=None):
-    """What the stages of a partition cost, as the solvers count it."""
+    """Return the costs of a partition's stages, as the solvers count them."""
     matrix = cost_matrix(costs, cut_costs)
     return tuple(float(matrix[lo, hi]) for lo, hi in ranges)
 
 
 whole = st.integers(0, 12)
-# Sizes far apart, so that sums round; exact zeros among them.
+# Very different sizes, so that sums round, including exact zeros.
 real = st.one_of(
     st.just(0.0), st.floats(0, 1, allow_subnormal=False), st.floats(1e-9, 1e9), st.just(0.1)
 )
@@ -50,7 +50,7 @@ def all_ranges(num_layers: int, stages: int):
 
 
 def brute_force(costs, stages, cut_costs=None, feasible=lambda index, lo, hi: True):
-    """(least bottleneck, least sum of squares under it), or None."""
+    """Return (least bottleneck, least sum of squares under it), or None."""
     prefix = [0.0, *itertools.accumulate(map(float, costs))]
     at_cut = [0.0, *(cut_costs or [0] * len(costs))[1:], 0.0]
     found = []
@@ -124,7 +124,7 @@ def test_both_solvers_agree_on_long_models(costs, stages):
 
 
 def test_spare_room_is_spread_over_the_stages():
-    # The bottleneck is the one heavy layer; what is after it could all go into one stage.
+    # The bottleneck is the one heavy layer; all later ones could be in one stage.
     costs = [4, 1, 1, 1, 1]
     assert partition_with_cuts(costs, 3) == ((0, 1), (1, 3), (3, 5))
     assert partition_layers(costs, 3) == ((0, 1), (1, 3), (3, 5))

@@ -1,4 +1,4 @@
-"""The planner against judging every plan there is, on small models."""
+"""The planner equals an evaluation of every plan, on small models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Model = tuple[ModuleGraph, CostProfile]
 
 
 def needed(plan: Plan) -> list[int]:
-    """Bytes per rank of the program that runs."""
+    """Return the bytes per rank of the executed program."""
     return [need.total for need in rank_memory(plan, full_program(plan))]
 
 
@@ -50,8 +50,10 @@ def seconds(plan: Plan, near: Link | None = None, far: Link | None = None, node:
 
 
 def depth_bytes(plan: Plan, name: str) -> int:
-    """What 1F1B may come to hold in a stage of its own rank, whatever a step contains: a
-    microbatch for each stage on the way to the loss."""
+    """Return the bytes that 1F1B may hold in a stage on a separate rank, for any step.
+
+    They are a microbatch for each stage on the way to the loss.
+    """
     stage, cost = plan.by_id[name], stage_costs(plan)[name]
     live = min(plan.depth[name], plan.num_microbatches)
     always = cost.state_bytes + cost.message_bytes + cost.forward_bytes + cost.remade_bytes
@@ -69,9 +71,11 @@ def cuts(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def brute_force(space: StageSpace, limit: int) -> list[list[float]]:
-    """Seconds for every number of stages of every module, each module cut by trying all ways:
-    that with the least bottleneck and then squares, of those whose stages fit. Several where
-    cuts are equally good."""
+    """Return the seconds for every number of stages of every module.
+
+    Each module is cut by trying all cuts and taking the least bottleneck and then squares, among
+    those whose stages fit. There are several values if cuts are equally good.
+    """
     graph = space.graph
     evaluated = []
     sizes = [range(1, node.num_layers + 1) for node in graph.nodes]
@@ -108,7 +112,7 @@ def made_of(space: StageSpace, partitions: dict) -> Plan:
 
 @st.composite
 def heavy_models(draw: st.DrawFn) -> Model:
-    """Models that are mostly activations, so that recomputation helps."""
+    """Draw models that are mostly activations, so that recomputation helps."""
     graph, profile = draw(models(llm_layers=4))
     modules = {
         name: tuple(
@@ -143,7 +147,7 @@ def test_stage_counts_within_memory(model: Model, more: int, microbatches: int, 
         return
     # Recomputation only if nothing fits otherwise.
     assert recompute or not any(s.recompute for s in found.best.plan.stages)
-    # The three best; of equally good cuts any may have been taken.
+    # The three best; any of several equal cuts is accepted.
     low, high = sorted(map(min, every))[:3], sorted(map(max, every))[:3]
     assert len(found.options) == len(low)
     for option, least, most in zip(found.options, low, high, strict=True):
@@ -179,7 +183,7 @@ def test_what_every_option_promises(
         assert plan.memory_limit == limit
         assert [need.total for need in option.memory] == needed(plan)
         assert max(needed(plan)) <= limit
-        # What it says is what the program that will run takes, with its messages.
+        # The reported seconds are those of the executed program, with its messages.
         assert option.seconds == pytest.approx(seconds(plan, *links), abs=1e-5)
     assert found.best.seconds == min(option.seconds for option in found.options)
     assert found.bound <= found.best.seconds + 1e-6
@@ -197,7 +201,7 @@ def test_what_every_option_promises(
 def test_the_best_plan_is_never_slower_than_its_1f1b(
     model: Model, more: int, microbatches: int, device: str, bandwidth: float, limit: int | None
 ) -> None:
-    """Messages, the device's receives and any layout included; and than all plans under 1F1B."""
+    """Compare with all 1F1B plans, including messages, the device's receives and any layout."""
     graph, profile = model
     problem = PlanProblem(
         graph, replace(profile, device=device), len(graph.nodes) + more, microbatches,
@@ -219,8 +223,7 @@ def test_the_best_plan_is_never_slower_than_its_1f1b(
 
 @given(st.data())
 def test_steps_of_any_content_fit(data: st.DataObject) -> None:
-    """A text-only step fills the pipeline more than one that waits for an encoder; plans are
-    chosen so that it fits as well."""
+    """Use text-only steps, which fill the pipeline more than steps that wait for an encoder."""
     graph, profile = data.draw(models())
     limit = data.draw(st.integers(1, 200))
     try:
@@ -273,7 +276,7 @@ def test_messages_never_lower_the_bound(model: Model, more: int, microbatches: i
     slow = Network(Link(1.0, 4.0), Link(2.0, 1.0), 2)
     found = propose(PlanProblem(graph, profile, ranks, microbatches, network=slow, **options))
     for option in found.options:
-        # Its program is the one that would run if messages took no time.
+        # Its program is the one for instant messages.
         assert option.seconds >= seconds(option.plan) - 1e-5
         assert lower_bound(option.plan, slow.delays(option.plan)) >= lower_bound(option.plan)
     parallel = [o for o in found.options if o.layout == "modality_parallel"]
@@ -322,7 +325,7 @@ def test_other_layouts_are_the_best_that_fit(model: Model, more: int, limit: int
 
 
 def small(parameter_bytes: int = 4, **changes: float) -> Model:
-    """A frozen encoder of two layers and a projector, into a frozen LLM of four."""
+    """Return a frozen encoder of two layers and a projector, into a frozen LLM of four."""
     cost = LayerCost(**{
         "forward": 1, "backward_input": 1, "backward_weight": 1, "activation_bytes": 10,
         "parameter_bytes": parameter_bytes, "output_bytes": 2, **changes,
@@ -349,7 +352,7 @@ def test_recomputes_only_where_nothing_else_fits() -> None:
 
 
 def test_a_layout_that_does_not_fit_leaves_the_others() -> None:
-    """Two replicas hold half of the LLM each; the other layouts give it a single rank."""
+    """Let two replicas hold half of the LLM each; the other layouts give it a single rank."""
     graph, profile = small(parameter_bytes=4, activation_bytes=0, output_bytes=0)
     # Per layer 4 bytes frozen, 16 trained: the encoder 24. Replicas sum its gradients in 4 more.
     both = propose(PlanProblem(

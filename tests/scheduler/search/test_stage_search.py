@@ -1,4 +1,4 @@
-"""Stage searches against judging every combination of stage counts."""
+"""Stage searches equal an evaluation of every combination of stage counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raymm.scheduler.search.stage_space import StageSpace
 
 
 def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
-    """Seconds per stage and op, from layer_work alone."""
+    """Return seconds per stage and op, from layer_work alone."""
     work = layer_work(plan.graph, plan.profile)
     costs: dict[tuple[str, Op], float] = {}
     for stage in plan.stages:
@@ -50,7 +50,7 @@ def iteration_time(plan: Plan) -> float:
 
 
 def work_bound(plan: Plan) -> float:
-    """No rank can be done before its own work is."""
+    """Return the largest work of a rank, a lower bound."""
     costs = op_costs(plan)
     again = {s.id: costs[s.id, Op.RECOMPUTE] * s.recompute for s in plan.stages}
     return plan.num_microbatches * max(
@@ -63,7 +63,7 @@ def exhaustive_search(
     evaluate: Callable[[Plan], float],
     fits: Callable[[Plan], bool] = lambda _: True,
 ) -> list[Choice]:
-    """Every combination of stage counts, fastest first."""
+    """Return every combination of stage counts, fastest first."""
     modules = [node.name for node in space.graph.nodes]
     most = [min(node.num_layers, space.max_stages or 99) for node in space.graph.nodes]
     evaluated = []
@@ -81,7 +81,7 @@ def exhaustive_search(
 
 @st.composite
 def spaces(draw: st.DrawFn, schedules: tuple[str, ...] = ("1f1b",)) -> StageSpace:
-    """One to three encoders into an LLM, perhaps through a joining module; random flags."""
+    """Draw one to three encoders into an LLM, perhaps through a joining module; random flags."""
     encoders = [f"encoder{i}" for i in range(draw(st.integers(1, 3)))]
     join = draw(st.booleans()) and len(encoders) > 1
     names = [*encoders, *(["join"] if join else []), "llm"]
@@ -117,7 +117,7 @@ def spaces(draw: st.DrawFn, schedules: tuple[str, ...] = ("1f1b",)) -> StageSpac
 
 
 def depth_limit(space: StageSpace, budget: int):
-    """(memory, fits): activations of as many microbatches as a stage has depth."""
+    """Return (memory, fits): activations of as many microbatches as a stage has depth."""
 
     def need(module: str, lo: int, hi: int, depth: int) -> int:
         layers = space.profile.modules[module][lo:hi]
@@ -189,9 +189,9 @@ def test_joint_is_exhaustive_and_never_worse_than_loosely_coupled(space, bound, 
 @given(spaces(), st.integers(0, 60))
 def test_under_a_memory_limit(space, budget):
     memory, fits = depth_limit(space, budget)
-    check(space, fits)  # partitions made without it, plans judged by it
+    check(space, fits)  # partitions made without the limit, plans evaluated with it
     check(with_memory(space, memory), fits)
-    # Partitions that heed the limit fit by themselves.
+    # Partitions made with the limit fit by themselves.
     for choice in exhaustive_search(with_memory(space, memory), lambda plan: 0.0):
         assert fits(choice.plan)
 
@@ -222,7 +222,7 @@ def test_partitions_balance_what_stages_run(space):
 
 
 def vision_and_llm(trainable: bool = False) -> tuple[ModuleGraph, CostProfile]:
-    """A frozen encoder with a trainable projector, into an LLM."""
+    """Return a frozen encoder with a trainable projector, into an LLM."""
     graph = ModuleGraph(
         (
             ModuleNode("vision", (False,) * 4 + (True,), projector=True),
@@ -263,7 +263,7 @@ def test_a_frozen_encoder_gets_few_stages():
     result = joint_search(space, iteration_time)
     assert result.best.counts == {"vision": 1, "llm": 3}
     assert result.best.plan.module_stages("llm")[1].layers == (2, 4)
-    # A planner that believes everything is trained sees 15 s against 18 s.
+    # A planner that assumes all modules are trained sees 15 s against 18 s.
     unaware = StageSpace(
         graph, profile, ranks=4, num_microbatches=32, expected=unaware_work(graph, profile)
     )

@@ -1,4 +1,4 @@
-"""Modules planned as one layer cost what their layers cost, and plans come back in layers."""
+"""Modules planned as one layer cost as much as their layers, and plans return to layers."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modul
 
 @st.composite
 def models(draw):
-    """An encoder with projector and a language model, any layers frozen, any costs."""
+    """Draw an encoder with projector and a language model, any layers frozen, any costs."""
     def flags(count):
         return tuple(draw(st.booleans()) for _ in range(count))
 
@@ -52,7 +52,7 @@ def test_a_whole_module_costs_what_its_blocks_cost(model, whole):
     found = propose(PlanProblem(
         merged_graph, merged, 4, 3, layouts=("modality_parallel",)
     )).best.plan
-    plan = in_own_layers(found, graph, profile)  # a Plan checks that layers are all there
+    plan = in_own_layers(found, graph, profile)  # a Plan checks that all layers are covered
     for name in whole:
         assert plan.module_stages(name)[0].layers[1] >= graph.node(name).num_blocks
     mine, theirs = stage_costs(plan), stage_costs(found)
@@ -79,7 +79,7 @@ def test_few_ranks_hold_everything(model, ranks, microbatches):
 
 
 def test_the_first_rank_takes_fewer_layers_of_the_language_model():
-    """Encoder of 4, six layers of 2 in the language model: 4 + 2 * 2 beside 4 * 2."""
+    """Use an encoder of 4, and a language model of six layers of 2: 4 + 2 * 2 and 4 * 2."""
     layer = LayerCost(2.0, 0.0, 0.0)
     graph = ModuleGraph(
         (ModuleNode("vision", (False,)), ModuleNode("llm", (False,) * 5 + (True,))),

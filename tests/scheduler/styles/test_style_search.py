@@ -1,5 +1,7 @@
-"""The search between the styles: never slower than where it begins, as good as trying everything
-where that is little, and its plans run."""
+"""The search between the styles is never slower than its start, and its plans run.
+
+For small problems it equals brute force.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from raymm.scheduler.styles.style_search import IN_TIME, OWN, QUOTA, search_betw
 
 @st.composite
 def style_problems(draw, most: int = 3) -> StyleProblem:
-    """Up to three modules with surfaces that fall, on up to four devices."""
+    """Draw up to three modules with falling surfaces, on up to four devices."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count, ranks, steps = draw(st.integers(1, most)), draw(st.integers(1, 4)), 2
     names = [f"m{i}" for i in range(count)]
@@ -70,7 +72,7 @@ def style_problems(draw, most: int = 3) -> StyleProblem:
 
 
 def everything(problem: StyleProblem):
-    """Seconds of every plan of blocks, made with nothing of the search's."""
+    """Return the seconds of every plan of blocks, without code of the search."""
     names = [node.name for node in problem.graph.nodes]
     for count, profile in problem.profiles.items():
         for owners in itertools.product(range(len(names)), repeat=len(names)):
@@ -137,8 +139,7 @@ def test_it_is_as_good_as_trying_everything(problem):
 )
 @settings(max_examples=25, deadline=None)
 def test_the_best_plan_is_never_slower_than_its_1f1b(problem, count, device, schedules, node):
-    """Between the styles: more microbatches than may be in flight, messages, and any order of
-    schedules."""
+    """Use more microbatches than may be in flight, messages, and any order of schedules."""
     profile = replace(next(iter(problem.profiles.values())), device=device)
     network = Network(Link(0.1, 4.0), Link(0.2, 1.0), node)
     problem = replace(
@@ -156,7 +157,7 @@ def test_the_best_plan_is_never_slower_than_its_1f1b(problem, count, device, sch
 @given(style_problems(), st.booleans())
 @settings(max_examples=25)
 def test_it_is_never_slower_than_where_it_begins(problem, stopped):
-    """By local moves, too, and where it is ended at once; twice the same."""
+    """Check local moves, too, an immediate end, and reproducibility."""
     try:
         start = search_between(problem, {}).best
     except PlanError:
@@ -171,7 +172,7 @@ def test_it_is_never_slower_than_where_it_begins(problem, stopped):
             alone = None
             if not stopped and problem.memory_limit is None:
                 alone = search_between(problem, {}, SearchControl())
-                assert alone.best.seconds <= start.seconds * 1.5  # local moves lead somewhere
+                assert alone.best.seconds <= start.seconds * 1.5  # local moves find improvements
     finally:
         style_search.FEW_LAYOUTS = before
     assert found[0].best.seconds <= start.seconds
@@ -180,8 +181,10 @@ def test_it_is_never_slower_than_where_it_begins(problem, stopped):
 
 
 def test_encoders_are_guests_of_the_language_models_pipeline():
-    """Two encoders of half the language model's work on three devices: two are not enough for it,
-    three leave none for them."""
+    """Use two encoders of half the language model's work on three devices.
+
+    Two devices are not enough for the language model, three leave none for the encoders.
+    """
     graph = ModuleGraph(
         (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("llm", (True,) * 4)),
         (("a", "llm"), ("b", "llm")),
@@ -200,6 +203,6 @@ def test_encoders_are_guests_of_the_language_models_pipeline():
     assert sorted(sizes.values()) == [1, 1, 2]
     guests = {result.best.plan.replicas(name)[0][0].rank for name in "ab"}
     assert {sizes[rank] for rank in guests} == {1}
-    # What else would have cost is what was found on the way.
+    # The costs of alternatives are those found during the search.
     assert result.ways["llm", OWN] > result.best.seconds < result.ways["a", QUOTA]
     assert "with a quota next to others +" in result.lines()[0]
