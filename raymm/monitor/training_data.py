@@ -65,7 +65,7 @@ def training_data(
         sampler.check(state)
         return TrainingData(dataset, sampler)
     tokens = {}
-    if isinstance(model, MultimodalModule):  # a Hugging Face VLM's processor states it
+    if isinstance(model, MultimodalModule):  # the processor of a Hugging Face VLM states its tokens
         tokens = item_tokens(model, one_item_each(data, dataset))
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:

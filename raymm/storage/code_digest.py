@@ -140,7 +140,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [str(value)]
     if dataclasses.is_dataclass(value):
         return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)}]
-    if callable(value):  # an object with __call__, or one of another language
+    if callable(value):  # an object with __call__, or a callable of a compiled extension
         return [type(value).__call__, getattr(value, "__dict__", {})]
     return None
 

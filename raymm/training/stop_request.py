@@ -23,9 +23,9 @@ from raymm.recovery.failure_policy import Cause
 SAME_SIGNAL_S = 1.0
 # Seconds between two checks for a request during a pause.
 _LOOK_S = 0.1
-# Default seconds between SIGTERM and SIGKILL of `ray job stop`
-# (ray/dashboard/modules/job/job_supervisor.py). Ray reads the variable from the environment of the
-# job or of the cluster's nodes.
+# Environment variable and default value of the seconds between SIGTERM and SIGKILL of `ray job
+# stop` (ray/dashboard/modules/job/job_supervisor.py). Ray reads the variable from the environment
+# of the job or of the cluster's nodes.
 JOB_STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 JOB_STOP_DEFAULT_S = "3"
 # Set by Ray in the entrypoint process of a job.
@@ -192,7 +192,7 @@ class StopRequest:
             return
         else:
             self.at_once = True
-            self._restore()  # a third signal has its default effect
+            self._restore()  # later signals reach the previous handlers
         # KeyboardInterrupt is the only exception that Ray's waits let through from a handler.
         raise KeyboardInterrupt
 
