@@ -61,7 +61,7 @@ def test_a_model_and_its_steps_are_short_and_named(ray_cluster):
         assert "the processes have ended" in parallel._repr_html_()
 
 
-def test_a_name_that_is_bound_to_something_else_ends_its_processes(ray_cluster):
+def test_rebinding_a_name_ends_its_processes(ray_cluster):
     parallel = started()
     before = [place.pid for place in parallel.group.places]
     parallel.execute({"input_ids": IDS, "labels": IDS})

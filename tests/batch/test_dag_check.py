@@ -60,7 +60,7 @@ class LooksAtValues(nn.Module):
         return x * float(x.sum())
 
 
-def test_what_cannot_be_tried_goes_to_the_processes():
+def test_untriable_batches_are_left_to_the_processes():
     dag = ModuleDag({
         "one": DagModule(LooksAtValues(), reads="x"),
         "loss": DagLoss(nn.Flatten(0), inputs={"input": "one"}),

@@ -40,7 +40,7 @@ def step(**vision):
 X = torch.randn(2, 3, 4)
 
 
-def test_what_was_not_tried_is_named_with_what_was():
+def test_untried_inputs_are_named_with_tried_ones():
     inputs = tried(model(example_inputs={"x": X}), pp=2)
     inputs.check(*step(x=X))
     inputs.check(*step(x=torch.randn(2, 7, 4)))
@@ -56,7 +56,7 @@ def test_what_was_not_tried_is_named_with_what_was():
     tried(model(example_inputs={"x": X}), 1).check(*step(x=X, mask=X[..., 1]))
 
 
-def test_what_does_is_tried_once():
+def test_accepted_inputs_are_tried_once():
     inputs = tried(model(example_inputs={"x": X}), pp=2)
     retry, calls = inputs.retries["vision"], []
     inputs.retries["vision"] = lambda example: (calls.append(sorted(example)), retry(example))

@@ -42,7 +42,7 @@ def test_other_planners_are_never_better() -> None:
     assert all(other.seconds >= planned.seconds * (1 - 1e-9) for other in found)
 
 
-def test_a_planner_that_needs_more_ranks_says_why() -> None:
+def test_a_planner_that_needs_more_ranks_reports_it() -> None:
     request = PlanRequest(ranks=1, device="H100", tokens={"llm": 64}, schedules=("1f1b",))
     inputs = PlanInputs.of(tiny_model(), request, Workload(4, 2, dtype="bf16"))
     reasons = compare_planners.other_pipelines(search_pipelines(inputs))

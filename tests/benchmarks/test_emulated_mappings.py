@@ -24,7 +24,7 @@ from raymm.scheduler.program.program import Op
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 30), st.sampled_from(["star", "parallel"]))
-def test_the_slowest_gpu_of_a_module_takes_what_the_model_predicts(seed, kind):
+def test_the_slowest_gpu_takes_the_predicted_time(seed, kind):
     problem = random_problem(seed, kind, 7, 4)
     seconds = SurfaceSeconds(problem, {name: Slice(name) for name in problem.names}, 0.25)
     for stage in solve(problem, "greedy").stages:

@@ -69,7 +69,7 @@ def test_refusals_name_the_combination(monkeypatch):
     assert outcome.result == UNCLEAR and "names none of" in outcome.sentence
 
 
-def test_whatever_else_is_raised_is_unclear(monkeypatch):
+def test_other_exceptions_are_unclear(monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise AttributeError("no such thing")
 

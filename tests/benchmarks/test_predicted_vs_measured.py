@@ -54,7 +54,7 @@ def test_the_papers_figures():
 
 @pytest.mark.parametrize("aware", [True, False])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_tables_plan_costs_what_the_table_says(row, aware):
+def test_a_tables_plan_has_the_tables_costs(row, aware):
     plan = table_plan(row, 1e-3, aware, "1f1b")
     times, counts = row.variant(aware)
     costs = stage_costs(plan)

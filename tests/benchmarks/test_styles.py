@@ -19,7 +19,7 @@ from raymm.scheduler.schedule.step_graph import full_samples
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "ofasys"])
-def test_what_is_between_the_styles_is_never_slower_and_can_run(model):
+def test_plans_between_the_styles_are_never_slower_and_run(model):
     starts, search = searched(model, None)
     assert all(search.best.seconds <= option.seconds for option in starts.values())
     plan = search.best.plan
@@ -45,7 +45,7 @@ def test_a_plan_between_the_styles_wins_where_neither_fits_well():
     assert len(search.best.plan.replicas("llm")) > 1
 
 
-def test_it_gives_the_loss_of_one_process(ray_cluster):
+def test_a_plan_between_the_styles_equals_one_process(ray_cluster):
     """Run stages that take no time, on six ranks: replicas that share samples, stages, guests."""
     _, search = searched("valm_ms", None)
     profile = search.best.plan.profile

@@ -25,7 +25,7 @@ def test_sizes_are_the_papers(kind, sizes):
         assert profile.modules[kind][0].output_bytes % hidden == 0
 
 
-def test_all_27_are_there_once_and_fit_the_paper():
+def test_all_27_models_exist_and_fit_the_paper():
     assert len({config.name for config in VALM_CONFIGS}) == 27
     by_name = {config.name: config for config in VALM_CONFIGS}
     assert by_name["LLM-M VALM-LM"].cornstarch == (4, 2, 2)
@@ -35,7 +35,7 @@ def test_all_27_are_there_once_and_fit_the_paper():
     assert 1500 <= MERGED_TOKENS <= 4000
 
 
-def test_what_is_trained_decides_what_runs_backward():
+def test_trained_modules_determine_the_backwards():
     graph, profile = valm_profile("S", "S", "S", "align")
     work = layer_work(graph, profile)
     assert work["vision"][0].backward == 0

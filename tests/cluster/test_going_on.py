@@ -19,7 +19,7 @@ TEST_TIMEOUT_S = 900
 @pytest.mark.system
 @pytest.mark.timeout(TEST_TIMEOUT_S)
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the API server's certificate")
-def test_nodes_are_drained_and_killed_and_replicas_come_and_go():
+def test_runs_recover_from_drained_and_killed_nodes():
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.going_on"], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False, timeout=TEST_TIMEOUT_S - 30,

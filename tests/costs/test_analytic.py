@@ -76,7 +76,7 @@ def test_weights_under_adapters_have_no_gradients(model):
         )
 
 
-def test_the_projector_is_a_layer_that_hands_on_the_language_models_width(model):
+def test_the_projector_outputs_the_language_models_width(model):
     layers = analytic_profile(model, {"llm": Load(2, 80)}, "A40").modules["vision"]
     assert len(layers) == 3
     assert layers[1].output_bytes == 2 * 16 * 32 * 4  # a residual stream in fp32

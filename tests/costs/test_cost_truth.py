@@ -19,7 +19,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_costs_are_what_torch_measures(name: str) -> None:
+def test_costs_equal_torch_measurements(name: str) -> None:
     (case,) = (case for case in cases() if case.name == name)
     row = next(iter(rows_of(case)))
     assert error(row, "parameters") == 0

@@ -50,7 +50,7 @@ SIGLIP = SiglipVisionConfig(
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_language_models_save_what_a_real_run_saves(name: str) -> None:
+def test_saved_bytes_equal_a_real_run(name: str) -> None:
     model = SOURCES[name].build().eval()
     inputs = {"inputs_embeds": torch.randn(3, 40, 64)}
     measured, _ = cost_truth._bytes(model, inputs, True)
@@ -61,7 +61,7 @@ def test_language_models_save_what_a_real_run_saves(name: str) -> None:
 
 
 @pytest.mark.parametrize("source", [LLAMA, WINDOWS])
-def test_few_blocks_save_what_all_blocks_save(source: ModuleSource) -> None:
+def test_few_blocks_predict_saved_bytes_of_all(source: ModuleSource) -> None:
     seen = []
     for few in (True, False):
         model = source.skeleton().eval()

@@ -155,7 +155,7 @@ def test_parameters_are_exact(name):
     assert counted == exact + (model.get_input_embeddings().weight.numel() if tied else 0)
 
 
-def test_what_surrounds_the_blocks_counts_with_the_first_and_last():
+def test_outer_layers_count_with_the_first_and_last_block():
     model = make(LlamaForCausalLM, LlamaConfig(**{**GQA, "num_hidden_layers": 4}))
     first, middle, third, last = count_layers(model, Load(1, 16), causal=True)
     assert middle == third

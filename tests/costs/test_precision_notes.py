@@ -12,7 +12,7 @@ from raymm.costs.named_devices import cluster_device, device_names, precision_no
     ("H100", "up to 67 TFLOP/s on H100, with 'bf16' at 989 (15 times as fast)"),
     ("A100-80GB", "up to 20 TFLOP/s on A100-80GB, with 'bf16' at 312 (16 times as fast)"),
 ])  # fmt: skip
-def test_fp32_on_a_gpu_says_the_factor(monkeypatch, name, text):
+def test_fp32_on_a_gpu_reports_the_slowdown(monkeypatch, name, text):
     monkeypatch.setattr(named_devices, "cluster_device", lambda device: (name, None))
     assert text in precision_notes("cuda", "fp32")[0]
     assert precision_notes("cuda", "bf16") == precision_notes("cpu", "fp32") == []

@@ -30,7 +30,7 @@ TOLERANCE = 0.1
         "Idefics3ForConditionalGeneration",  # cannot run without values
     ],
 )
-def test_a_towers_flops_are_those_of_its_forward(name):
+def test_a_towers_flops_equal_its_forward(name):
     model_class = getattr(transformers, name)
     config, (microbatch, *_) = runnable(Family(KIND, model_class, model_class.config_class))
     config.architectures = [name]

@@ -48,7 +48,7 @@ def counted_by_torch(kind, trained, step):
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "qwen2_5_vl", "mistral3", "qwen2_audio"])
 @pytest.mark.parametrize("frozen", [(), ("tower",), ("language_model",)])
-def test_a_step_is_what_torch_counts(kind, frozen, monkeypatch):
+def test_a_steps_flops_equal_torchs_count(kind, frozen, monkeypatch):
     tower = "audio" if KINDS[kind].sound else "vision"
     names = [tower if name == "tower" else name for name in frozen]
     model, step = described(kind, dict.fromkeys(names, "frozen"))

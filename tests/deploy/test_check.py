@@ -26,7 +26,7 @@ def shipped(name: str, kind: str) -> dict:
     return copy.deepcopy(manifest)
 
 
-def test_what_is_shipped_is_in_order():
+def test_shipped_files_are_valid():
     found = list(checks())
     assert len(found) > 15
     assert [(what, problems) for what, problems in found if problems] == []
@@ -34,7 +34,7 @@ def test_what_is_shipped_is_in_order():
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl kustomize")
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_overlays_are_built_as_kubectl_does(folder: str):
+def test_overlays_are_built_like_kubectl(folder: str):
     command = ["kubectl", "kustomize", str(DEPLOY / folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ AFTER = {
 
 @pytest.mark.ray
 @pytest.mark.system
-def test_the_readme_runs_with_a_ray_of_its_own(tmp_path):
+def test_the_readme_runs_with_its_own_ray(tmp_path):
     (text,) = PROGRAMS["README.md"]
     script = tmp_path / "example.py"
     script.write_text(text)

@@ -77,7 +77,7 @@ def test_the_reference_has_every_field():
             assert len(row.split("|")[-2].strip()) > 3, row
 
 
-def test_a_field_that_nothing_is_said_of_ends_the_build():
+def test_an_undescribed_field_fails_the_build():
     class Silent(reference.BaseModel):
         """Section without descriptions."""
 

@@ -69,7 +69,7 @@ PROMISES = {
             "test_a_bucket_gets_changes_and_restores_them",
         "Failed requests are retried, after waits of":
             "tests/actors/storage/test_storage_folders.py::"
-            "test_what_fails_for_a_moment_is_tried_again",
+            "test_temporary_failures_are_retried",
         "prints a line for each: `whole`, `CORRUPT` (with the file and the reason), or `torn`":
             "tests/training/test_check_command.py::"
             "test_check_reports_corrupt_files_and_accepts_torn_saves",
@@ -144,7 +144,7 @@ PROMISES = {
     "docs/security.md": {
         "run only with `model.trust_remote_code: true`":
             "tests/actors/weights/test_custom_code.py::"
-            "test_unknown_classes_are_refused_with_file_and_cure",
+            "test_unknown_classes_are_refused_with_file_and_option",
         "checkpoints are safetensors and JSON, and nothing is ever unpickled":
             "tests/training/test_planted_attacks.py::"
             "test_a_pickled_shard_with_a_valid_checksum_is_rejected",
@@ -188,7 +188,7 @@ PROMISES = {
             "tests/data/samples/test_media_limits.py::test_images_are_refused_by_their_headers",
         "They run in Jinja's sandbox":
             "tests/data/conversations/test_template_limits.py::"
-            "test_templates_reach_no_python_objects",
+            "test_templates_cannot_reach_python_objects",
         "no playlist makes it open other files or URLs":
             "tests/data/video/test_frames.py::test_nothing_else_is_opened",
         "makes no frame larger than `data.max_image_pixels`":
@@ -200,7 +200,7 @@ PROMISES = {
             "tests/actors/rank/test_rendezvous_store.py::"
             "test_a_stranger_who_scans_ports_finds_no_store",
         "every overlay of `deploy/` has a `NetworkPolicy`":
-            "tests/deploy/test_check.py::test_what_is_shipped_is_in_order",
+            "tests/deploy/test_check.py::test_shipped_files_are_valid",
         "more than a million times for one sample is rejected with that sample":
             "tests/data/conversations/test_template_limits.py::test_endless_templates_are_refused",
         "is rejected before it is tokenized":

@@ -32,7 +32,7 @@ def built(folder):
     return folder / "site"
 
 
-def test_pages_and_what_they_link_to_are_there(checkout):
+def test_pages_and_their_link_targets_exist(checkout):
     site = built(checkout)
     names = [str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES]
     for page in (*names, "configuration.md", "architecture.md"):

@@ -20,5 +20,5 @@ def test_every_error_is_one_of_the_source():
     assert missing(QUOTES) == []
 
 
-def test_what_is_not_printed_is_noticed():
+def test_quotes_that_are_not_printed_are_detected():
     assert missing(["the plan has … ranks of … … apiece"]) != []

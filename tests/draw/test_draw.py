@@ -109,7 +109,7 @@ def svg_comments(path) -> str:
     return "\n".join(line for line in path.read_text().splitlines() if "<!--" in line)
 
 
-def test_timelines_say_what_a_reader_looks_for(tmp_path) -> None:
+def test_timelines_have_their_labels(tmp_path) -> None:
     path = tmp_path / "schedule.svg"
     predicted = Timeline((
         Span(0, Op.FORWARD, StageId("vision", 0), 3, 0.0, 0.010),

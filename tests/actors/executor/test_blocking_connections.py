@@ -235,7 +235,7 @@ def proved(plan: Plan) -> tuple[Program, tuple[tuple[Issue, ...], ...]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_ends_where_everything_blocks(schedule: str, monkeypatch) -> None:
+def test_a_step_ends_with_blocking_operations(schedule: str, monkeypatch) -> None:
     """Run two steps: in the first, every message is preceded by its description."""
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     plan = tied_plan(schedule)
@@ -248,7 +248,7 @@ def test_a_step_ends_where_everything_blocks(schedule: str, monkeypatch) -> None
     assert all(ranks[rank].under_way > 0 for rank in (2, 5))
 
 
-def test_receives_where_they_are_awaited_hang(monkeypatch) -> None:
+def test_receives_posted_when_awaited_hang(monkeypatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     plan = tied_plan("1f1b")
     program, _ = proved(plan)

@@ -141,13 +141,13 @@ class Lost:
     InternalError("module 'a' failed: RuntimeError: feature store: socket closed"),
     RuntimeError("gloo: socket closed, connection reset by peer: NCCL"),
 ])  # fmt: skip
-def test_what_a_module_says_is_not_taken_for_a_lost_process(raised):
+def test_module_errors_do_not_count_as_lost_processes(raised):
     with pytest.raises(type(raised)) as caught, reporting_lost_processes(lambda: "a step"):
         raise raised
     assert caught.value is raised
 
 
-def test_what_an_operation_raises_is_a_lost_process():
+def test_operation_errors_count_as_lost_processes():
     with pytest.raises(ChannelError, match="a step: Connection closed by peer"):
         with reporting_lost_processes(lambda: "a step"):
             wait(Lost())

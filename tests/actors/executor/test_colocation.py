@@ -150,7 +150,7 @@ def same(one, other) -> bool:
      {"frozen": ("vision",)}],
     ids=["1f1b", "recompute", "zero_bubble", "gpipe", "frozen"],
 )  # fmt: skip
-def test_the_same_bits_as_one_after_another(options, present):
+def test_concurrent_stages_equal_sequential_ones_bitwise(options, present):
     """Use dropout, batch norm, split backwards and recomputation in concurrent stages."""
     backend = RecordingBackend()
     plan = plan_of(**options)
@@ -167,7 +167,7 @@ def test_the_same_bits_as_one_after_another(options, present):
     colocation.close()
 
 
-def test_sums_of_gradients_wait_for_the_whole_turn():
+def test_gradient_sums_wait_for_the_whole_group():
     """Use parameters that this process holds twice, like tied weights.
 
     Each sum starts once all of the step's backwards are done.
@@ -315,7 +315,7 @@ class LoggedBackend(RecordingBackend):
         return self.main
 
 
-def test_turns_fork_from_the_ranks_stream_and_join_it():
+def test_groups_fork_from_the_ranks_stream_and_join_it():
     """Check the stream order of every group.
 
     Modules wait for the work on the rank's stream and keep its tensors; then that stream waits for
@@ -402,7 +402,7 @@ def test_a_stage_that_raises_is_named():
     colocation.close()
 
 
-def test_quotas_and_shared_weights_that_cannot_be_are_refused():
+def test_impossible_quotas_and_shared_weights_are_refused():
     with pytest.raises(PlanError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
         Colocation([{"vision": 0.5, "audio": 0.01}], RecordingBackend(), 30.0)
     colocation = Colocation([QUOTAS], RecordingBackend(), 30.0)
@@ -439,7 +439,7 @@ class Masking(Quiet):
 
 
 @pytest.mark.parametrize("kind", [Quiet, Masking])
-def test_what_a_stage_draws_is_found_out(kind):
+def test_random_stages_are_detected(kind):
     """Run two steps, as the first one detects it; the language model draws between them."""
     plan = plan_of()
     seen = []
@@ -464,7 +464,7 @@ def test_what_a_stage_draws_is_found_out(kind):
     assert due[0] != due[1]  # other numbers in another step
 
 
-def test_trained_parts_may_draw_but_simple_layers_do_not():
+def test_simple_layers_use_no_random_numbers():
     simple = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.LayerNorm(2))
     assert not may_draw(simple)
     assert may_draw(nn.Sequential(simple, nn.Dropout(0.0)))
@@ -491,7 +491,7 @@ class CurrentBackend(RecordingBackend):
         return CurrentStream(partition, self.account)
 
 
-def test_casts_of_a_module_are_nodes_of_its_stream(monkeypatch):
+def test_casts_of_a_module_run_on_its_stream(monkeypatch):
     """Check the stream of each autograd node.
 
     Autograd runs a node, and the accumulation of the parameter's gradient, on the stream that was

@@ -188,7 +188,7 @@ def test_any_order_gives_the_gradients_of_plain_autograd(frozen, recompute, spli
                 assert close(dict(parts[name].norm.named_buffers())[key], due)
 
 
-def test_copies_see_their_own_microbatches():
+def test_replicas_get_their_own_microbatches():
     parts = stages("none")
     execute(parts, random_program("none", random.Random(0), True, True))
     # Forward and recomputation of microbatches 0 and 2, and of 3; 1 and 4 have no image.
@@ -199,7 +199,7 @@ def test_copies_see_their_own_microbatches():
     assert {tuple(names) for names, _ in parts[StageId("llm", 0)].seen} == {("vision",), ()}
 
 
-def test_pass_two_is_where_the_weights_are():
+def test_pass_two_computes_the_weight_gradients():
     """Check that the gradient chain is finished before any weight has its gradient."""
     parts = stages("none")
     names = chain(0)
@@ -237,7 +237,7 @@ class Add(nn.Module):
         return Message((), {}, loss=(message.tensors[0] + self.own).sin().sum())
 
 
-def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_from():
+def test_pass_two_starts_from_the_unsummed_gradient():
     """Check also a sum in place, as collectives do it."""
     own, handed = {}, {}
     for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -338,7 +338,7 @@ class Wire:
         pass
 
 
-def test_a_gradient_that_is_sent_keeps_nothing_else():
+def test_a_sent_gradient_keeps_no_other_memory():
     """Check that no view of a larger gradient is sent.
 
     The gradient of a part of the merged features is such a view, which would keep all of it until

@@ -76,7 +76,7 @@ print(json.dumps(found))
 NONE = {"nothing", "pinned", "known"}
 
 
-def test_what_waits_is_counted_and_what_does_not_is_not():
+def test_exactly_the_waiting_calls_are_counted():
     run = subprocess.run(
         [sys.executable, "-c", WAITING], cwd=ROOT, capture_output=True, text=True,
         timeout=MINUTES * 60,

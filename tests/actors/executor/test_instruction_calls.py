@@ -25,7 +25,7 @@ def test_an_instruction_takes_few_calls():
 
 
 @pytest.mark.parametrize("named", ["Draws", "ExitStack", "autocast", "Place"])
-def test_what_a_plan_does_not_use_is_not_called(named):
+def test_unused_features_are_not_called(named):
     """Use a stage without random numbers, in full precision, with finite values."""
     executor, prepared, _ = middle_rank()
     meta = StepMeta(0, 1, ("shape",) * MICROBATCHES)

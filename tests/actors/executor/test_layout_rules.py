@@ -43,7 +43,7 @@ def layout_of(rows: int, tokens: int) -> Layout:
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 400)), min_size=60, max_size=60),
     st.integers(1, 4), st.integers(0, 7), st.sampled_from([1, 2, 4, 7]), st.integers(0, 3),
 )
-def test_sizes_that_are_linear_in_one_of_the_datas_are_learnt(sizes, slope, offset, divisor, shift):
+def test_sizes_linear_in_a_data_size_are_learned(sizes, slope, offset, divisor, shift):
     """Compare with the function itself; errors are only possible in the first few messages."""
     rules, wrong = LayoutRules(), 0
     for rows, length in sizes:
@@ -56,7 +56,7 @@ def test_sizes_that_are_linear_in_one_of_the_datas_are_learnt(sizes, slope, offs
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)), max_size=80))
-def test_what_fits_nothing_is_given_up(cases):
+def test_unpredictable_layouts_are_given_up(cases):
     """Use arbitrary layouts: a prediction is a layout or None, and fits the last message."""
     rules = LayoutRules()
     for a, b, value in cases:
@@ -65,7 +65,7 @@ def test_what_fits_nothing_is_given_up(cases):
         assert rules.expect(key) in (None, layout_of(a, value))
 
 
-def test_other_structures_and_keys_teach_nothing_of_it():
+def test_other_structures_and_keys_do_not_change_a_rule():
     rules = LayoutRules()
     for length in (5, 9, 14):
         rules.learn(key_of((2, length)), layout_of(2, length))
@@ -171,10 +171,10 @@ def _without_descriptions(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_messages_come_through_whatever_was_expected(tmp_path):
+def test_messages_arrive_after_wrong_predictions(tmp_path):
     """Fail if an assertion in either process fails."""
     run_processes(_exchange, (str(tmp_path / "store"),), 2)
 
 
-def test_new_sizes_need_no_words(tmp_path):
+def test_new_sizes_need_no_description(tmp_path):
     run_processes(_without_descriptions, (str(tmp_path / "store"),), 2)

@@ -23,7 +23,7 @@ MESSAGES = st.builds(
 
 @settings(deadline=None, max_examples=300)
 @given(first=MESSAGES, second=MESSAGES)
-def test_a_message_has_the_layout_that_is_its_own(first: Message, second: Message) -> None:
+def test_a_message_only_matches_its_own_layout(first: Message, second: Message) -> None:
     layout = Layout.of(first)
     assert layout.is_of(first)
     assert Layout.decode(layout.encode()).is_of(first)

@@ -309,7 +309,7 @@ def test_any_number_of_rows_of_a_sample(case, draws):
     assert all(all(channel.rows) for channel in channels.values())
 
 
-def test_what_several_stages_of_a_rank_read_travels_once():
+def test_shared_inputs_of_a_rank_are_sent_once():
     nodes = (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("c", (True,)))
     graph = ModuleGraph(nodes, (("a", "b"), ("a", "c"), ("b", "c")))
     plan = Plan(graph, (
@@ -321,7 +321,7 @@ def test_what_several_stages_of_a_rank_read_travels_once():
     assert sent == {(a, b): [4, 4], (b, a): [4, 4]}
 
 
-def test_only_samples_that_are_read_travel():
+def test_only_samples_that_are_read_are_sent():
     graph = ModuleGraph((ModuleNode("a", (True,)), ModuleNode("b", (True,))), (("a", "b"),))
     plan = Plan(graph, (
         Stage("a", 0, (0, 1), 0), Stage("b", 0, (0, 1), 1, split="samples"),

@@ -399,7 +399,7 @@ class Packed:
         self.value = value.detach()  # an output would hold its node, and the node this object
 
 
-def test_graph_is_freed_in_the_course_of_pass_two():
+def test_the_graph_is_freed_during_pass_two():
     """Disable the garbage collector: there must be no reference cycles."""
     module = decoder("llama")
     forward = embedded(module)
@@ -438,7 +438,7 @@ def test_graph_is_freed_in_the_course_of_pass_two():
         gc.enable()
 
 
-def test_no_hook_is_left_on_a_graph_that_lives_on():
+def test_no_hook_remains_on_a_living_graph():
     """Check that a node that saves nothing, and so can run again, does not keep its inputs."""
     leaf, bias = x(3, 4).requires_grad_(), p(4)
     output = leaf + bias
@@ -466,7 +466,7 @@ def test_hooks_of_tensors_and_parameters_apply_once():
     Passes([weight, bias], lambda t: [F.linear(t, weight, bias)], [x(3, 4)]).check()
 
 
-def test_post_accumulate_hooks_run_wherever_the_gradient_was_computed():
+def test_post_accumulate_hooks_run_in_both_passes():
     weight, bias = p(4, 4), p(4, seed=9)
     seen = []
     for one in (weight, bias):

@@ -81,7 +81,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     count=st.integers(3, 7), among=st.integers(1, 7),
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=MOST),
 )  # fmt: skip
-def test_they_do_what_they_do_together(processes, name, seed, count, among, sizes):
+def test_sharded_experts_equal_the_whole_layer(processes, name, seed, count, among, sizes):
     """Include tokens that use no expert of a process, and processes with few tokens."""
     among = min(among, count)
     whole = layer(name, count)
@@ -112,7 +112,7 @@ def exchanged(group):
     return sum(sizes)
 
 
-def test_what_costs_say_of_it_is_what_is_exchanged(processes):
+def test_costs_predict_the_exchanged_bytes(processes):
     config = hf.MixtralConfig(**SIZES, num_local_experts=4)
     (count,) = count_layers(hf.MixtralForCausalLM(config), Load(1, 7), causal=True)
     assert sum(processes.run(exchanged, 2)) == count.exchange_elements
@@ -129,7 +129,7 @@ def in_bf16(group):
     return outcome, {n: p.grad for n, p in module.named_parameters()}
 
 
-def test_they_compute_in_autocasts_dtype_if_asked(processes):
+def test_experts_compute_in_the_autocast_dtype(processes):
     whole = layer("Mixtral", 4)
     output = computed(whole, *tokens(0, 6, 4, 4))[0]
     results = processes.run(in_bf16, 2)
@@ -141,7 +141,7 @@ def test_they_compute_in_autocasts_dtype_if_asked(processes):
         assert (gradient - due.grad).norm() <= 3e-2 * due.grad.norm()
 
 
-def test_experts_that_cannot_be_dealt_out():
+def test_experts_that_cannot_be_sharded():
     check_experts(layer("Mixtral", 4))
     odd = layer("Mixtral", 4)
     odd.scale = nn.Parameter(torch.ones(3))

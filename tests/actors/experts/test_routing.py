@@ -65,7 +65,7 @@ def test_a_step_of_padding_alone_has_no_loss():
         ("JetMoe", {"aux_loss_coef": 0.02, "kv_channels": 8}),
     ],
 )
-def test_a_models_own_loss_is_found_by_trying(name, more):
+def test_a_models_own_loss_is_found_by_a_trial(name, more):
     config = getattr(hf, f"{name}Config")(**SIZES, **more)
     source = ConfigSource(getattr(hf, f"{name}ForCausalLM"), config)
     coefficient = next(iter(more.values()))
@@ -77,7 +77,7 @@ def test_a_models_own_loss_is_found_by_trying(name, more):
     assert mixture_of(ConfigSource(getattr(hf, f"{name}ForCausalLM"), config)) == Mixture()
 
 
-def test_what_is_no_mixture_and_what_adds_something_else():
+def test_models_without_routers_or_with_other_losses():
     sizes = {name: value for name, value in SIZES.items() if "expert" not in name}
     llama = ConfigSource(hf.LlamaForCausalLM, hf.LlamaConfig(**sizes))
     assert mixture_of(llama) is None
@@ -86,7 +86,7 @@ def test_what_is_no_mixture_and_what_adds_something_else():
         mixture_of(ConfigSource(hf.DogeForCausalLM, doge))
 
 
-def test_only_a_forward_that_is_noted_is_and_configs_are_left_as_they_were():
+def test_recording_leaves_other_forwards_and_configs_unchanged():
     model = hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES))
     assert len(routers(model)) == len(experts(model)) == 2
     routing = Routing(model, Mixture(RouterLoss(4, 2, 0.1)))
@@ -104,7 +104,7 @@ def test_only_a_forward_that_is_noted_is_and_configs_are_left_as_they_were():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in experts(model).values())
 
 
-def test_a_mask_that_does_not_say_what_padding_is():
+def test_a_mask_that_does_not_mark_padding():
     with pytest.raises(ValueError, match=r"shape \(2, 1, 6, 6\); accepted .* \(B, T\)"):
         real_tokens(torch.ones(2, 1, 6, 6), (2, 6))
     assert real_tokens(None, (2, 3)).all()
@@ -124,7 +124,7 @@ class WithoutRecorders(hf.LlamaForCausalLM):
         return output
 
 
-def test_what_is_added_by_a_model_whose_routers_nobody_knows_is_not_dropped():
+def test_losses_of_unknown_routers_are_not_dropped():
     config = hf.LlamaConfig(**{n: v for n, v in SIZES.items() if "expert" not in n})
     with pytest.raises(ProbeError, match="WithoutRecorders adds aux_loss 0.1"):
         mixture_of(ConfigSource(WithoutRecorders, config))

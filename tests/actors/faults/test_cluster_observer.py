@@ -24,7 +24,7 @@ def observer(*listeners: socket.socket) -> ClusterObserver:
     return made
 
 
-def test_of_all_nodes_those_that_are_gone_are_found_at_once():
+def test_lost_nodes_are_found_together():
     with listening() as first, listening() as second, listening() as third:
         looking = observer(first, second, third)
         looking.look_at_nodes()
@@ -37,7 +37,7 @@ def test_of_all_nodes_those_that_are_gone_are_found_at_once():
     assert "host0" not in looking.lost and "does not listen any more" in looking.lost
 
 
-def test_one_that_was_never_reached_is_not_lost():
+def test_a_node_that_was_never_reached_is_not_lost():
     """Check that a firewall between this process and a node does not count as a loss."""
     with listening() as first, listening() as second:
         looking = observer(first, second)

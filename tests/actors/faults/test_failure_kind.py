@@ -238,7 +238,7 @@ def test_errors_of_constructors_send_their_kind(fault):
     assert "data worker 0 of 2: it could not start: " in str(failed)
 
 
-def test_what_an_error_says_of_kinds_does_not_count():
+def test_the_text_of_an_error_does_not_set_its_kind():
     def fault():
         raise ValueError("wrong\n(failure kind: resource)")
 
@@ -266,7 +266,7 @@ def test_errors_of_samples_carry_their_kind():
     assert failure_kind(arrived) is RESOURCE and str(arrived) == str(error)
 
 
-def test_a_circle_of_causes_ends():
+def test_a_cycle_of_causes_ends():
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert failure_kind(one) is USER

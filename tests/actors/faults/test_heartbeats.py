@@ -36,7 +36,7 @@ def in_forward(since: float, longest: float | None = None, waits: bool = False) 
 
 
 @given(st.dictionaries(st.integers(0, 3), reports, max_size=4))
-def test_only_what_is_over_its_own_limit_is_overdue(said):
+def test_only_tasks_beyond_their_own_limit_are_overdue(said):
     """Compare with the limit, spelt out, and the process furthest beyond its own."""
     over = {}
     for number, report in said.items():
@@ -51,7 +51,7 @@ def test_only_what_is_over_its_own_limit_is_overdue(said):
     assert found is None or over[found.number] == max(over.values())
 
 
-def test_a_process_is_known_by_what_it_took_earlier_and_its_successor_too():
+def test_earlier_durations_apply_to_successors_too():
     beats = Heartbeats(PATIENCE_S)
     assert beats.overdue(Inquiry({0: in_forward(1.0, longest=30.0)}), 0.0, nobody) is None
     assert beats.overdue(Inquiry({0: in_forward(100.0)}), 1.0, nobody) is None
@@ -60,7 +60,7 @@ def test_a_process_is_known_by_what_it_took_earlier_and_its_successor_too():
     assert found is not None and found.number == 0 and "at most 30.00 s before" in found.why
 
 
-def test_what_was_taken_for_a_hang_once_may_take_as_long_as_anything():
+def test_a_false_alarm_raises_the_limit():
     beats = Heartbeats(PATIENCE_S)
     assert beats.overdue(Inquiry({0: in_forward(12.0, longest=0.1)}), 0.0, nobody)
     beats.forget(0)
@@ -69,7 +69,7 @@ def test_what_was_taken_for_a_hang_once_may_take_as_long_as_anything():
 
 
 @pytest.mark.parametrize(("state", "found_after"), [(STOPPED, LEAST_S), ("computing", 50.0)])
-def test_one_that_is_silent(state, found_after):
+def test_a_silent_process_is_lost(state, found_after):
     """Check that stopped processes are lost after ten seconds, and running ones survive.
 
     A process that may compute while it holds the interpreter's lock has as long as its own longest
@@ -89,7 +89,7 @@ def test_one_that_is_silent(state, found_after):
     assert beats.overdue(silent, now + 1.0, look) is None
 
 
-def test_what_threads_do_beside_steps_is_looked_at_too():
+def test_background_threads_are_observed_too():
     report = Report("", 0.0, False, longest={"writing": 1.0}, in_threads={"writing": 11.0})
     found = Heartbeats(PATIENCE_S).overdue(Inquiry({2: report}), 0.0, nobody)
     assert found is not None and found.number == 2 and "writing" in found.why

@@ -66,7 +66,7 @@ def processes(nodes: list[str]) -> dict[int, Address]:
     return {number: Address(node, 1000 + number, 3) for number, node in enumerate(nodes)}
 
 
-def test_all_processes_of_a_node_are_looked_at_at_once(monkeypatch, ended) -> None:
+def test_processes_of_a_node_are_inspected_concurrently(monkeypatch, ended) -> None:
     """Check concurrency: each may take seconds, which add up on a node."""
     everybody = threading.Barrier(64, timeout=60)
     monkeypatch.setattr(inquiry, "ray", Cluster(set()))
@@ -75,7 +75,7 @@ def test_all_processes_of_a_node_are_looked_at_at_once(monkeypatch, ended) -> No
     assert not ended
 
 
-def test_nodes_are_asked_together_and_for_a_few_seconds(monkeypatch, ended) -> None:
+def test_nodes_are_queried_concurrently_with_a_timeout(monkeypatch, ended) -> None:
     cluster = Cluster({GONE})
     monkeypatch.setattr(inquiry, "ray", cluster)
     looks = inquiry.look_from_outside(
@@ -88,7 +88,7 @@ def test_nodes_are_asked_together_and_for_a_few_seconds(monkeypatch, ended) -> N
     assert sorted(ended) == [1002, 1005]  # the same call ends them: no process waits for another
 
 
-def test_killing_looks_at_nobody(monkeypatch, ended) -> None:
+def test_killing_inspects_no_process(monkeypatch, ended) -> None:
     cluster = Cluster(set())
     monkeypatch.setattr(inquiry, "ray", cluster)
     monkeypatch.setattr(inquiry, "look_at", lambda address: pytest.fail("looked"))

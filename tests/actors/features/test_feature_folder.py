@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
     st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 9),
     st.integers(0, 10_000), st.integers(1, 255),
 )
-def test_what_is_damaged_is_not_there(tmp_path_factory, dtype, shape, seed, place, change) -> None:
+def test_damaged_features_are_missing(tmp_path_factory, dtype, shape, seed, place, change) -> None:
     folder = FeatureFolder(tmp_path_factory.mktemp("features"), 2**20)
     torch.manual_seed(seed)
     features = {
@@ -43,7 +43,7 @@ def test_what_is_damaged_is_not_there(tmp_path_factory, dtype, shape, seed, plac
     assert folder.read(KEY) is None  # another item's
 
 
-def test_room_is_bounded(tmp_path) -> None:
+def test_cache_space_is_bounded(tmp_path) -> None:
     item = torch.zeros(100)
     size = FeatureFolder(tmp_path, 0).size("a0", {"hidden": item})
     writer = FeatureWriter(FeatureFolder(tmp_path, 3 * size + 10))
@@ -58,7 +58,7 @@ def test_room_is_bounded(tmp_path) -> None:
     assert not folder.has("b0")
 
 
-def test_what_has_no_row_per_item_is_not_kept(tmp_path) -> None:
+def test_features_without_item_rows_are_not_cached(tmp_path) -> None:
     """Check that such features, which could be those of another item, are not stored."""
     writer = FeatureWriter(FeatureFolder(tmp_path, 2**20))
     for rows in (1, 3):

@@ -9,7 +9,7 @@ from raymm.actors.features.kept_features import FeatureWriter
 
 @pytest.mark.parametrize(("rows", "width"), [(4, 16), (64, 256)])
 @pytest.mark.parametrize("room", [1_000, 300_000])
-def test_features_take_no_more_than_their_room(tmp_path, rows, width, room) -> None:
+def test_features_stay_within_their_space(tmp_path, rows, width, room) -> None:
     """Check also space for less than one item, and a resumption with a full folder."""
     folder = FeatureFolder(tmp_path / "features", room)
     features = {f"{i:032x}": torch.randn(1, rows, width) for i in range(12)}

@@ -59,7 +59,7 @@ def handed_over(stage, inputs):
         ("VoxtralForConditionalGeneration", 0),
     ],
 )
-def test_features_stand_for_items(tmp_path, monkeypatch, name, dim):
+def test_cached_features_replace_items(tmp_path, monkeypatch, name, dim):
     model, microbatches = described(name)
     (tower,) = model.tower_names
     form = model.root_form(tower)
@@ -94,7 +94,7 @@ def test_features_stand_for_items(tmp_path, monkeypatch, name, dim):
         assert all(torch.equal(read[2][each], computed[2][each]) for each in grads)
 
 
-def test_a_damaged_file_is_none(tmp_path):
+def test_a_damaged_file_counts_as_missing(tmp_path):
     model, microbatches = described("LlavaForConditionalGeneration")
     form = model.root_form("vision")
     lookup = TowerLookup({"vision": FeatureFolder(tmp_path, 10**8)}, {"vision": form})
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_none(tmp_path):
     assert lookup.features("vision", keys) is None
 
 
-def test_what_reads_more_than_features_is_refused():
+def test_towers_that_read_more_than_features_are_refused():
     model, _ = described("DeepseekVLHybridForConditionalGeneration")
     with pytest.raises(ProbeError, match="reads more than its features"):
         model.root_form("vision")

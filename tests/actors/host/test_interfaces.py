@@ -63,7 +63,7 @@ def addresses():
 
 
 @pytest.mark.system
-def test_gloo_listens_where_ray_knows_the_node(on_host):
+def test_gloo_listens_on_rays_address_of_the_node(on_host):
     assert on_host("getent", "ahostsv4", "raymm-node").startswith("127.0.1.1 ")
     listened = [address for _, address in addresses() if "." in address]
     assert "127.0.0.1" in listened

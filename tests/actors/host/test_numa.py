@@ -35,7 +35,7 @@ def sysfs(folder: Path, node: str, cpus: str) -> Path:
     return folder
 
 
-def test_all_threads_get_the_cpus_of_the_node_that_the_process_may_use(tmp_path, bound) -> None:
+def test_threads_are_bound_to_allowed_cpus_of_the_node(tmp_path, bound) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="says nothing of memory")
-def test_the_peak_is_of_what_was_held_since_the_start(monkeypatch) -> None:
+def test_the_peak_covers_memory_since_the_start(monkeypatch) -> None:
     memory = PeakMemory(CPU)
     monkeypatch.setattr(os, "open", None)  # no file is opened again
     held = torch.ones(64 * MIB, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def test_the_peak_is_of_what_was_held_since_the_start(monkeypatch) -> None:
     assert memory.bytes() < 40 * MIB
 
 
-def test_where_the_system_says_nothing_it_is_nothing(monkeypatch) -> None:
+def test_the_peak_is_none_if_the_system_reports_none(monkeypatch) -> None:
     monkeypatch.setattr(peak_memory, "_STATUS", "/nowhere/status")
     monkeypatch.setattr(peak_memory, "_CLEAR", "/nowhere/clear")
     memory = PeakMemory(CPU)

@@ -91,7 +91,7 @@ def test_a_microbatch_is_copied_before_its_first_use(log) -> None:
     assert rows[3] is None
 
 
-def test_the_host_knows_what_it_had(log) -> None:
+def test_the_host_keeps_its_inputs(log) -> None:
     given = row(4)
     rows: Any = step_inputs({"llm": [given]}, GPU)["llm"]
     copy = rows[0]["x"]

@@ -73,7 +73,7 @@ def test_microbatches_share_one_copy_of_the_weights():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_numbers_are_autocasts(tied):
+def test_numbers_equal_autocast(tied):
     """Compare losses and gradients of several microbatches in flight bitwise."""
     one = model(tied)
     other = copy.deepcopy(one)
@@ -95,7 +95,7 @@ def test_numbers_are_autocasts(tied):
             module.zero_grad()
 
 
-def test_a_backward_in_two_passes_and_one_without_gradients_first():
+def test_split_backward_and_a_first_forward_without_grad():
     """Start a step with a forward without gradients that is recomputed later."""
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -121,7 +121,7 @@ def test_a_backward_in_two_passes_and_one_without_gradients_first():
             assert mine.equal(theirs)
 
 
-def test_parameters_are_what_they_were():
+def test_parameters_stay_unchanged():
     one = model()
     names, state = [n for n, _ in one.named_parameters()], set(one.state_dict())
     with ComputeCopies([one], torch.bfloat16).shown():

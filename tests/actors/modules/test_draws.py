@@ -130,7 +130,7 @@ def test_a_block_that_every_microbatch_skips_has_no_gradient():
         compare(in_stages(model, step, 3, schedule=schedule), step, due)
 
 
-def test_a_forward_without_any_block_is_an_error_that_names_the_cure():
+def test_a_forward_without_blocks_is_an_error():
     model, step = hearing(layerdrop=0.95), steps(2)
     stages = in_stages(model, step, 2)
     with pytest.raises(InputError, match="'tower' in microbatch 0 .*pp 1.*layerdrop"):
@@ -138,7 +138,7 @@ def test_a_forward_without_any_block_is_an_error_that_names_the_cure():
     in_stages(model, step, 1).run(step)
 
 
-def test_draws_outside_the_blocks_are_those_of_all_stages():
+def test_random_numbers_outside_blocks_agree_on_all_stages():
     """Check the scale of DINOv3's rotary tables."""
     config = hf.DINOv3ViTConfig(
         **SMALL, num_hidden_layers=4, image_size=SIZE, patch_size=8, pos_embed_rescale=2.0,
@@ -239,14 +239,14 @@ def test_dropout_everywhere(options):
         assert float((gradient - due[1][name]).norm()) <= 1e-6 * float(due[1][name].norm()), name
 
 
-def test_blocks_are_skipped_by_any_generator_and_code_between_runs_once():
+def test_blocks_are_skipped_by_any_generator():
     model, step = noisy(hasty=0.5), steps(12, "x", (2, 4))
     due = reference(model, step)
     for pp in (1, 2, 3):
         compare(in_stages(model, step, pp), step, due)
 
 
-def test_what_cannot_be_right_with_skipped_blocks_is_refused():
+def test_features_that_contradict_skipped_blocks_are_refused():
     model = noisy(hasty=0.01, in_place=True)
     why = "NoisyEncoder cannot be cut between its blocks in training: .*in place"
     with pytest.raises(ProbeError, match=why):
@@ -254,7 +254,7 @@ def test_what_cannot_be_right_with_skipped_blocks_is_refused():
     in_stages(model, steps(1, "x", (2, 4)), 1)
 
 
-def test_draws_in_evaluation():
+def test_random_numbers_in_evaluation():
     """Use a frozen module that is random in every mode, like masked autoencoders."""
     step = steps(3, "x", (2, 4))
     losses = []
@@ -266,7 +266,7 @@ def test_draws_in_evaluation():
     assert len(set(losses)) == 1
 
 
-def test_gradient_checkpointing_of_a_models_own():
+def test_a_models_own_gradient_checkpointing():
     """Recompute with the forward's random numbers; cut modules would lack other stages' data."""
     model, step = hearing(hidden_dropout=0.3, layerdrop=0.4), steps(4)
     due = reference(model, step)
@@ -278,7 +278,7 @@ def test_gradient_checkpointing_of_a_models_own():
         reference(model, step)
 
 
-def test_attention_that_drops_out_is_not_kept():
+def test_attention_with_dropout_is_recomputed():
     """Recompute it, or later random numbers would change."""
     policy = _contexts(frozenset(_ATTENTION))[0].policy_fn
     query = torch.zeros(1, 1, 2, 4)

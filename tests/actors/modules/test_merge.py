@@ -46,7 +46,7 @@ def run(policy, given, features, ids=("cat-1", "dog-2")):
     return stage._merge(given, received, MicrobatchContext(1, sample_ids=tuple(ids)))
 
 
-def test_features_go_where_their_placeholders_are_whatever_the_order_of_items():
+def test_features_replace_placeholders_in_any_item_order():
     given = embedded(inputs([[1, 8, 8, 2, 8, 8], [8, 8, 9, 3, 4, 5]], vision=[1, 0, 0], audio=[1]))
     vision = torch.arange(3.0)[:, None, None] * 10 + torch.arange(2.0)[:, None] + torch.zeros(H)
     audio = torch.full((1, 1, H), 77.0)

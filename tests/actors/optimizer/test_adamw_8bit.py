@@ -25,7 +25,7 @@ SHAPES = ((64, 64), (48, 96), (16, 16), (65, 65))  # quantised, quantised, too s
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_map_is_torchaos(signed):
+def test_the_quantisation_map_equals_torchao(signed):
     assert dynamic_map(signed).tolist() == torch.tensor(create_dynamic_map(signed)).tolist()
 
 
@@ -53,7 +53,7 @@ def test_values_give_the_same_moment_again(seed, size, signed):
     assert again.codes.equal(moment.codes) and again.scales.equal(moment.scales)
 
 
-def test_steps_are_torchaos():
+def test_steps_equal_torchao():
     torch.manual_seed(0)
     mine = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     due = [nn.Parameter(p.detach().clone()) for p in mine]
@@ -74,7 +74,7 @@ def test_steps_are_torchaos():
         assert (one - other).norm() <= 2e-3 * (other - start).norm()
 
 
-def test_bytes_of_its_moments():
+def test_bytes_of_8_bit_moments():
     parameter = nn.Parameter(torch.randn(64, 64))
     optimizer = AdamW8bit([
         {"params": [parameter], "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0}

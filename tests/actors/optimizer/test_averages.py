@@ -44,7 +44,7 @@ def take_step(optimizer: RankOptimizer, module: nn.Module, scale: float = 1.0) -
     st.lists(st.sampled_from([1.0, float("nan"), 1e20]), min_size=1, max_size=7),
     st.sampled_from(["fp32", "bf16_master", "bf16_stochastic"]),
 )
-def test_averages_are_torchs(decay, every, scales, parameters):
+def test_averages_equal_torch(decay, every, scales, parameters):
     """Ignore skipped steps; count steps once whose norm overflows at first."""
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
@@ -70,7 +70,7 @@ def test_averages_are_torchs(decay, every, scales, parameters):
         torch.testing.assert_close(value, dict(due.module.named_parameters())[name].detach())
 
 
-def test_shown_put_back_and_stored():
+def test_averages_are_shown_restored_and_stored():
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
     optimizer = optimizer_of(module, EmaConfig(0.5), "bf16_stochastic")

@@ -27,7 +27,7 @@ def test_a_value_becomes_one_of_its_neighbours(value, seed):
     assert kept.equal(nearest)
 
 
-def test_the_mean_is_the_value():
+def test_the_mean_of_rounded_values_is_exact():
     """Check an update of a hundredth of bf16's resolution."""
     values = torch.full((2**18,), 1 + 2**-7 / 100)
     mean = rounded_at_random(values, 0).double().mean()
@@ -35,12 +35,12 @@ def test_the_mean_is_the_value():
     assert values.bfloat16().eq(1).all()
 
 
-def test_what_is_not_finite_stays_so():
+def test_non_finite_values_stay_non_finite():
     values = torch.tensor([float("inf"), float("-inf"), float("nan")])
     assert torch.equal(rounded_at_random(values, 1).isfinite(), torch.zeros(3).bool())
 
 
-def test_a_master_follows_a_parameter_that_was_given_other_values():
+def test_a_master_follows_changed_parameters():
     parameter = nn.Parameter(torch.randn(4, 4))
     before = parameter.detach().clone()
     kept = Bf16Parameter(KEY, parameter, master=True)
@@ -53,7 +53,7 @@ def test_a_master_follows_a_parameter_that_was_given_other_values():
 
 
 @given(st.data())
-def test_parts_round_as_the_whole_does(data):
+def test_shards_round_like_the_full_parameter(data):
     """Use any shard of rows, columns or planes."""
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dim = data.draw(st.integers(0, len(shape) - 1))

@@ -52,7 +52,7 @@ def cut(own: ParameterShard | None) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(layouts(), layouts())
-def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
+def test_any_shards_are_read_from_any_others(tmp_path_factory, written, wanted):
     folder = tmp_path_factory.mktemp("shards")
     index, files = {}, {}
     writers = written if written[0] is not None else written[:1]
@@ -74,7 +74,7 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
         assert read["optimizer/llm/weight/step"] == 3
 
 
-def test_a_range_that_nobody_wrote(tmp_path):
+def test_a_missing_range_is_an_error(tmp_path):
     own = ParameterShard(0, ((0, 4),))
     shard = write_shard(tmp_path / "a", dict(stored_shards("x", WHOLE[:4].clone(), own)))
     stored = StoredTensors(tmp_path, {"x[0:0:4]": "a"}, {"a": shard.file})
@@ -93,7 +93,7 @@ def two_shards(folder):
     return index, files
 
 
-def test_only_files_that_are_read_from_are_verified_each_before_its_first_read(tmp_path):
+def test_files_are_verified_before_their_first_read(tmp_path):
     index, files = two_shards(tmp_path)
     flip(tmp_path / "b", -1)
     stored = StoredTensors(tmp_path, index, files)
@@ -109,7 +109,7 @@ def flip(path, place):
     path.write_bytes(data)
 
 
-def test_a_file_that_is_another_one_is_named_with_what_is_wrong(tmp_path):
+def test_a_replaced_file_is_named_with_the_reason(tmp_path):
     index, files = two_shards(tmp_path)
     path = tmp_path / "a"
 
@@ -160,7 +160,7 @@ def test_the_checksum_of_the_tensors_is_that_of_the_file(tmp_path):
         assert written.file == checksum(path)
 
 
-def test_what_cannot_be_written_is_named_with_the_cause(tmp_path, small_files):
+def test_failed_writes_are_named_with_the_cause(tmp_path, small_files):
     with pytest.raises(CheckpointError, match="cannot write .*/a: .*File too large"):
         write_shard(tmp_path / "a", {"x": torch.zeros(100_000)})
     with pytest.raises(CheckpointError, match="cannot write .*/none/a: .*No such file"):

@@ -39,7 +39,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(st.lists(st.lists(tensors(), min_size=1, max_size=3), min_size=1, max_size=2), st.booleans())
-def test_a_copy_is_written_as_what_it_was_copied_from(
+def test_a_copy_is_written_like_its_source(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[torch.Tensor]], tied: bool
 ) -> None:
     """Check for the same bytes in the same files, while the tensors change."""
@@ -70,7 +70,7 @@ def test_a_copy_is_written_as_what_it_was_copied_from(
         process.write_copy(str(folders[0]))
 
 
-def test_what_is_not_finite_is_named_as_a_whole_and_nothing_is_written(tmp_path) -> None:
+def test_non_finite_tensors_are_named_and_not_written(tmp_path) -> None:
     copy = HostCopy(HostStaging(CPU))
     bad = torch.tensor([1.0, torch.inf, torch.nan])
     copy.copy(Saved({"a.safetensors": {"llm/x[0:3:6]": bad, "llm/y": torch.ones(2)}}))

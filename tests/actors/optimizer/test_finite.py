@@ -31,7 +31,7 @@ def tensors(draw) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=60)
 @given(batches=st.lists(st.lists(tensors(), max_size=4), min_size=1, max_size=5))
-def test_places_of_all_batches_since_an_update_are_named(batches) -> None:
+def test_positions_in_all_batches_are_named(batches) -> None:
     observer, expected = FiniteObserver(CPU), []
     for number, batch in enumerate(batches):
         observer.begin()
@@ -50,7 +50,7 @@ def test_places_of_all_batches_since_an_update_are_named(batches) -> None:
     assert observer.places() == []
 
 
-def test_a_batch_that_is_over_is_one_tensor() -> None:
+def test_a_finished_batch_is_one_tensor() -> None:
     """Check that small tensors do not fragment the buffers of later batches."""
     observer, hidden, batches = FiniteObserver(CPU), torch.ones(4, 8), 20
     gc.collect()
@@ -64,7 +64,7 @@ def test_a_batch_that_is_over_is_one_tensor() -> None:
     assert alive <= batches + 2, alive
 
 
-def test_the_oldest_batches_are_forgotten_beyond_a_number_of_notes(monkeypatch) -> None:
+def test_the_oldest_batches_are_dropped(monkeypatch) -> None:
     monkeypatch.setattr(finite, "MAX_NOTES", 10)
     observer = FiniteObserver(CPU)
     for _ in range(9):

@@ -111,7 +111,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(st.lists(st.lists(tensors(), max_size=6), max_size=4))
-def test_copies_are_of_the_moment_at_which_they_were_asked_for(rounds) -> None:
+def test_copies_have_the_values_of_their_request(rounds) -> None:
     with pretended() as cuda:
         staging, most = HostStaging(GPU), 0
         for originals in rounds:
@@ -187,7 +187,7 @@ def test_tensors_do_not_change_before_copies_have_read_them(method: str, change:
     assert log == ["wait", change]
 
 
-def test_no_wait_is_left_after_a_copy_that_failed() -> None:
+def test_a_failed_copy_leaves_no_wait() -> None:
     with pretended() as cuda:
         staging = HostStaging(GPU)
         cuda.main.due.append(lambda: 1 / 0)

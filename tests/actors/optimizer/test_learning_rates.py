@@ -45,7 +45,7 @@ def rule(name: str, steps: int, warmup: int, kind: type[UpdateRule] = UpdateRule
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize(("steps", "warmup"), PAIRS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_rates_are_those_of_transformers_at_every_step(name, steps, warmup):
+def test_rates_equal_transformers_at_every_step(name, steps, warmup):
     _, _, scheduler = hugging_face(name, steps, warmup)
     mine = rule(name, steps, warmup)
     for step in range(steps):
@@ -75,7 +75,7 @@ def gradient(step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_training_equals_that_of_hugging_face(name):
+def test_a_training_equals_hugging_face(name):
     steps, warmup = 5, 3
     parameter, optimizer, scheduler = hugging_face(name, steps, warmup)
     mine = rank_optimizer(rule(name, steps, warmup, OptimizerConfig))

@@ -45,7 +45,7 @@ def update(optimizer: RankOptimizer) -> Update:
     return optimizer.finish()
 
 
-def test_all_holders_get_the_sum_and_none_stays_none():
+def test_all_owners_get_the_sum_and_none_stays_none():
     optimizer = optimizer_of((1.0, 2.0), (None, 4.0, 1.0), (None, None))
     optimizer.reduction.wait()
     found = {key: p.grad for key, p in optimizer.parameters.items()}
@@ -92,7 +92,7 @@ def test_buckets(limit):
         assert parameter.grad.shape == parameter.shape
 
 
-def test_owners_that_take_turns_do_not_make_small_buckets():
+def test_alternating_owners_do_not_make_small_buckets():
     parameters = {(StageId("a", 0), str(n)): nn.Parameter(torch.ones(4)) for n in range(20)}
     shared = [
         SharedParameter(
@@ -108,7 +108,7 @@ def test_owners_that_take_turns_do_not_make_small_buckets():
     ]
 
 
-def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
+def test_the_rate_follows_the_schedule_without_training():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     optimizer = RankOptimizer(0, {}, config, ParameterOwnership(), {}, torch.device("cpu"))
     rates = [update(optimizer).learning_rate for _ in range(5)]
@@ -135,7 +135,7 @@ def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
         ([3e25, 4e25], "clipped"), ([3e38, 3e38], "clipped"),
     ],
 )
-def test_what_is_finite_is_applied_and_nothing_else(clipped, gradient, applied):
+def test_only_finite_gradients_are_applied(clipped, gradient, applied):
     config = OptimizerConfig(lr=0.1, weight_decay=0.0, max_grad_norm=1.0 if clipped else None)
     optimizer = one_parameter(gradient, config)
     ((key, parameter),) = optimizer.parameters.items()
@@ -159,7 +159,7 @@ def test_what_is_finite_is_applied_and_nothing_else(clipped, gradient, applied):
         assert done.not_finite is None and done.learning_rate == 0.1
 
 
-def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
+def test_a_non_finite_loss_skips_and_advances_the_schedule():
     optimizer = one_parameter([1.0, 1.0], OptimizerConfig(lr=1.0, warmup_steps=4))
     optimizer.observer.begin()
     optimizer.observer.loss(torch.tensor(math.inf))
@@ -172,7 +172,7 @@ def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
     assert update(optimizer).learning_rate == 0.25  # the second step's rate
 
 
-def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
+def test_uncounted_gradients_must_be_finite_too():
     parameters = {(StageId("a", 0), name): nn.Parameter(torch.ones(1)) for name in "xy"}
     for parameter in parameters.values():
         parameter.grad = torch.full((1,), 2.0)
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
     ]
 
 
-def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
+def test_skipped_steps_restore_running_statistics():
     norm, frozen = nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()
     both = nn.ModuleList([norm, frozen])
     parameters = {(StageId("a", 0), name): p for name, p in norm.named_parameters()}
@@ -219,7 +219,7 @@ def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
     torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.int64,
 ])
-def test_parameters_of_any_dtype_are_looked_at(dtype):
+def test_parameters_of_any_dtype_are_checked(dtype):
     """Check 8-bit types, which have no sums, and complex numbers."""
     good, bad = torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])
     assert not_finite([("good", good.to(dtype))]) == []

@@ -8,7 +8,7 @@ from raymm.actors.optimizer import snapshot
 from raymm.actors.optimizer.progress import Progress
 
 
-def test_who_hands_over_waits_for_no_copy_that_there_was_no_memory_for(monkeypatch):
+def test_delivery_does_not_wait_for_a_failed_copy(monkeypatch):
     """Check that it does not deliver the next copy instead, which would be one step off."""
     taken = []
 

@@ -64,7 +64,7 @@ def check(config: OptimizerConfig, oracles) -> None:
         assert error < 1e-6, key
 
 
-def test_modules_have_rates_decays_and_schedules_of_their_own():
+def test_modules_have_separate_rates_and_schedules():
     config = OptimizerConfig(
         lr=1e-2, weight_decay=0.1, no_decay=("*bias",), modules={
             "vision": {"lr": 1e-3, "schedule": "linear", "total_steps": 8, "no_decay": []},
@@ -92,7 +92,7 @@ def test_modules_have_rates_decays_and_schedules_of_their_own():
     check(config, oracles)
 
 
-def test_muon_is_for_matrices_between_embedding_and_head():
+def test_muon_applies_to_matrices_of_the_blocks():
     config = OptimizerConfig(name="muon", lr=1e-2, modules={"vision_projector": {"name": "adamw"}})
 
     def oracles(named):
@@ -129,7 +129,7 @@ def test_a_refused_step_changes_nothing(name, first):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_state_goes_into_a_checkpoint_and_back(name):
+def test_state_is_restored_from_a_checkpoint(name):
     config = OptimizerConfig(name=name)
     updates, later = updates_of(config), updates_of(config)
     updates.step(with_gradients(updates.parameters, 0), GO, 0)
@@ -142,7 +142,7 @@ def test_state_goes_into_a_checkpoint_and_back(name):
     assert all(p.equal(later.parameters[key]) for key, p in updates.parameters.items())
 
 
-def test_only_what_is_asked_for_is_updated():
+def test_only_requested_parameters_are_updated():
     updates, before = updates_of(OptimizerConfig(name="muon")), updates_of(OptimizerConfig())
     chosen = list(with_gradients(updates.parameters, 0))[1:3]
     updates.step(chosen, GO, 0)

@@ -47,7 +47,7 @@ RESOURCES = st.fixed_dictionaries({"CPU": AMOUNTS, "GPU": st.integers(0, 2).map(
     st.lists(RESOURCES.filter(lambda one: any(one.values())), min_size=1, max_size=3),
     st.lists(st.tuples(RESOURCES, st.integers(1, 2)), min_size=1, max_size=2),
 )
-def test_what_fits_is_never_refused(bundles, types):
+def test_requests_that_fit_are_never_rejected(bundles, types):
     types = [NodeType(f"t{n}", resources, most) for n, (resources, most) in enumerate(types)]
     refused = without_room(bundles, types)
     if refused is not None:
@@ -62,11 +62,11 @@ def test_what_fits_is_never_refused(bundles, types):
     ([{"TPU": 1.0}], "no node type has room for 1 TPU"),
     ([{"GPU": 1.0}] * 5, "5 x 1 GPU do not fit: there is room for 4 when all nodes are running"),
 ])  # fmt: skip
-def test_what_can_never_be_placed(bundles, says):
+def test_requests_that_can_never_be_placed(bundles, says):
     assert says in without_room(bundles, [GPU, HEAD])
 
 
-def test_types_are_read_from_what_an_autoscaler_reports():
+def test_node_types_are_read_from_the_autoscaler():
     config = ClusterConfig()
     config.node_group_configs.add(name="gpu", resources={"CPU": 7, "GPU": 1}, max_count=4)
     config.node_group_configs.add(name="any", resources={"CPU": 2}, max_count=-1)
@@ -84,7 +84,7 @@ def scaling(monkeypatch, ray_cluster):
     return ray_cluster
 
 
-def test_what_may_come_counts(scaling):
+def test_possible_nodes_count(scaling):
     check_capacity(12, RankResources(cpus=1.0, gpus=1.0))
     assert PlacementOptions().waits() == 1800.0
     assert PlacementOptions(wait_for_nodes_s=5.0).waits() == 5.0
@@ -96,7 +96,7 @@ def test_what_may_come_counts(scaling):
         check_capacity(1, RankResources(cpus=1.0, gpus=9.0))
 
 
-def test_without_an_autoscaler_what_is_not_there_is_refused(ray_cluster):
+def test_missing_resources_without_autoscaler_are_refused(ray_cluster):
     assert PlacementOptions().waits() == 0.0
     with pytest.raises(ClusterError, match=r"the cluster has 0 GPU\. Use fewer"):
         check_capacity(1, RankResources(gpus=1.0))
@@ -111,7 +111,7 @@ def test_the_device_is_that_of_the_resources(ray_cluster):
     assert pick_device("auto", lambda device: RankResources(gpus=float(device == "cuda"))) == "cpu"
 
 
-def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
+def test_missing_nodes_are_reported(ray_cluster, monkeypatch):
     from raymm.actors.placement import placement
 
     monkeypatch.setattr(placement, "LINE_EVERY_S", 1.0)
@@ -127,7 +127,7 @@ def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
         place.remove()
 
 
-def test_what_is_collected_gives_its_places_back_from_a_thread(ray_cluster, monkeypatch):
+def test_collected_objects_release_placements_in_a_thread(ray_cluster, monkeypatch):
     """Avoid a deadlock: garbage collection may happen within a call of Ray's own."""
     removed = queue.SimpleQueue()
     monkeypatch.setattr(

@@ -46,7 +46,7 @@ WHISPER = dict(
      dict(depth=2, hidden_size=16, out_hidden_size=16, num_heads=2, intermediate_size=16),
      {"hidden_states": (64, 1176), "grid_thw": (1, 3)}),
 ])  # fmt: skip
-def test_inputs_are_guessed_by_what_runs(module, config, shapes):
+def test_guessed_inputs_are_those_that_run(module, config, shapes):
     model = small_model(ConfigSource(module, module.config_class(**config)))
     found = encoder_inputs(model, None)
     assert {name: tuple(value.shape) for name, value in found.items()} == shapes
@@ -58,7 +58,7 @@ def test_an_encoder_with_a_decoder_names_the_encoder():
         encoder_inputs(model, None)
 
 
-def test_what_an_encoder_does_not_take_is_a_sentence():
+def test_unsupported_encoder_inputs_are_reported():
     config = hf.SiglipVisionConfig(**SMALL, image_size=32)
     model = small_model(ConfigSource(hf.SiglipVisionModel, config))
     with pytest.raises(ProbeError, match=r"SiglipVisionModel does not accept pixel_values "
@@ -76,7 +76,7 @@ SHUFFLED = dict(
 )  # fmt: skip
 
 
-def test_an_encoder_whose_smallest_copy_does_not_run_is_tried_wider(monkeypatch):
+def test_an_encoder_too_small_to_run_is_tried_wider(monkeypatch):
     source = ConfigSource(hf.Llama4VisionModel, hf.Llama4VisionConfig(**SHUFFLED))
     inputs = {"pixel_values": torch.randn(1, 3, 16, 16)}
     with pytest.raises(ProbeError, match="does not accept"):
@@ -90,7 +90,7 @@ def test_an_encoder_whose_smallest_copy_does_not_run_is_tried_wider(monkeypatch)
         probe_encoder(source, odd)
 
 
-def test_classes_are_found_anywhere_in_transformers_and_nowhere_else():
+def test_classes_are_found_only_in_transformers():
     assert find_model_class("WhisperEncoder") is WhisperEncoder
     path = "transformers.models.whisper.modeling_whisper.WhisperEncoder"
     assert find_model_class(path) is WhisperEncoder

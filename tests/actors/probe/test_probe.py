@@ -150,7 +150,7 @@ class NormProjector(nn.Module):
         return self.norm(self.linear(hidden).flatten(0, -2)).view(*hidden.shape[:-1], 8)
 
 
-def test_degrees_that_a_module_cannot_have_name_it_and_what_it_can():
+def test_impossible_degrees_name_module_and_accepted_ones():
     llm = hf.LlamaForCausalLM(hf.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=16,
@@ -171,7 +171,7 @@ def test_degrees_that_a_module_cannot_have_name_it_and_what_it_can():
 
 
 @pytest.mark.parametrize("degrees", [{"cp": 2}, {"dp": 2, "sharding": "fsdp"}])
-def test_layers_that_some_processes_would_leave_out_are_refused(degrees):
+def test_layers_skipped_by_some_processes_are_refused(degrees):
     """Reject them, as the other processes would wait."""
     llm = hf.OPTForCausalLM(hf.OPTConfig(
         hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,
@@ -187,12 +187,12 @@ def test_layers_that_some_processes_would_leave_out_are_refused(degrees):
             stage_builders(model, plan)
 
 
-def test_inputs_that_cannot_be_guessed_are_asked_for():
+def test_inputs_that_cannot_be_guessed_are_requested():
     with pytest.raises(ProbeError, match="example_inputs"):
         probe_encoder(LiveSource.of(Encoder()))
 
 
-def test_outer_parameters_of_a_language_model_go_where_they_are_used():
+def test_outer_parameters_are_in_the_stages_that_use_them():
     config = hf.GPT2Config(n_embd=8, n_layer=4, n_head=2, vocab_size=32, n_positions=16)
     info = probe_language_model(ConfigSource(hf.GPT2LMHeadModel, config))
     assert info.blocks == "transformer.h"
@@ -219,7 +219,7 @@ class TableEncoder(Encoder):
         return self.head(hidden)
 
 
-def test_what_no_gradient_reaches_goes_to_the_stages_that_read_it():
+def test_tensors_without_gradient_are_in_the_reading_stages():
     info = probe_encoder(LiveSource.of(TableEncoder()), INPUTS)
     assert "table.weight" in info.first & info.middle
     assert "table.weight" not in info.last  # cut after the code before its first block
@@ -243,7 +243,7 @@ def test_blocks_may_return_lists():
     assert probe_encoder(LiveSource.of(ListEncoder()), INPUTS).tuple_length == 1
 
 
-def test_blocks_that_share_parameters_are_not_cut_apart():
+def test_blocks_that_share_parameters_are_not_separated():
     encoder = Encoder(4)
     encoder.blocks[2].layer.weight = encoder.blocks[1].layer.weight
     info = probe_encoder(LiveSource.of(encoder), INPUTS)
@@ -262,7 +262,7 @@ def test_a_language_model_that_cannot_be_fed_embeddings_is_refused():
         probe_language_model(ConfigSource(hf.CpmAntForCausalLM, config))
 
 
-def test_small_copies_of_configs_whose_depth_has_a_name_of_its_own():
+def test_small_configs_with_unusual_names_of_the_depth():
     config = hf.ProphetNetConfig(
         hidden_size=16, num_encoder_layers=1, num_decoder_layers=6, vocab_size=32,
         num_decoder_attention_heads=2, num_encoder_attention_heads=2, decoder_ffn_dim=16,
@@ -272,7 +272,7 @@ def test_small_copies_of_configs_whose_depth_has_a_name_of_its_own():
     assert len(small.get_submodule(find_blocks(small))) < 6
 
 
-def test_values_that_only_a_constructor_gives_do_not_depend_on_the_part():
+def test_constructor_values_do_not_depend_on_the_stage():
     config = hf.OpenAIGPTConfig(n_embd=8, n_layer=4, n_head=2, vocab_size=32, n_positions=16)
     source = ConfigSource(hf.OpenAIGPTLMHeadModel, config, seed=3)
     whole = dict(source.build().named_parameters())

@@ -60,7 +60,7 @@ def run(spec, bounds, inputs):
     {"postprocess_projector": shifted_by_brightness},
     {"postprocess_module": scaled_by_brightness, "postprocess_projector": shifted_by_brightness},
 ])  # fmt: skip
-def test_what_a_callback_reads_travels(callbacks):
+def test_inputs_of_callbacks_are_sent(callbacks):
     spec = probe_chain(siglip(**callbacks), BOTH)
     assert spec.travels == {"pixel_values"}
     expected = run(spec, (0, 5), images())
@@ -68,14 +68,14 @@ def test_what_a_callback_reads_travels(callbacks):
         assert torch.equal(run(spec, bounds, images()), expected)
 
 
-def test_shapes_need_no_values_and_nothing_else_travels():
+def test_shapes_are_not_sent():
     spec = probe_chain(siglip(postprocess_module=as_many_items), BOTH)
     assert not spec.travels
     assert torch.equal(run(spec, (0, 2, 4, 5), images()), run(spec, (0, 5), images()))
     assert not probe_chain(siglip(), BOTH).travels
 
 
-def test_a_value_that_the_probe_did_not_see_read_is_never_a_zero():
+def test_unprobed_values_are_never_replaced_by_zero():
     """Use a callback that branches, and swallows errors."""
     def branching(inputs, output):
         if len(inputs["pixel_values"]) > 2:
@@ -101,7 +101,7 @@ def test_hidden_states_of_other_stages_are_refused(index):
     assert not probe_chain(siglip(postprocess_module=layer), Cuts(False, True)).travels
 
 
-def test_what_callbacks_keep_for_one_another_is_refused():
+def test_state_shared_by_callbacks_is_refused():
     kept = {}
 
     def keep(inputs):
@@ -142,7 +142,7 @@ def test_callbacks_that_do_not_take_the_example_are_named():
     assert spec.travels == {"pixel_values"}
 
 
-def test_inputs_that_later_blocks_read_travel():
+def test_inputs_of_later_blocks_are_sent():
     inputs = {"x": torch.randn(2, 3, 4), "mask": torch.rand(2, 3)}
     spec = EncoderSpec("vision", LiveSource.of(Masked()), 3)
     spec = probe_chain(spec, Cuts(True, False), inputs)
@@ -150,7 +150,7 @@ def test_inputs_that_later_blocks_read_travel():
     assert torch.equal(run(spec, (0, 1, 3), inputs), run(spec, (0, 3), inputs))
 
 
-def test_inputs_that_were_not_tried_are_tried_before_they_are_trusted():
+def test_new_inputs_are_tried_first():
     x = torch.randn(2, 3, 4)
     cuts = Cuts(True, False)
     spec = probe_chain(EncoderSpec("vision", LiveSource.of(Masked()), 3), cuts, {"x": x})
@@ -159,7 +159,7 @@ def test_inputs_that_were_not_tried_are_tried_before_they_are_trusted():
         check_chain(spec, cuts, {"x": x, "mask": torch.rand(2, 3)})
 
 
-def test_plain_values_of_a_preprocess_callback_travel():
+def test_plain_values_of_a_preprocess_callback_are_sent():
     def with_factor(inputs):
         return {**inputs, "factor": 3.0}
 

@@ -61,7 +61,7 @@ def run(model, other):
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("persistent", [None, False], ids=["attribute", "buffer"])
-def test_what_a_forward_keeps_is_named(trains, persistent):
+def test_state_kept_by_a_forward_is_named(trains, persistent):
     with pytest.raises(ProbeError, match=r"'vision'.*Sequential.* which change 0\.largest\."):
         check_history("vision", nn.Sequential(Scaled(persistent)), trains, run)
 
@@ -82,7 +82,7 @@ def test_a_lost_attribute_of_evaluation_is_seen():
     Cached, lambda: nn.BatchNorm1d(4), lambda: nn.Dropout(0.5), lambda: Scaled(persistent=True),
     lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
 ], ids=["cache", "batch norm", "dropout", "persistent", "spectral norm"])  # fmt: skip
-def test_caches_and_what_checkpoints_hold_are_accepted(made):
+def test_caches_and_checkpointed_state_are_accepted(made):
     model = nn.Sequential(made())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     check_history("vision", model, True, run)
@@ -102,7 +102,7 @@ class Counting(hf.LlamaForCausalLM):
         return output
 
 
-def test_they_are_refused_before_actors_start():
+def test_stateful_modules_are_refused_before_actors_start():
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
     encoder = ModalityModule(
         Scaled(), "mlp", hidden_size=4, example_inputs={"x": torch.ones(2, 3, 4)}

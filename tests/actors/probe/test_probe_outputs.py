@@ -39,7 +39,7 @@ def test_poolers_and_hidden_states_are_not_missed(module, config):
 @pytest.mark.parametrize("around", [
     nullcontext, torch.no_grad, torch.inference_mode, lambda: torch.device("meta"),
 ], ids=["nothing", "no grad", "inference mode", "default device"])  # fmt: skip
-def test_features_with_parameters_of_their_own_are_refused_unless_a_callback_picks(around):
+def test_features_with_own_parameters_need_a_callback(around):
     config = Qwen3VLVisionModel.config_class(
         depth=3, hidden_size=16, out_hidden_size=24, num_heads=2, intermediate_size=16,
         deepstack_visual_indexes=[0, 1],
@@ -98,7 +98,7 @@ def test_tuples_of_plain_modules_count_too():
         check_outputs(encoder(Features(codebook=Total(4, 4))), x)
 
 
-def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter():
+def test_missing_output_tensors_are_reported():
     with pytest.raises(ProbeError, match=r"returns a dict \(maps\) without last_hid"):
         check_outputs(encoder(Maps()), {"x": torch.randn(2, 3, 4)})
     with pytest.raises(NotRunError):

@@ -27,7 +27,7 @@ from raymm.errors import ProbeError
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])
-def test_the_probe_accepts_what_is_right(case: str) -> None:
+def test_the_probe_accepts_correct_plans(case: str) -> None:
     source = LiveSource.of(module_of(LANGUAGE[case]()))
     assert probe_tensor(source, 2, "llm") == tensor_plan(source, 2, "llm")
 
@@ -58,7 +58,7 @@ def wrong_plans() -> list[Any]:
 
 
 @pytest.mark.parametrize(("spoil", "why"), wrong_plans())
-def test_the_probe_sees_what_is_wrong(spoil: Any, why: str) -> None:
+def test_the_probe_detects_wrong_plans(spoil: Any, why: str) -> None:
     model = module_of(pm.qwen3()).eval()
     plan = plan_module(model, 2, "llm")
     run, inputs = example_run(model, None)
@@ -69,7 +69,7 @@ def test_the_probe_sees_what_is_wrong(spoil: Any, why: str) -> None:
     assert re.search(why, failure)
 
 
-def test_the_probe_finds_parameters_of_which_each_shard_has_a_part() -> None:
+def test_the_probe_finds_partial_gradients_of_shards() -> None:
     model = module_of(pm.qwen3()).eval()
     plan = plan_module(model, 2, "llm")
     run, inputs = example_run(model, None)
@@ -97,7 +97,7 @@ def test_a_module_that_no_plan_fits_is_refused_by_name() -> None:
         probe_tensor(LiveSource.of(Shuffled()), 2, "vision", inputs)
 
 
-def test_what_lies_between_and_needs_all_of_it_is_gathered() -> None:
+def test_inputs_of_unsharded_layers_are_gathered() -> None:
     class Softmaxed(Shuffled):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return hidden + self.fc2(self.fc1(hidden).softmax(-1))

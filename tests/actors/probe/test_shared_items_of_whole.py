@@ -37,7 +37,7 @@ def spec_of(module: nn.Module, inputs: dict) -> TowerSpec:
 
 
 @pytest.mark.parametrize("kind", [ByThemselves, LessTheirMean, AttendingToAll])
-def test_items_by_themselves(kind):
+def test_items_are_encoded_independently(kind):
     """Check also a single item, whose second copy would be all that another sees."""
     torch.manual_seed(0)
     for items in (1, 3):

@@ -92,7 +92,7 @@ def test_a_forward_that_fails_with_labels_is_refused(llava):
         mixture_of(ConfigSource(FailsWithLabels, config, seed=1), inputs)
 
 
-def test_a_router_loss_of_another_kind_names_what_whole_models_accept():
+def test_another_router_loss_names_the_accepted_ones():
     """Check the message: VLMs have no ``router_loss``, so only their config can disable the loss.
     """
     config, inputs = inputs_of(transformers.Qwen3VLMoeForConditionalGeneration)

@@ -92,7 +92,7 @@ def test_a_module_that_does_not_end_is_named(streams, draws):
         side.close()
 
 
-def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
+def test_modules_waiting_for_their_ticket_are_not_stuck(streams):
     """Let the module that holds the generators exceed the time limit."""
     side, release = ConcurrentModules(timeout=0.05), threading.Event()
     begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
@@ -115,7 +115,7 @@ def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", None, True])
-def test_timeouts_that_cannot_be_are_refused(timeout):
+def test_invalid_timeouts_are_refused(timeout):
     with pytest.raises(ValueError, match="accepted: a positive number of seconds"):
         ConcurrentModules(timeout=timeout)
 

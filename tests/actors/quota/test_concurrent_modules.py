@@ -121,7 +121,7 @@ def test_bit_identical_to_one_after_another(streams, side, seeded):
     assert any(p.abs().sum() > 0 for p in wanted[-7:-1])
 
 
-def test_works_that_draw_nothing_run_at_the_same_time(streams, side):
+def test_works_without_random_numbers_run_concurrently(streams, side):
     """Let every module wait for the others."""
     meet = meeting(len(MODULES))
     found = side.run(streams, {m: Work(meet, draws=False) for m in MODULES})
@@ -131,7 +131,7 @@ def test_works_that_draw_nothing_run_at_the_same_time(streams, side):
     assert most_sms(account) == sum(s.partition.sms for s in streams.streams.values())
 
 
-def test_works_that_draw_take_turns_in_order(streams, side):
+def test_random_works_run_in_order(streams, side):
     for order in (MODULES, MODULES[::-1]):
         log = []
 
@@ -145,7 +145,7 @@ def test_works_that_draw_take_turns_in_order(streams, side):
         assert seconds_together(streams.backend.account, order[0], order[1]) == 0.0
 
 
-def test_drawing_beside_works_that_draw_nothing(streams, side):
+def test_only_random_works_wait_for_each_other(streams, side):
     """Check that only modules with random numbers wait for each other."""
     meet = meeting(2)
     found = side.run(
@@ -161,7 +161,7 @@ def test_drawing_beside_works_that_draw_nothing(streams, side):
         assert torch.equal(found[module].get(), wanted)
 
 
-def test_undeclared_draws_are_found(streams, side):
+def test_undeclared_random_numbers_are_detected(streams, side):
     works = {"audio": Work(lambda: torch.rand(1), draws=False),
              "vision": Work(lambda: 1, draws=False)}  # fmt: skip
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_a_seed_is_that_of_numpy_and_python_too(streams, side):
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def test_a_seed_of_work_that_draws_nothing_is_refused():
+def test_a_seed_for_deterministic_work_is_refused():
     with pytest.raises(ValueError, match="seed is 3, but draws is False"):
         Work(print, draws=False, seed=3)
 
@@ -259,7 +259,7 @@ class Message:
     side: dict
 
 
-def test_tensors_are_found_where_they_are_handed_over():
+def test_tensors_are_found_in_results():
     a, b, c = (torch.zeros(i) for i in range(3))
     nested = [Message((a,), {"b": b}), {"c": (c, 3)}, "text", None, Message]
     assert [t.numel() for t in tensors_in(nested)] == [0, 1, 2]

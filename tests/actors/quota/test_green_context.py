@@ -29,7 +29,7 @@ def test_streams_of_a_set_are_on_disjoint_multiprocessors():
     assert driver.splits == 1
 
 
-def test_processes_that_count_alike_get_different_multiprocessors():
+def test_equal_processes_get_different_multiprocessors():
     """Let each create only its own partition of the same set."""
     quotas, sms = {"vision": 0.6, "audio": 0.4}, []
     for index in range(2):
@@ -73,7 +73,7 @@ def test_granularity(fields, capability, coscheduled, granularity, flags):
     assert driver.flags == flags
 
 
-def test_fewer_groups_than_asked_for():
+def test_fewer_groups_than_requested():
     contexts = GreenContexts(FakeDriver(most=14, **HOPPER), 0, 9)
     assert contexts.gpu.groups == 14
 

@@ -62,7 +62,7 @@ def test_partitions_are_disjoint_rounded_and_inside_the_gpu(case):
 
 
 @given(cases())
-def test_larger_quotas_get_no_less(case):
+def test_larger_quotas_get_at_least_as_much(case):
     gpu, quotas = case
     if len(quotas) < 2:
         return
@@ -87,7 +87,7 @@ def test_an_h100():
     assert [g for _, g, _ in groups({str(i): 0.1 for i in range(10)})] == [2] * 6 + [1] * 4
 
 
-def test_a_module_alone_with_all_of_it_gets_what_no_group_holds_too():
+def test_a_module_alone_gets_the_remaining_multiprocessors():
     (one,) = partition({"llm": 1.0}, H100)
     assert one.whole and one.sms == 132 and one.share == 1.0
     (almost,) = partition({"llm": 0.99}, H100)
@@ -95,7 +95,7 @@ def test_a_module_alone_with_all_of_it_gets_what_no_group_holds_too():
     assert one.overlaps(almost) and almost.overlaps(one)
 
 
-def test_what_was_asked_and_granted_is_reported():
+def test_requested_and_granted_quotas_are_reported():
     first, _ = partition({"vision": 0.6, "audio": 0.4}, H100)
     assert (first.quota, first.sms, first.share) == (0.6, 80, 80 / 132)
     assert str(first) == (
@@ -130,7 +130,7 @@ def test_fewer_groups_than_the_number_of_multiprocessors_suggests():
         ({"a": 0.5, "b": 0.5 + 3e-9}, r"sum to 1\.000000003; accepted: at most 1"),
     ],
 )
-def test_what_cannot_be_granted_is_refused(quotas, message):
+def test_impossible_grants_are_refused(quotas, message):
     with pytest.raises(PlanError, match=message):
         partition(quotas, H100)
 

@@ -16,7 +16,7 @@ from tests.actors.quota.one_after_another import one_after_another
 from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, meeting
 
 
-def test_threads_end_with_an_object_that_nobody_closed(streams):
+def test_threads_end_with_an_unclosed_object(streams):
     side = ConcurrentModules()
     side.run(streams, {m: Work(lambda: 1, draws=False) for m in MODULES})
     threads = [t for t in threading.enumerate() if t.name in names()]
@@ -31,7 +31,7 @@ def names():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("side-by-side"))
 
 
-def test_threads_are_reused_and_none_is_left(streams):
+def test_threads_are_reused_and_all_end(streams):
     assert not names()
     side, seen = ConcurrentModules(), set()
     for step in range(100):
@@ -94,7 +94,7 @@ def test_threads_have_the_settings_of_their_caller(streams, side, settings):
     assert again["vision"].get() == default, "settings stay in a thread"
 
 
-def test_autocast_of_a_weight_used_twice_does_not_depend_on_the_others(streams, side):
+def test_autocast_of_a_reused_weight_is_independent(streams, side):
     """Disable the cache of casts: another thread that leaves autocast would clear it."""
     nets = {m: nn.Linear(8, 8) for m in MODULES}
     meet = meeting(len(MODULES))

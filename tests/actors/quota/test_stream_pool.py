@@ -37,7 +37,7 @@ class Logged(RecordingBackend):
         self.closed += 1
 
 
-def test_everything_is_created_before_and_selecting_creates_nothing():
+def test_selecting_creates_nothing():
     backend = Logged()
     with StreamPool(backend, SETS) as pool:
         assert [entry[1:] for entry in backend.log] == [
@@ -65,7 +65,7 @@ def test_everything_is_created_before_and_selecting_creates_nothing():
         pool.select("llm")
 
 
-def test_a_process_of_its_own_makes_only_its_own_streams():
+def test_a_process_makes_only_its_own_streams():
     whole = StreamPool(RecordingBackend(), SETS)
     log = []
     for module in ("vision", "audio"):
@@ -79,7 +79,7 @@ def test_a_process_of_its_own_makes_only_its_own_streams():
     assert tuple(log) == whole.partitions["encoders"]
 
 
-def test_sets_of_others_do_not_hide_what_came_before():
+def test_sets_of_others_do_not_hide_earlier_work():
     backend = Logged()
     sets = {"a": {"x": 0.5}, "others": {"y": 1.0}, "b": {"z": 0.5}}
     pool = StreamPool(backend, sets, modules=["x", "z"])
@@ -116,7 +116,7 @@ def test_a_failure_while_creating_closes_the_backend():
     assert backend.closed == 1
 
 
-def test_the_report_names_what_was_asked_and_granted():
+def test_the_report_names_requests_and_grants():
     report = StreamPool(RecordingBackend(), SETS).report().splitlines()
     assert len(report) == 5
     assert report[0].startswith("encoders: 'vision': requested 0.6 (79.2 SMs), granted 80 of 132")
@@ -131,7 +131,7 @@ class Clock:
         return self.now
 
 
-def test_the_account_says_who_ran_when():
+def test_the_account_records_module_spans():
     clock = Clock()
     backend = RecordingBackend(clock=clock)
     pool = StreamPool(backend, SETS)
@@ -165,7 +165,7 @@ def test_the_account_refuses_oversubscription():
     assert most_sms(backend.account) == 100
 
 
-def test_an_emulated_module_takes_what_the_performance_model_says():
+def test_an_emulated_module_takes_the_modelled_time():
     asked, paused = [], []
 
     def forward(module, degree, quota, colocated):
@@ -251,7 +251,7 @@ def test_pauses_are_never_short(monkeypatch):
         assert 100.05 <= now[0] < 100.0503
 
 
-def test_no_gpu_is_said_with_what_to_use_instead():
+def test_a_missing_gpu_is_reported_with_an_alternative():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(InputError, match="no CUDA device; use Recording"):

@@ -85,7 +85,7 @@ def test_any_sets_in_any_order(data):
 
 
 @pytest.mark.parametrize("missing", ["wait", "record"])
-def test_an_order_that_is_missing_shows(cuda, monkeypatch, missing):
+def test_a_missing_order_is_detected(cuda, monkeypatch, missing):
     if missing == "wait":  # streams do not wait for each other
         monkeypatch.setattr(CudaStream, "wait", lambda self, event: None)
     else:  # events are recorded before the work
@@ -121,7 +121,7 @@ def test_streams_are_not_used_after_their_pool(cuda):
     CudaStream(cuda.current_stream()).wait(event)  # an event outlives its stream
 
 
-def test_the_stand_ins_refuse_what_cuda_refuses(cuda):
+def test_the_fakes_reject_misuse_like_cuda(cuda):
     with pytest.raises(CudaMisuseError, match="never recorded"):
         cuda.current_stream().wait_event(torch.cuda.Event())
     driver = cuda.driver
@@ -147,7 +147,7 @@ def queues_of_streams(driver: FakeDriver, quotas: dict[str, float]) -> list[froz
     return [driver.queues_of(contexts.stream(p)) for p in partition(quotas, contexts.gpu)]
 
 
-def test_modules_share_no_hardware_queues_where_the_driver_can() -> None:
+def test_modules_have_separate_hardware_queues_if_possible() -> None:
     first, second, third = queues_of_streams(
         FakeDriver(version=13010, **HOPPER), {"a": 0.5, "b": 0.25, "c": 0.25}
     )
@@ -157,7 +157,7 @@ def test_modules_share_no_hardware_queues_where_the_driver_can() -> None:
 
 
 @pytest.mark.parametrize("missing", ["driver", "bindings", "device"])
-def test_where_queues_are_shared_it_is_said_why(missing, monkeypatch) -> None:
+def test_shared_queues_are_reported_with_the_reason(missing, monkeypatch) -> None:
     driver = FakeDriver(version=13000 if missing == "driver" else 13010, **HOPPER)
     said = "work queues are shared: the driver is version 13000; separate ones need 13010"
     if missing == "bindings":
@@ -174,12 +174,12 @@ def test_where_queues_are_shared_it_is_said_why(missing, monkeypatch) -> None:
     assert driver.queues_of(first) & driver.queues_of(second)
 
 
-def test_queues_that_are_not_granted_are_no_secret() -> None:
+def test_queues_that_are_not_granted_are_reported() -> None:
     with pytest.raises(InternalError, match="made a context that shares work queues"):
         queues_of_streams(FakeDriver(version=13010, balances=False, **HOPPER), {"a": 0.5})
 
 
-def test_the_pool_says_which_queues_there_are(cuda) -> None:
+def test_the_pool_reports_its_queues(cuda) -> None:
     cuda.driver.version = 13010
     with StreamPool(CudaBackend(), SETS) as pool:
         assert pool.report().splitlines()[-1].startswith("each context has its own work queues")

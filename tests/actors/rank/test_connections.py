@@ -148,7 +148,7 @@ def place(device: str, monkeypatch) -> Rendezvous:
     return made
 
 
-def test_processes_make_their_own_groups_in_one_order_and_use_each_at_once(monkeypatch) -> None:
+def test_processes_create_their_groups_in_one_order(monkeypatch) -> None:
     monkeypatch.setattr(distributed_c10d._world, "group_count", 0)
     recorder, here = Recorder(monkeypatch), place("cpu", monkeypatch)
     listed = specs(degrees_plan())
@@ -198,7 +198,7 @@ def test_all_links_of_a_process_share_the_thread_that_moves_bytes() -> None:
     run_processes(_links_between_two, (port,), 2)
 
 
-def test_a_process_is_told_of_its_own_connections_only() -> None:
+def test_a_process_gets_only_its_own_connections() -> None:
     for spec in specs(degrees_plan()):
         assert all(spec.rank in meeting.members for meeting in spec.connections.rounds)
         assert all(
@@ -256,7 +256,7 @@ def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
     assert Timeouts.of(300.0, None).watchdog == timedelta(seconds=600)
 
 
-def test_what_nccl_and_cuda_read_is_set_where_nobody_has(monkeypatch) -> None:
+def test_unset_nccl_and_cuda_variables_are_set(monkeypatch) -> None:
     for name in list(os.environ):
         if name.startswith(("TORCH_FR_", "TORCH_NCCL_", "PYTORCH_", "CUDA_DEVICE_MAX")):
             monkeypatch.delenv(name)
@@ -282,14 +282,14 @@ def test_what_nccl_and_cuda_read_is_set_where_nobody_has(monkeypatch) -> None:
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
-def test_messages_under_way_leave_multiprocessors_to_others() -> None:
+def test_messages_leave_multiprocessors_for_compute() -> None:
     assert link_ctas([]) == link_ctas([(0, 1)]) == 8
     for links in range(1, 60):
         pairs = [(0, peer) for peer in range(1, links + 1)]
         assert 1 <= link_ctas(pairs) <= max(1, MESSAGE_CTAS // links)
 
 
-def test_processes_that_do_not_come_are_named_with_the_timeout(monkeypatch) -> None:
+def test_missing_processes_are_named_with_the_timeout(monkeypatch) -> None:
     def new_group(ranks, **options):
         raise RuntimeError("Connect timeout")
 

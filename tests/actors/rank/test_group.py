@@ -243,7 +243,7 @@ def test_a_rank_that_hangs_is_named_and_its_stacks_are_kept(ray_cluster, tmp_pat
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_nobody_waits_for_does_not_hang_for_ever(ray_cluster):
+def test_a_rank_without_waiting_peers_does_not_hang(ray_cluster):
     spec = MultimodalParallelSpec({"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)))
     parallel = spec.apply(model_of(), timeout_s=3)
     parallel.execute([microbatch(1)])  # the driver itself tries new properties of a batch
@@ -264,7 +264,7 @@ def wait_for_end(pid: int) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_an_error_that_speaks_of_sockets_keeps_its_traceback(ray_cluster, tmp_path):
+def test_an_error_about_sockets_keeps_its_traceback(ray_cluster, tmp_path):
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 1)
     with faults_kept_in(tmp_path):
         parallel = spec.apply(model_of())
@@ -290,7 +290,7 @@ class Unreadable:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("builder", [no_such_file, Unreadable()])
-def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, tmp_path, builder):
+def test_a_failed_start_keeps_its_traceback(ray_cluster, tmp_path, builder):
     """Fail to build a stage, or to unpickle its specification."""
     spec = RankSpec(
         rank=0, world_size=1, builders={StageId("llm", 0): builder}, edges=()
@@ -315,7 +315,7 @@ def with_threads_of_openmp() -> nn.Module:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_thread_that_works_has_the_threads_that_were_asked_for(ray_cluster, threads):
+def test_the_worker_has_the_requested_threads(ray_cluster, threads):
     builders = {StageId("llm", 0): with_threads_of_openmp}
     spec = RankSpec(0, 1, builders, edges=(), threads=threads)
     group = RankGroup([spec], ["llm.0"], RankResources())
@@ -330,7 +330,7 @@ class FromSysPath:
         return import_module, ("only_on_the_drivers_path",)
 
 
-def test_a_module_that_ranks_do_not_have_is_named_with_the_cure(ray_cluster, tmp_path):
+def test_a_module_missing_on_ranks_is_named(ray_cluster, tmp_path):
     spec = RankSpec(0, 1, {StageId("llm", 0): FromSysPath()}, edges=())
     with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
         RankGroup([spec], ["llm.0"], RankResources())

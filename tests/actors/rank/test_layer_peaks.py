@@ -25,7 +25,7 @@ class Block(nn.Module):
         return (hidden_states @ self.up).relu() @ self.down
 
 
-def test_what_is_alive_is_counted() -> None:
+def test_live_storages_are_counted() -> None:
     """Count storages once, from creation to the last reference; FSDP may resize its storages."""
     live = LiveBytes()
     parameter = torch.zeros(100, requires_grad=True)

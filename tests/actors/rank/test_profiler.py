@@ -81,7 +81,7 @@ def timed_stage(by_keyword: bool, frozen: bool) -> EncoderStage:
 
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_times_are_given_to_the_layers_that_took_them(fake_clock, by_keyword, frozen):
+def test_times_are_attributed_to_their_layers(fake_clock, by_keyword, frozen):
     profiler = ModuleProfiler(partial(timed_stage, by_keyword, frozen), "cpu", None, False, 1)
     inputs = {"features": torch.randn(2, 6, 4), "sample_index": torch.tensor([0, 1])}
     times = profiler.measure(ProfileRequest(inputs, {}), repeats=3)
@@ -141,7 +141,7 @@ def test_plain_text_leaves_the_merge_out_for_that_request_only():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_activations_grow_with_the_length_and_weights_in_bf16_are_none(frozen):
+def test_activations_grow_with_length_without_weights(frozen):
     profiler = ModuleProfiler(partial(language_stage, frozen), "cpu", "bfloat16", True, 1)
     short, long = (
         profiler.measure(ProfileRequest(text(1, n), {}, plain_text=True), 1).layers[1]
@@ -183,7 +183,7 @@ def test_a_plain_module_that_cannot_be_cut_is_one_layer():
     assert times.layers[0].backward_input > 0
 
 
-def test_what_blocks_may_do_with_their_activations_is_measured():
+def test_activation_options_of_blocks_are_measured():
     """Check the kept bytes: only the input with full recomputation, more with kept products."""
     config = SiglipVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,

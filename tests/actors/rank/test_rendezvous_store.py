@@ -103,14 +103,14 @@ def test_all_members_of_all_groups_meet(sets) -> None:
         assert actor.calls <= sum(2 * (len(groups[number]) - 1) for number in own)
 
 
-def test_a_process_knows_the_first_members_of_its_groups_and_no_others() -> None:
+def test_a_process_knows_only_the_first_members() -> None:
     assert peers(0, [range(1000)]) == set(range(1, 1000))
     assert peers(7, [range(1000), (7, 9), (3, 7, 8)]) == {0, 9, 3}
     counts = Counter(len(peers(me, [range(1000), (me, me + 1)])) for me in range(1, 900))
     assert counts == {2: 899}
 
 
-def test_who_does_not_come_is_named_in_time() -> None:
+def test_missing_members_are_named_in_time() -> None:
     store = RendezvousStore(1, timedelta(seconds=60))
     with pytest.raises(dist.DistStoreError, match="no process has set 0/3"):
         store.wait(["0/3"], timedelta(seconds=0.01))
@@ -183,7 +183,7 @@ def test_a_stranger_who_scans_ports_finds_no_store(ray_cluster) -> None:
         group.shutdown()
 
 
-def test_torch_asks_for_no_more_than_the_store_has() -> None:
+def test_torch_uses_only_supported_store_operations() -> None:
     """Check that gloo and NCCL set, read and wait; a single process calls itself."""
     store = RendezvousStore(0, timedelta(seconds=10))
     before = distributed_c10d._world.group_count
@@ -194,7 +194,7 @@ def test_torch_asks_for_no_more_than_the_store_has() -> None:
     assert group.size() == 1 and store.num_keys() and distributed_c10d._world.group_count == before
 
 
-def test_keys_of_another_meeting_are_not_mixed_with_those_of_this_one() -> None:
+def test_keys_of_another_rendezvous_are_separate() -> None:
     """Delay keys of a future rendezvous, and drop late ones of an earlier one."""
     timeouts = Timeouts.of(5.0, None)
     actor = RendezvousActor(1, "cpu", timeouts)

@@ -54,7 +54,7 @@ def test_gradients_and_buffers_are_those_of_one_run(option, training):
         assert all(torch.equal(value, others[name]) for name, value in state.items())
 
 
-def test_only_what_changes_is_copied():
+def test_only_changed_buffers_are_copied():
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     module.register_buffer("table", torch.zeros(9))
     buffers = ForwardBuffers(module)

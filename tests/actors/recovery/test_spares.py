@@ -21,7 +21,7 @@ class Waits:
         return os.getpid()
 
 
-def test_one_that_dies_while_it_waits_is_found_and_another_one_takes_its_place(ray_cluster):
+def test_a_dead_spare_is_replaced(ray_cluster):
     started = []
 
     def start(place):

@@ -184,7 +184,7 @@ def test_whole_encoder_with_and_without_projector(processes, name, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["siglip", "clip", "vit", "whisper", "pixtral"])
-def test_stages_hand_on_a_processs_own_tokens(processes, name, ranks):
+def test_stages_send_only_local_tokens(processes, name, ranks):
     case = Case(name, cuts=(1,))
     results = processes.run(run_shared, ranks, case=case)
     check(case, results)
@@ -198,7 +198,7 @@ def test_backward_in_two_passes(processes):
     check(case, processes.run(run_shared, 2, case=case))
 
 
-def test_projector_in_a_stage_of_its_own(processes):
+def test_projector_in_a_separate_stage(processes):
     case = Case("clip", cuts=(1, 2))
     check(case, processes.run(run_shared, 3, case=case))
 
@@ -217,7 +217,7 @@ def test_frozen_encoder_under_a_trainable_projector(processes):
     assert all(name.startswith("projector.") for name in results[0][1])
 
 
-def test_only_one_process_contributes_what_all_compute(processes):
+def test_replicated_gradients_count_once(processes):
     first, *others = processes.run(run_shared, 3, case=Case("siglip"))
     tail = [name for name in first[1] if name.startswith("projector.")]
     assert tail and all(first[1][name].norm() > 0 for name in tail)
@@ -290,7 +290,7 @@ class TinyEncoder(hf.PreTrainedModel):
 TINY = {"x": torch.randn(1, 7, 8, generator=torch.Generator().manual_seed(5))}
 
 
-def test_probe_accepts_what_works():
+def test_probe_accepts_working_encoders():
     for name in ("siglip", "clip", "vit", "whisper", "pixtral"):
         probe_shared_items(LiveSource.of(pm.build(CONFIGS[name]())), items(name))
     probe_shared_items(ConfigSource(TinyEncoder, TinyConfig()), TINY)

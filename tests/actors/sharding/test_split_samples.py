@@ -53,7 +53,7 @@ def test_rows_of_everything(rows, n):
             assert part["targets"].shape == (1, 4)
 
 
-def test_what_cannot_be_dealt_out_is_named():
+def test_inputs_that_cannot_be_sharded_are_named():
     with pytest.raises(ModelError, match=r"returned \['pixel_mask'\]"):
         take_rows({**merged(2), "pixel_mask": torch.zeros(2)}, 0, 2)
     with pytest.raises(ModelError, match="attention_mask .* 5 rows .* has 3"):
@@ -77,7 +77,7 @@ def test_items_of_every_tensor(count, n):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("n", [2, 3, 7])
-def test_pieces_are_torchs_chunks(tied, n):
+def test_shards_equal_torch_chunks(tied, n):
     """Replicate tied embeddings and the parameters around the blocks."""
     config = hf.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -14,7 +14,7 @@ from raymm.actors.weights.source import LiveSource
 from raymm.errors import PlanError
 
 
-def test_who_holds_what() -> None:
+def test_ownership_of_shards() -> None:
     plan = tensor_plan(LiveSource.of(module_of(pm.llama())), 4, "llm")
     key, query = (f"model.layers.0.self_attn.{n}_proj.weight" for n in "kq")
     assert [plan.shard(key, r).ranges for r in range(4)] == [((0, 8),)] * 2 + [((8, 16),)] * 2

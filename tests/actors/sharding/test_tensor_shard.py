@@ -207,7 +207,7 @@ def test_llama_sums_twice_per_layer_and_direction(processes: RankProcesses) -> N
         assert result["sums"] == [2 * 3 + 2, 2 * 3 + 1] * 2
 
 
-def test_weights_gradients_in_a_pass_of_their_own(processes: RankProcesses) -> None:
+def test_weight_gradients_in_a_separate_pass(processes: RankProcesses) -> None:
     """Use the model's own mask; no sum is repeated."""
     expected = run_language("llama", [0, 3])
     case = {"case": "llama", "bounds": [0, 1, 3], "mask": "causal", "two_passes": True}

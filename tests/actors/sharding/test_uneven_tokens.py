@@ -87,7 +87,7 @@ def run_language(bounds: list[int], group: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "bounds"), [(2, [0, 1, 3]), (3, [0, 3])])
-def test_uneven_shares_compute_the_whole(
+def test_uneven_shards_equal_the_whole(
     processes: RankProcesses, ranks: int, bounds: list[int]
 ) -> None:
     expected = run_language([0, 3])

@@ -113,7 +113,7 @@ def test_each_text_gets_its_own_tokens(writing, prompts, data):
     {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]},
     {"rope_type": "dynamic", "factor": 4.0},
 ])
-def test_frequencies_of_a_text_are_not_those_of_a_longer_one(rope):
+def test_frequencies_do_not_depend_on_longer_texts(rope):
     """Check rotary embeddings that change for the whole batch once one of its texts is long."""
     config = pm.llama()
     config.max_position_embeddings = 8
@@ -134,7 +134,7 @@ def test_frequencies_of_a_text_are_not_those_of_a_longer_one(rope):
             texts[number].append(token)
 
 
-def test_states_that_have_no_length_are_apart():
+def test_states_without_length_stay_separate():
     config = lfm2()
     config.layer_types = ["conv"] * 3
     with pytest.raises(ModelError):
@@ -142,7 +142,7 @@ def test_states_that_have_no_length_are_apart():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_nothing_is_kept_of_texts_that_have_ended(name):
+def test_finished_texts_are_dropped(name):
     """Check texts that continue together or separately, and texts in training."""
     model = pm.build((TOGETHER | APART)[name](), 3).eval()
     caches = KeyValueCaches(model, 0, model.config.num_hidden_layers)
@@ -170,7 +170,7 @@ def test_nothing_is_kept_of_texts_that_have_ended(name):
         assert all(text() is None for text in alive)
 
 
-def test_arguments_of_whole_models_are_those_of_a_batch():
+def test_arguments_of_vlms_are_batched():
     """Pad arguments with a text's length, and concatenate items.
 
     Other arguments are rejected, as their meaning for a batch is unknown.

@@ -44,7 +44,7 @@ def whole() -> hf.LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("kind", ["live", "config", "folder"])
-def test_stages_own_their_parameters_and_ghosts_take_no_memory(kind, whole, tmp_path):
+def test_stages_hold_only_their_own_parameters(kind, whole, tmp_path):
     if kind == "live":
         source = LiveSource.of(whole)
     elif kind == "config":

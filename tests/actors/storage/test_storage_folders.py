@@ -25,7 +25,7 @@ def folder(request, tmp_path):
     return storage_folder(server.url(secrets.token_hex(4)))
 
 
-def test_a_folder_and_a_bucket_are_alike(folder):
+def test_a_folder_and_a_bucket_behave_the_same(folder):
     assert folder.names() == [] and folder.files() == []
     with pytest.raises(FileNotFoundError):
         folder.read("none")
@@ -65,7 +65,7 @@ def test_a_folder_and_a_bucket_are_alike(folder):
     assert folder.files() == ["log"] and "other" not in (folder / "checkpoints").names()
 
 
-def test_nothing_is_left_on_this_machine(s3, tmp_path, monkeypatch):
+def test_no_file_remains_on_this_machine(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = storage_folder(s3.url("scratch"))
     with folder.writing("a") as path:
@@ -85,7 +85,7 @@ def failing(s3, what, statuses):
     s3.before = lambda method, key: next(statuses, None) if what in key else None
 
 
-def test_what_fails_for_a_moment_is_tried_again(s3, monkeypatch):
+def test_temporary_failures_are_retried(s3, monkeypatch):
     """Fail more often than AWS' library retries, which is three times."""
     monkeypatch.setattr(buckets, "FIRST_WAIT_S", 0.01)
     folder = storage_folder(s3.url("retries"))
@@ -98,7 +98,7 @@ def test_what_fails_for_a_moment_is_tried_again(s3, monkeypatch):
     assert folder.names() == []
 
 
-def test_what_goes_on_failing_ends_with_an_error(s3, monkeypatch):
+def test_lasting_failures_end_with_an_error(s3, monkeypatch):
     monkeypatch.setattr(buckets, "FIRST_WAIT_S", 0.01)
     folder = BucketFolder(s3.url("retries"), retry_for_s=0.1)
     failing(s3, "/broken", repeat(503))
@@ -139,7 +139,7 @@ def test_locations(location, as_is):
     ("s3://a/b#c", "%23"), ("s3://key:secret@a/b", "it has credentials"),
     ("s3://a/b?secret_key=c", "it has credentials"),
 ])  # fmt: skip
-def test_what_is_no_location_is_refused(location, reason):
+def test_invalid_locations_are_refused(location, reason):
     with pytest.raises(ValueError, match=reason):
         check_location(location)
     with pytest.raises(ValueError, match=reason):

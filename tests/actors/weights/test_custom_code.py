@@ -92,7 +92,7 @@ def folder(tmp_path):
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def test_unknown_classes_are_refused_with_file_and_cure(folder):
+def test_unknown_classes_are_refused_with_file_and_option(folder):
     folder.is_own()
     model = ModalityModule(folder.path)
     with pytest.raises(ModelError) as caught:
@@ -111,7 +111,7 @@ def test_a_known_class_is_used_although_the_folder_has_its_own(folder):
     assert not folder.processes
 
 
-def test_an_own_architecture_of_a_known_config_is_not_taken_for_the_known_one(folder):
+def test_a_custom_architecture_is_not_taken_for_a_known_one(folder):
     folder.change(architectures=["OwnForCausalLM"], auto_map={
         "AutoModelForCausalLM": "own_code.OwnForCausalLM",
     })
@@ -137,7 +137,7 @@ def test_with_permission_the_code_runs_on_ranks_too(folder, ray_cluster):
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_tokenizers_of_their_own(folder, trusted):
+def test_custom_tokenizers(folder, trusted):
     tokenizer = folder.path / "tokenizer.json"
     tokenizer.write_text(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
@@ -158,7 +158,7 @@ def test_tokenizers_of_their_own(folder, trusted):
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_processors_of_their_own(folder, trusted):
+def test_custom_processors(folder, trusted):
     folder.change("preprocessor_config.json", image_processor_type="OwnProcessor", auto_map={
         "AutoImageProcessor": "own_code.OwnProcessor",
     })

@@ -72,7 +72,7 @@ def test_weight_norm_of_a_config_begins_with_numbers():
     assert torch.equal(weight, source.build().encoder.pos_conv_embed.conv.weight)
 
 
-def test_an_attribute_that_nothing_computes_anew_is_refused():
+def test_an_attribute_that_is_never_recomputed_is_refused():
     module = Encoder(lambda layer: layer)
     module.doubled = module.stem.weight * 2
     with pytest.raises(ModelError, match="attribute 'doubled' of Encoder .* make it a parameter"):

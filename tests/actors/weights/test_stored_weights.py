@@ -95,7 +95,7 @@ def test_any_tensor_that_a_folder_lacks_is_missed(tmp_path, kind):
     assert [name for name in unnoticed if not name.endswith("num_batches_tracked")] == []
 
 
-def test_an_error_names_what_is_lacking_and_the_cure(tmp_path):
+def test_an_error_names_missing_weights_and_the_option(tmp_path):
     folder = saved(tmp_path / "llm", "llama", hf.LlamaModel)
     with pytest.raises(ModelError) as error:
         MultimodalModule(language_model=str(folder))
@@ -108,7 +108,7 @@ def test_an_error_names_what_is_lacking_and_the_cure(tmp_path):
         PretrainedSource(str(folder), missing_weights="random")
 
 
-def test_stages_refuse_what_they_own_and_do_without_the_rest(tmp_path):
+def test_stages_only_reject_their_own_missing_weights(tmp_path):
     """Check stages that have not been checked on the driver."""
     folder = saved(tmp_path, "llama")
     source = PretrainedSource(str(folder), language_model=True)
@@ -121,7 +121,7 @@ def test_stages_refuse_what_they_own_and_do_without_the_rest(tmp_path):
             source.build(part)
 
 
-def test_weights_that_are_asked_to_be_fresh_are_the_seeds_in_every_stage(tmp_path):
+def test_reinitialized_weights_follow_the_seed(tmp_path):
     """Initialize a missing head and a resized embedding, as for a config with the same seed."""
     folder = saved(tmp_path, "llama")
     there = load_file(folder / "model.safetensors")
@@ -148,7 +148,7 @@ def test_weights_that_are_asked_to_be_fresh_are_the_seeds_in_every_stage(tmp_pat
             assert torch.equal(parameter, due[name]), (part, name)
 
 
-def test_tensors_of_no_use_are_said_in_a_line(tmp_path):
+def test_unused_tensors_are_reported_in_a_line(tmp_path):
     saved(tmp_path, "llama")
     with pytest.warns(WeightsWarning) as said:
         MultimodalModule(language_model=ModalityModule(str(tmp_path), model_class="LlamaModel"))
@@ -157,7 +157,7 @@ def test_tensors_of_no_use_are_said_in_a_line(tmp_path):
     assert line.endswith("1 tensors of it are not used by LlamaModel: lm_head.weight")
 
 
-def test_sharded_folders_and_what_may_be_wrong_with_their_files(tmp_path):
+def test_sharded_folders_with_wrong_files(tmp_path):
     torch.manual_seed(1)
     hf.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path, max_shard_size="8KB")
     source = PretrainedSource(str(tmp_path), language_model=True)
@@ -203,7 +203,7 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
         source.check()
 
 
-def test_a_configuration_names_no_weights_elsewhere(tmp_path):
+def test_a_configuration_cannot_name_other_weights(tmp_path):
     folder = tmp_path / "model"
     hf.LlamaForCausalLM(config("llama")).save_pretrained(folder)
     (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
@@ -224,7 +224,7 @@ def test_an_index_that_is_a_pipe_is_refused(tmp_path):
         PretrainedSource(str(tmp_path), language_model=True).check()
 
 
-def test_the_weights_of_a_factory_are_looked_at_before_anything_is_built(tmp_path):
+def test_weights_of_a_factory_are_checked_before_building(tmp_path):
     file = tmp_path / "weights.safetensors"
     source_of = lambda: FactorySource(f"{__name__}:plain", weights=str(file))  # noqa: E731
     whole = plain().state_dict()

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_a_part_has_the_head_that_is_its_embedding(folder, outside):
+def test_a_module_has_its_tied_head(folder, outside):
     whole = PretrainedSource(str(folder))
     places = ("model.layers.1",) if outside else ("model.embed_tokens", "model.norm")
     part = PartSource(whole, places, outside).build()
@@ -37,7 +37,7 @@ def test_a_part_has_the_head_that_is_its_embedding(folder, outside):
     assert part.lm_head.weight.any()
 
 
-def test_stages_have_it_where_they_read_it(folder):
+def test_tied_weights_are_in_the_stages_that_read_them(folder):
     whole = PretrainedSource(str(folder))
     info = probe_language_model(whole)
     first, middle, last = (whole.build(Part(info, n, n + 1)) for n in range(3))

@@ -83,7 +83,7 @@ def test_a_part_that_raises_is_an_error_with_its_text(run_parts):
 
 
 @pytest.mark.parametrize("part, text", [("broken", "illegal memory"), ("dies", "SIGSEGV")])
-def test_another_process_goes_on_after_a_broken_one(run_parts, part, text):
+def test_another_process_continues_after_a_broken_one(run_parts, part, text):
     found = run_parts(part, "wrong")
     assert text in found["parts"][part]["error"]
     assert found["parts"]["fine"]["state"] == "ok" and found["errors"] == 2
@@ -91,14 +91,14 @@ def test_another_process_goes_on_after_a_broken_one(run_parts, part, text):
         assert "last words" in found["parts"][part]["log"]
 
 
-def test_what_takes_too_long_ends_with_all_that_it_started(run_parts):
+def test_a_timeout_ends_a_section_and_its_children(run_parts):
     found = run_parts("hangs", seconds=0.5)
     assert "its time was over" in found["parts"]["hangs"]["error"] and "fine" not in found["parts"]
     sleeping = subprocess.run(["pgrep", "-x", "-a", "sleep"], capture_output=True, text=True)
     assert "sleep 1000" not in sleeping.stdout
 
 
-def test_parts_without_time_are_not_left_out_silently(tmp_path):
+def test_parts_without_time_are_reported(tmp_path):
     path = tmp_path / "record"
     record = Record(path, 5.0)
     record.part("long", lambda: {}, needs=10.0)
@@ -113,7 +113,7 @@ def test_parts_without_time_are_not_left_out_silently(tmp_path):
     assert states == {"long": "not_run", "short": "ok", "late": "not_run", "broken": "error"}
 
 
-def test_results_are_whole_or_not_there_and_keep_other_sections(tmp_path):
+def test_results_are_written_atomically(tmp_path):
     path = tmp_path / "results" / report.file_name(
         {"machine": {"parts": {"device": {"name": "NVIDIA H100 80GB HBM3"}}}}, "cuda"
     )
@@ -131,7 +131,7 @@ def test_results_are_whole_or_not_there_and_keep_other_sections(tmp_path):
     assert "ms.a" in text and "list" not in text
 
 
-def test_time_that_is_left_over_goes_on_to_later_sections():
+def test_unused_time_is_given_to_later_sections():
     rest = groups([Section("a", 10), Section("b", 20, beside=True), Section("c", 70)])
     assert [[s.name for s in group] for group in rest] == [["a", "b"], ["c"]]
     assert budgets(rest, 100.0) == [10, 30.0]
@@ -159,7 +159,7 @@ def test_waits_are_counted_by_their_line():
     ("3.6.0", "2.4.6", False), ("3.5.1", "2.4.0", False), ("3.6.0", "2.3.5", True),
     ("3.7.0", "2.4.6", True),
 ])  # fmt: skip
-def test_an_interpreter_that_fails_with_numpy_is_said(
+def test_an_interpreter_that_fails_with_numpy_is_reported(
     tmp_path, monkeypatch, capsys, triton, numpy, works
 ):
     installed = {"triton": triton, "numpy": numpy}

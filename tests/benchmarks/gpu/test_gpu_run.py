@@ -44,7 +44,7 @@ def test_every_section_runs_with_four_packages(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_no_gpu_is_said_and_is_a_failure(tmp_path):
+def test_a_missing_gpu_is_reported_as_failure(tmp_path):
     output = tmp_path / "results.json"
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--output", str(output)],

@@ -115,7 +115,7 @@ def test_contents_that_may_be_dropped_are_ignored_by_name():
     assert "Be brief" not in found.text and any(found.learned)
 
 
-def test_a_prompt_that_is_always_appended_is_no_label():
+def test_an_appended_prompt_has_no_label():
     template = CHATML + "{{ '<|im_start|>assistant\\n' }}"
     with pytest.raises(SampleError, match=r"messages\[1\] ends otherwise when messages follow"):
         chat(byte_tokenizer(template), template, [user("Hi"), said("Hello.")], None)

@@ -241,7 +241,7 @@ def test_item_tokens_in_pairs_of_answers(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
-def test_prompts_of_references_with_item_tokens_are_taken_by_the_forward(kind, tmp_path):
+def test_reference_prompts_with_item_tokens_run(kind, tmp_path):
     """Check prompts that end before the reference, with the items of the row."""
     column, items = item_of(kind)
     items = [str(Path(tiny(kind)[1]).parent / item) for item in items]

@@ -56,7 +56,7 @@ def picture(folder: Path, width: int, height: int) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_microbatch_is_what_the_processor_returns_and_labels_are_the_assistants(kind):
+def test_microbatches_equal_the_processors_output(kind):
     settings = config(kind)
     processor = AutoProcessor.from_pretrained(settings.processor)
     builder: Any = step_builder(settings, open_split(settings, "train"))
@@ -126,7 +126,7 @@ def test_turns_between_images_are_found(tmp_path):
         builder.encode(builder.dataset[1])
 
 
-def test_text_with_marks_is_as_parts(tmp_path):
+def test_text_with_marks_equals_parts(tmp_path):
     path = picture(tmp_path, 60, 90)
     file = write(
         tmp_path, row(0, "<image>What?", "This.", images=[path]),
@@ -138,7 +138,7 @@ def test_text_with_marks_is_as_parts(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_items_that_the_processor_does_not_take_are_refused(tmp_path):
+def test_items_unsupported_by_the_processor_are_refused(tmp_path):
     path = picture(tmp_path, 60, 90)
     file = write(tmp_path, row(0, "<image>What?", "This.", images=[path]))
     processor = AutoProcessor.from_pretrained(tiny("qwen2_audio")[0])
@@ -152,7 +152,7 @@ def test_items_that_the_processor_does_not_take_are_refused(tmp_path):
         step_builder(settings, open_split(settings, "train")).build([[0]])
 
 
-def test_what_cannot_be_used_is_named_and_may_be_left_out(tmp_path):
+def test_unusable_samples_are_named_and_can_be_skipped(tmp_path):
     path = picture(tmp_path, 60, 90)
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
@@ -178,7 +178,7 @@ def test_what_cannot_be_used_is_named_and_may_be_left_out(tmp_path):
         first_step(settings)
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path):
+def test_impossible_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="accepted with a processor: none"):
         config("gemma3", batching={"method": "balanced", "rebalance": 5})
     with pytest.raises(ValueError, match="accepted with a processor: image, video, audio"):

@@ -77,13 +77,13 @@ def test_endless_templates_are_refused(name, monkeypatch):
     "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}",
     "{% macro f() %}{% endmacro %}{{ f.__init__.__globals__.os.getcwd() }}",
 ])
-def test_templates_reach_no_python_objects(source):
+def test_templates_cannot_reach_python_objects(source):
     with pytest.raises(SecurityError):
         rendered(source)
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_limits_change_nothing_that_is_written(name, monkeypatch):
+def test_limits_do_not_change_the_output(name, monkeypatch):
     limited = rendered(USUAL[name])
     monkeypatch.setattr(template_limits, "_install", lambda: None)
     monkeypatch.setattr(
@@ -97,7 +97,7 @@ def test_limits_change_nothing_that_is_written(name, monkeypatch):
         chat_template_utils._compile_jinja_template.cache_clear()
 
 
-def test_every_rendering_has_the_whole_budget(monkeypatch):
+def test_every_rendering_has_the_full_budget(monkeypatch):
     monkeypatch.setattr(template_limits, "MOST_PASSES", 4)
     for _ in range(3):
         assert rendered("{% for m in messages %}{{ m.content }}{% endfor %}")[0] == "abcd"

@@ -91,7 +91,7 @@ def chat(tokenizer, template, messages, tools):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_are_those_of_generation_blocks(name):
+def test_turns_equal_generation_blocks(name):
     tagged = (FOLDER / f"{name}{SUFFIX}").read_text()
     # Another tag without output keeps the white space of the template.
     untagged = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set nothing = 1 \2", tagged)
@@ -195,7 +195,7 @@ def test_a_block_that_leaves_out_the_end_is_warned_of():
         chat(tokenizer, whole, CONVERSATIONS["three turns"], None)
 
 
-def test_a_last_turn_without_an_end_is_warned_of():
+def test_a_last_turn_without_an_end_is_a_warning():
     template = (FOLDER / "glm4moe.jinja").read_text()
     with pytest.warns(UserWarning, match="no token after the last turn"):
         chat(byte_tokenizer(template), template, CONVERSATIONS["one turn"], None)

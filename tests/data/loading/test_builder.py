@@ -48,7 +48,7 @@ def test_skipping_keeps_the_rest_and_reports(make_config, tmp_path):
         builder(config).build([2, 6])
 
 
-def test_a_process_without_memory_leaves_no_sample_out(make_config, monkeypatch):
+def test_a_shortage_of_memory_skips_no_sample(make_config, monkeypatch):
     """Raise an error, as the shortage is temporary and another run would not skip the sample."""
     def no_memory(*args):
         raise MemoryError("no memory")
@@ -80,7 +80,7 @@ def test_heldout_is_one_pass_with_a_smaller_last_step(make_config):
     )
 
 
-def test_check_data_finds_what_a_worker_would(make_config, tmp_path):
+def test_check_data_finds_the_errors_of_workers(make_config, tmp_path):
     config = make_config(ignore_columns=["audio"])
     check_data(config)
     cases = {

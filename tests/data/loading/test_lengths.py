@@ -45,7 +45,7 @@ def test_the_longest_row_is_found_behind_many_short_ones(tmp_path):
     assert len(lengths) == 65 and lengths[-1] > 10 * lengths[:64].max()
 
 
-def test_lengths_are_kept_for_every_max_length(tmp_path):
+def test_lengths_are_cached_for_every_max_length(tmp_path):
     file = texts(tmp_path, "Hello.", "A red circle.")
     config = configured("gemma3", file)
     dataset = open_split(config, "train")

@@ -110,7 +110,7 @@ def test_prefetch_is_bounded(make_config, tmp_path):
             assert len(log.read_text().splitlines()) == sum(per_step[: taken + 2])
 
 
-def test_a_corrupt_file_arrives_as_a_clean_error(make_config, tmp_path):
+def test_a_corrupt_file_is_a_clean_error(make_config, tmp_path):
     config = make_config(shuffle=False)
     (tmp_path / "i1.png").write_bytes(b"\x89PNG broken")
     with StepLoader(config) as loader, pytest.raises(SampleError) as caught:
@@ -131,7 +131,7 @@ def test_skipping_is_the_same_with_workers(make_config, tmp_path):
     assert {s.id for step in reference for s in step.skipped} == {"s1", "s7", "s8"}
 
 
-def test_a_pass_goes_on_after_a_step_without_a_usable_sample(make_config, tmp_path):
+def test_a_pass_continues_after_an_unusable_step(make_config, tmp_path):
     config = make_config(on_error="skip", batch_size=1, microbatches=1, shuffle=False)
     config = config.model_copy(update={"heldout": config.train})
     for name in ("i1.png", "a7.wav"):
@@ -145,7 +145,7 @@ def test_a_pass_goes_on_after_a_step_without_a_usable_sample(make_config, tmp_pa
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_training_passes_over_steps_without_a_usable_sample(make_config, tmp_path, workers):
+def test_training_skips_steps_without_usable_samples(make_config, tmp_path, workers):
     """Skip such steps; the next step reports their samples, and a resumed run repeats them."""
     config = make_config(
         on_error="skip", batch_size=1, microbatches=1, shuffle=False, num_workers=workers,
@@ -192,7 +192,7 @@ def test_a_sample_that_kills_workers_is_named_alone(make_config):
     assert isinstance(caught.value, DataError)  # the run ends, and must not be restarted
 
 
-def test_a_shortage_in_a_worker_is_no_fault_of_its_samples(make_config):
+def test_a_shortage_in_a_worker_does_not_blame_samples(make_config):
     config = make_config(image="without_files", on_error="skip", num_workers=1)
     with StepLoader(config) as loader, pytest.raises(RunFailedError) as caught:
         next(loader)
@@ -225,7 +225,7 @@ def test_a_worker_that_is_stopped_is_named(make_config, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_worker_that_is_stopped_in_its_first_step_is_found_before_its_time_is_over(
+def test_a_worker_stopped_in_its_first_step_is_found(
     make_config, monkeypatch
 ):
     """Use the address that the worker reports before it begins."""
@@ -245,7 +245,7 @@ def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
     assert set(ended_actors()) == {"DEAD"}  # it stops waiting for the CPUs
 
 
-def test_a_lost_node_ends_the_wait_for_a_worker_that_was_to_start_there(make_config):
+def test_a_lost_node_ends_the_wait_for_its_worker(make_config):
     """Check the loss of a node that Ray reports late."""
     def check():
         raise RunFailedError("node a is gone", lost=Loss.NODE)

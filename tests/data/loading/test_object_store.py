@@ -26,7 +26,7 @@ def through_store(tensors):
     st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(1, 4),
     st.integers(0, 2**16),
 )
-def test_a_stack_comes_out_as_torch_stack_makes_it(dtype, shape, count, seed):
+def test_a_stored_stack_equals_torch_stack(dtype, shape, count, seed):
     generator = torch.Generator().manual_seed(seed)
     items = [torch.randint(0, 2, shape, generator=generator).to(dtype) for _ in range(count)]
     stack = ItemStack(items)
@@ -51,7 +51,7 @@ def test_items_are_not_copied_before_they_are_stored():
 @pytest.mark.parametrize("change", [
     lambda x: x.transpose(1, 2), lambda x: torch.complex(x, -x).conj().imag,
 ])  # fmt: skip
-def test_items_that_are_not_what_their_memory_holds(change):
+def test_views_that_differ_from_their_memory(change):
     """Use views in another order, or with the opposite sign."""
     items = list(change(torch.arange(24.0).reshape(2, 3, 4)))
     got, _, _ = through_store(StoredTensors({"x": ItemStack(items)}))

@@ -74,7 +74,7 @@ def test_limits_are_positive_and_reach_the_readers(make_config, name):
     assert getattr(dataset.options.limits, name) == 7
 
 
-def test_two_names_that_files_give_are_refused(make_config, tmp_path):
+def test_duplicate_source_names_are_refused(make_config, tmp_path):
     config = make_config()
     sources = [{"path": str(tmp_path / "train.jsonl"), "name": "x"}] * 2
     with pytest.raises(DataError, match="two sources are named 'x'"):

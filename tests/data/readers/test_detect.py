@@ -46,7 +46,7 @@ def test_all_rows_decide(tmp_path):
         assert part in found.summary
 
 
-def test_what_is_detected_is_a_configuration_that_opens(tmp_path):
+def test_detected_configurations_can_be_opened(tmp_path):
     rows = [
         {"messages": TURNS, "image": "a.png", "source": "web"}, inline("b.png"),
         {"query": "a", "response": "b"},
@@ -72,7 +72,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_every_format_is_detected_alike(tmp_path, format):
+def test_every_format_is_detected_the_same(tmp_path, format):
     found = detect(WRITERS[format](tmp_path))
     assert (found.format, found.rows, found.forms) == (format, 20, {"messages": 16, "text": 4})
     columns = {"image": "*.png", "audio": "wav"} if format == "tar" else {

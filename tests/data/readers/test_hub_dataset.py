@@ -38,7 +38,7 @@ def cached(tmp_path, monkeypatch):
     return folder
 
 
-def test_by_name_it_is_what_the_folder_is(make_config, tmp_path, cached):
+def test_a_data_set_by_name_equals_its_folder(make_config, tmp_path, cached):
     dataset = open_split(make_config(train=NAME), "train")
     folder = open_split(make_config(train=str(tmp_path / "saved")), "train")
     assert dataset.name == "some_pictures" and dataset.path == cached and len(dataset) == 20
@@ -53,7 +53,7 @@ def test_by_name_it_is_what_the_folder_is(make_config, tmp_path, cached):
         pickle.loads(pickle.dumps(dataset))[0]
 
 
-def test_what_the_hub_does_not_give_is_named(make_config, cached):
+def test_missing_hub_data_sets_are_named(make_config, cached):
     for source, reason in (
         ("hf://datasets/some-org/other", "other.*cannot load split 'train', subset None"),
         ({"path": NAME, "split": "test"}, "split 'test'.*accepted: a data set of the hub"),

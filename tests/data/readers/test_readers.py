@@ -49,7 +49,7 @@ def test_every_format_gives_the_same_steps(make_config, tmp_path, format):
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_readers_travel_without_their_rows(make_config, tmp_path, format):
+def test_readers_are_pickled_without_their_rows(make_config, tmp_path, format):
     train = source(format, WRITERS[format](tmp_path))
     dataset = open_split(make_config(train=train, media_folders=[str(tmp_path)]), "train")
     before = dataset[3]
@@ -163,7 +163,7 @@ def test_rows_without_text_are_sample_errors_in_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reader"), [("x.parquet", ParquetDataset), ("x.tar", TarDataset)]
 )
-def test_what_is_no_such_file_is_refused(tmp_path, name, reader):
+def test_files_of_other_formats_are_refused(tmp_path, name, reader):
     (tmp_path / name).write_bytes(b"not this format" * 100)
     with pytest.raises(DataError, match=name):
         reader(tmp_path / name)
@@ -174,7 +174,7 @@ def test_what_is_no_such_file_is_refused(tmp_path, name, reader):
         reader(tmp_path / "empty")
 
 
-def test_links_in_a_circle_are_refused(tmp_path):
+def test_cyclic_links_are_refused(tmp_path):
     (circle := tmp_path / "rows.jsonl").symlink_to(circle)
     for source in (circle, circle / "train"):
         with pytest.raises(DataError, match=f"'{source}' (cannot be read|does not exist)"):
@@ -260,7 +260,7 @@ def test_large_text_members_are_refused_unread(tmp_path, monkeypatch):
         TarDataset(path)
 
 
-def test_datasets_folders_say_their_splits_and_are_checked(tmp_path):
+def test_datasets_folders_with_splits_are_checked(tmp_path):
     import datasets
 
     folder = tmp_path / "d"
@@ -290,7 +290,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, kind):
         open_source(path)
 
 
-def test_formats_are_told_by_suffix_or_said(tmp_path):
+def test_formats_follow_the_suffix_or_the_setting(tmp_path):
     write_rows(tmp_path, 3)
     (tmp_path / "train.jsonl").rename(tmp_path / "rows.txt")
     assert len(open_source(tmp_path / "rows.txt")) == 3
@@ -349,7 +349,7 @@ def test_json_that_is_nested_too_deep(tmp_path, name):
         open_source(tmp_path / name)
 
 
-def test_lists_of_parts_come_from_parquet_as_from_json(tmp_path):
+def test_lists_of_parts_in_parquet_equal_json(tmp_path):
     part = {"type": "image", "text": None}
     turns = [{"role": "user", "content": [part, {"type": "text", "text": "hi"}]},
              {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]
@@ -366,7 +366,7 @@ def test_lists_of_parts_come_from_parquet_as_from_json(tmp_path):
     ]
 
 
-def test_a_line_that_is_too_long_is_no_row(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_not_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr("raymm.data.readers.json_rows.MAX_LINE_BYTES", 40)
     rows = ['{"text": "a"}', json.dumps({"text": "b" * 300}), '{"text": "c"}']
     (tmp_path / "d.jsonl").write_text("\n".join(rows))

@@ -199,7 +199,7 @@ def no_bundles(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_bundles")
-def test_https_with_an_authority_of_ones_own(make_config, tmp_path, monkeypatch):
+def test_https_with_a_custom_authority(make_config, tmp_path, monkeypatch):
     """Trust the certificate, and get the samples of the folder; else an error."""
     write_rows(tmp_path, 6)
     authority, certificate = write_certificates(tmp_path)
@@ -272,7 +272,7 @@ def failing(times: int):
 
 
 @pytest.mark.parametrize("where", ["s3", "web"])
-def test_what_fails_for_a_moment_is_tried_again_and_changes_are_noticed(tmp_path, s3, web, where):
+def test_failed_reads_are_retried_and_changes_detected(tmp_path, s3, web, where):
     text = "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(50))
     (web.folder / "a.jsonl").write_text(text)
     upload(s3, web.folder, "flaky")
@@ -295,7 +295,7 @@ def test_what_fails_for_a_moment_is_tried_again_and_changes_are_noticed(tmp_path
     assert fingerprint_of_files(open_source(url).files)["digest"] != before["digest"]
 
 
-def test_an_outage_is_no_error_of_a_sample(make_config, tmp_path, web):
+def test_an_outage_is_not_an_error_of_a_sample(make_config, tmp_path, web):
     """Raise an error, because a run that skips bad samples would continue without its data."""
     rows = write_rows(tmp_path, 10)
     for file in tmp_path.glob("*.*"):
@@ -341,7 +341,7 @@ def test_large_items_are_read_by_ranges(tmp_path, web):
 
 
 @pytest.mark.parametrize("format", ["json", "parquet", "tar"])
-def test_an_outage_while_rows_are_read_is_named_whatever_reads_them(tmp_path, web, format):
+def test_an_outage_while_rows_are_read_is_named(tmp_path, web, format):
     folder, _ = written(format, tmp_path)
     suffix = {"json": "train.jsonl", "parquet": "a.parquet", "tar": "000.tar"}[format]
     shutil.copy(folder / suffix, web.folder)

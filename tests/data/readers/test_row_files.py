@@ -96,7 +96,7 @@ def test_arrays_are_read_in_blocks_of_any_size(tmp_path_factory, values, indent,
     ('[{"text": "a"},\n{"text": }]', r":2: element 1 of the array is not a JSON value"),
     ('[{"text": "a"},\n{"text": "b"}\n', r":3: expected .* after element 1, but the file ends"),
 ])
-def test_broken_files_name_the_line_and_what_helps(tmp_path, body, message):
+def test_broken_files_name_the_line_and_a_remedy(tmp_path, body, message):
     (tmp_path / "d.jsonl").write_text(body)
     with pytest.raises(DataError, match=r"d\.jsonl" + message):
         open_source(tmp_path / "d.jsonl")
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_opened_now_has_not_changed(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_that_is_cut_off_leaves_no_copy(tmp_path, cache, suffix):
+def test_a_truncated_compressed_file_leaves_no_copy(tmp_path, cache, suffix):
     content = COMPRESS[suffix](os.urandom(2000).hex().encode())
     (tmp_path / f"d.jsonl{suffix}").write_bytes(content[:-10])
     with pytest.raises(DataError, match=r"d.jsonl.*not a complete compressed file .*cut off"):

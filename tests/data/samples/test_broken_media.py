@@ -101,7 +101,7 @@ def test_floats_and_32_bits_are_refused_by_mode(tmp_path, values, mode):
         read_image(str(tmp_path / "a.tif"))
 
 
-def test_other_modes_are_what_they_show(tmp_path):
+def test_other_modes_keep_their_colours(tmp_path):
     Image.new("CMYK", (2, 1), (0, 255, 255, 0)).save(tmp_path / "a.tif")
     assert read_image(str(tmp_path / "a.tif")).getpixel((0, 0)) == (255, 0, 0)
     Image.new("LA", (2, 1), (100, 255)).save(tmp_path / "la.png")
@@ -147,7 +147,7 @@ def test_a_sound_that_was_piped_has_no_length_in_its_header(tmp_path):
     assert len(read_audio(str(tmp_path / "a.wav"), 16000)) == 100
 
 
-def test_integers_are_scaled_and_floats_are_as_they_are(tmp_path):
+def test_integers_are_scaled_and_floats_are_unchanged(tmp_path):
     for dtype, kind in ((np.int16, "PCM_16"), (np.int32, "PCM_32")):
         top = np.iinfo(dtype).max
         sound = np.array([0, top // 2 + 1, -top - 1], dtype=dtype)
@@ -164,7 +164,7 @@ def build(config, index: int):
     return StepBuilder(config, open_split(config, "train")).build([index])
 
 
-def test_what_is_broken_is_an_error_of_the_sample(make_config, tmp_path):
+def test_broken_media_are_errors_of_the_sample(make_config, tmp_path):
     """Break rows of ``write_rows``: 1 has an image, 2 has audio."""
     vision = {"column": "images", "processor": "media_processors:from_picture", "input": "image"}
     audio = {"column": "audio", "processor": "media_processors:sound"}

@@ -40,7 +40,7 @@ def test_padding_items_and_metadata():
     assert join_parts(parts).keys() == microbatch.keys()
 
 
-def test_a_modality_nobody_has_is_absent():
+def test_an_unused_modality_is_absent():
     microbatch = collate([encoded("a", [5, 6])], pad_id=0)
     assert set(microbatch) == {"input_ids", "attention_mask", "labels"}
 

@@ -45,7 +45,7 @@ def test_paths_that_leave_the_folder_are_refused_when_the_source_is_opened(tmp_p
 @pytest.mark.parametrize(
     "name", ["a.png", "sub/../a.png", "./sub//b.png", "{tmp}/data/a.png", "..a"]
 )
-def test_what_is_within_is_found(tmp_path, name):
+def test_files_within_the_folder_are_found(tmp_path, name):
     name = name.format(tmp=tmp_path)
     (media,) = opened(rows(tmp_path / "data", name))[0].media["vision"]
     assert media == os.path.normpath(tmp_path / "data" / name)
@@ -89,7 +89,7 @@ def test_a_file_that_is_a_link_is_refused_when_it_is_read(tmp_path):
 
 
 @given(st.lists(st.sampled_from(["a", "b", "..", ".", "", "/"]), min_size=1, max_size=6))
-def test_as_the_file_system_has_it(parts):
+def test_accepted_names_match_the_file_system(parts):
     """Compare with the file system: without links, accepted names are exactly those inside."""
     own = Path("/nowhere/own")
     name = "/".join(parts)

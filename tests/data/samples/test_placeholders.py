@@ -115,7 +115,7 @@ def test_truncation_does_not_cut_placeholders():
         TextEncoder(tokenizer_with_image(), 5, modalities).encode(text)
 
 
-def test_part_types_are_by_modality_column_or_as_said():
+def test_part_types_by_modality_column_or_setting():
     sound = {"audio": ModalityDataConfig(column="clips", processor="a:b", part="noise")}
     encoder = TextEncoder(tokenizer_with_image(), 100, sound)
     turns = [{"role": "user", "content": [{"type": "noise"}, WHAT]},
@@ -165,7 +165,7 @@ def test_a_mismatch_is_skipped_and_counted(make_config, tmp_path):
         StepBuilder(strict, open_split(strict, "train")).build([1])
 
 
-def test_the_merges_placeholder_is_the_datas():
+def test_merge_and_data_have_the_same_placeholder():
     values = {
         "run": {"storage_path": "x", "steps": 1},
         "model": {"language_model": {"path": "x"}, "merge": {"vision": "<image>"},
@@ -179,7 +179,7 @@ def test_the_merges_placeholder_is_the_datas():
         parse_config(values)
 
 
-def test_a_template_that_knows_parts_gets_them():
+def test_a_template_that_supports_parts_gets_them():
     marked = PARTS.replace("<image> ", "red <image> ")
     for template, expected in ((marked, True), (marked.replace("<image>", "dog"), False)):
         tokenizer = tokenizer_with_image(template)
@@ -189,7 +189,7 @@ def test_a_template_that_knows_parts_gets_them():
         assert words[2:5] == written
 
 
-def test_what_the_data_give_is_what_the_merge_policy_takes(make_config, tmp_path):
+def test_data_placeholders_fit_the_merge_policy(make_config, tmp_path):
     tokenizer = tokenizer_with_image()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     modalities = {

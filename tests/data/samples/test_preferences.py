@@ -78,7 +78,7 @@ def test_pairs_stay_together(tmp_path):
     ({"chosen": [CAT], "rejected": [DOG]}, "must begin with the same messages"),
     ({"chosen": [CAT]}, "'chosen' and 'rejected'"),
 ])  # fmt: skip
-def test_rows_that_are_none(tmp_path, row, says):
+def test_invalid_rows(tmp_path, row, says):
     with pytest.raises(SampleError) as error:
         parse_row(row, RowRules(), MediaFolders(tmp_path))
     assert says in error.value.reason
@@ -89,12 +89,12 @@ def test_rows_that_are_none(tmp_path, row, says):
     (ROWS["text"], {"preferences": False}, "accepted: rows with messages or text"),
     (ROWS["messages"], {"max_length": 7}, "no label token|no token of an answer"),
 ])  # fmt: skip
-def test_samples_that_are_none(tmp_path, row, options, says):
+def test_invalid_samples(tmp_path, row, options, says):
     with pytest.raises(SampleError, match=says):
         steps_of(tmp_path, [row], **options)
 
 
-def test_what_goes_with_it():
+def test_settings_that_fit_preferences():
     with pytest.raises(ValueError, match="batching 'random'"):
         DataConfig(
             train="a", tokenizer="b", batch_size=1, microbatches=1, preferences=True,

@@ -28,7 +28,7 @@ def forms(tmp_path):
     return [str(tmp_path / "i.png"), MediaBytes("row.images[0]", data), where]
 
 
-def test_items_read_alike_wherever_they_are(forms):
+def test_items_are_read_the_same_from_any_source(forms):
     data = forms[1].data
     for media in forms:
         assert read_media(media) == data == processor_input(media, "bytes")
@@ -53,7 +53,7 @@ def test_a_shard_that_became_shorter_is_noticed(forms, tmp_path):
     ("kind", "function", "expected"),
     [("bytes", "from_bytes", None), ("image", "from_picture", [12, 9, 1])],
 )
-def test_functions_get_what_the_configuration_says(make_config, kind, function, expected):
+def test_functions_get_the_configured_inputs(make_config, kind, function, expected):
     vision = {"column": "images", "processor": f"media_processors:{function}", "input": kind}
     config = make_config(modalities={"vision": vision}, ignore_columns=["audio"])
     dataset = open_split(config, "train")
@@ -118,7 +118,7 @@ def test_folders_of_full_processors(tmp_path):
     assert torch.equal(omni(sound)["input_features"], whisper(sound)["input_features"])
 
 
-def test_items_of_other_shapes_name_sample_column_and_what_helps(make_config, tmp_path):
+def test_items_of_other_shapes_name_sample_and_column(make_config, tmp_path):
     config = make_config(image="natural_size")
     write_image(tmp_path / "i6.png", 0, size=(5, 5))
     message = r"'vision', column 'images': an item of sample 's6'.*'s1'.*resize, crop or pad"

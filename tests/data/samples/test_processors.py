@@ -22,7 +22,7 @@ def test_transparency_is_white(tmp_path):
         assert image.mode == "RGB" and image.getpixel((1, 0)) == (255, 255, 255)
 
 
-def test_audio_is_mono_at_the_asked_rate(tmp_path):
+def test_audio_is_mono_at_the_requested_rate(tmp_path):
     path = str(tmp_path / "a.wav")
     time = np.arange(16000) / 16000
     tone = 0.5 * np.sin(2 * np.pi * 440 * time)

@@ -56,7 +56,7 @@ def test_a_row_with_too_much_text_is_refused(row):
     ("aGVsbG8gd29y" * 500, ["not a path", "not base64 of a known format"]),
     ("a\0b.png", ["null character"]),
 ])
-def test_images_that_are_no_files(item, value, parts):
+def test_images_that_are_not_files(item, value, parts):
     with pytest.raises(SampleError) as caught:
         items_of(item(value), "images", MediaRules(MediaFolders(Path("/data"))))
     text = str(caught.value)
@@ -64,7 +64,7 @@ def test_images_that_are_no_files(item, value, parts):
     assert len(text) < 400
 
 
-def test_a_text_only_file_beside_a_modality(tmp_path):
+def test_a_text_only_file_with_a_modality(tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_text(json.dumps({"text": "a"}) + "\n")
     with pytest.raises(DataError, match=r"text.jsonl, columns: \{vision: null\}"):
@@ -75,7 +75,7 @@ def messages(*roles: str) -> Sample:
     return Sample(0, "s", [{"role": role, "content": "a dog"} for role in roles], None, {})
 
 
-def test_roles_that_are_no_assistant_and_chats_that_begin_with_one():
+def test_unusual_roles_and_first_assistant_turns():
     tokenizer = build_tokenizer()
     with pytest.raises(SampleError, match=r"\['gpt', 'human'\]\. Rename .*gpt.* to 'assistant'"):
         TextEncoder(tokenizer, 64).encode(messages("human", "gpt"))

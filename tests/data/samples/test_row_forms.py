@@ -252,12 +252,12 @@ def test_function_calls_of_sharegpt_become_tool_calls():
     ({"prompt": "else", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), user("c")]},
      "'prompt' is a text; accepted: only texts, or messages"),
 ])
-def test_rows_that_fit_no_form_say_what_does(row, message):
+def test_rows_of_unknown_form_name_the_accepted_forms(row, message):
     with pytest.raises(SampleError, match=message):
         parse(row)
 
 
-def test_a_form_that_is_named_wins_over_the_columns():
+def test_a_configured_form_overrides_the_columns():
     row = {"messages": [user("a"), assistant("b")], "text": "c"}
     assert parse(row).form == "messages" and parse(row).unused == {"text"}
     assert parse(row, row_form="text").text.text == "c"

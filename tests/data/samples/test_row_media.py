@@ -87,7 +87,7 @@ def test_values_of_a_column(value, expected):
     ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "video", "/data/a.mp4"),
     ({"type": "video", "video": ["a.png", URI]}, "video", ("/data/a.png", IMAGE)),
 ])
-def test_items_of_parts_leave_their_places(part, kind, expected):
+def test_items_of_parts_leave_placeholders(part, kind, expected):
     parsed = of_parts(part)
     (item,) = parsed.media[kind]
     item = tuple(values(item)) if isinstance(item, tuple) else values([item])[0]
@@ -106,7 +106,7 @@ def test_items_of_parts_keep_their_order():
     )
 
 
-def test_places_and_items_may_both_be_in_a_row_of_several_kinds():
+def test_rows_may_have_placeholders_and_items():
     parsed = of_parts(
         {"type": "image"}, {"type": "audio", "audio": "a.wav"}, columns={"image": "images"}
     )
@@ -117,7 +117,7 @@ def test_places_and_items_may_both_be_in_a_row_of_several_kinds():
         parse(row, columns={"image": "images"})
 
 
-def test_the_number_of_a_place_must_be_that_of_its_item():
+def test_placeholder_numbers_must_match_their_items():
     places = [{"type": "image", "index": number} for number in (0, 1)]
     assert of_parts(*places).text.messages[0]["content"][:2] == [{"type": "image"}] * 2
     with pytest.raises(SampleError, match=r"content\[0\] has index 1"):
@@ -188,7 +188,7 @@ def test_texts_that_only_look_like_base64_are_paths(text):
     ({"bytes": [1, 2]}, "'bytes' are list"), (5, "got int"), ([None], "got NoneType"),
     ({"bytes": "no base64!"}, "invalid base64"), ("file://", "an empty path"),
 ])
-def test_values_that_are_no_items_are_refused(value, message):
+def test_values_that_are_not_items_are_refused(value, message):
     with pytest.raises(SampleError, match=message):
         parse({"text": "a", "images": value}, columns={"image": "images"})
 

@@ -62,7 +62,7 @@ def test_no_label_at_all(bad):
         encode_text(build_tokenizer(), bad, 100)
 
 
-def test_a_row_without_labels_says_that_all_are_masked():
+def test_a_row_without_labels_reports_the_masks():
     masked = sample([("user", "what is"), ("assistant", "a cat")])
     masked.messages[1]["loss"] = False
     with pytest.raises(SampleError, match="no label token.*'loss': false"):
@@ -76,7 +76,7 @@ def test_truncation_never_removes_every_label_silently():
         encode_text(build_tokenizer(), sample(turns), 12)
 
 
-def test_a_template_that_drops_what_was_asked_is_refused():
+def test_a_template_that_drops_the_question_is_refused():
     template = (
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] if loop.last else 'of' }} "
         "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"

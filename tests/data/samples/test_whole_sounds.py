@@ -36,7 +36,7 @@ def extract(extractor):
 
 
 @pytest.mark.parametrize("samples", [100, 8_000, 15_999, RATE, RATE + 100])
-def test_sounds_within_the_window_are_whole(samples):
+def test_audio_within_the_window_is_complete(samples):
     WholeSounds(RATE).check(noise(samples), extract(whisper()))
 
 
@@ -82,7 +82,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("name", sorted(set(FEATURE_EXTRACTOR_MAPPING_NAMES.values())))
-def test_extractors_of_transformers_take_all_or_are_refused(name):
+def test_extractors_take_all_audio_or_are_refused(name):
     try:
         extractor = getattr(transformers, name)()
     except ImportError as error:

@@ -71,7 +71,7 @@ def test_groups_arrive_as_microbatches(planned_config, method):
     assert sorted(seen) == sorted(f"s{index}" for index in range(40))
 
 
-def test_workers_give_the_local_stream_wherever_it_begins(planned_config, ray_cluster):
+def test_workers_equal_the_local_stream_from_any_step(planned_config, ray_cluster):
     config = planned_config(num_workers=2, on_error="skip")
     reference = list(local_steps(config, steps=9))
     with StepLoader(config, steps=9) as loader:
@@ -92,7 +92,7 @@ def test_heldout_data_keep_their_order(planned_config):
     assert [step.meta for step in steps] == [step.meta for step in random]
 
 
-def test_unusable_samples_leave_their_groups_and_empty_groups_the_step(planned_config, tmp_path):
+def test_unusable_samples_and_empty_groups_are_removed(planned_config, tmp_path):
     config = planned_config(on_error="skip")
     for name in ("i1.png", "i6.png", "a2.wav"):
         (tmp_path / name).write_bytes(b"broken")
@@ -183,7 +183,7 @@ def test_an_item_of_many_tokens_does_not_shrink_microbatches(planned_config):
         ({"cache": "/proc/nowhere"}, r"data\.batching\.cache: .*'/proc/nowhere'"),
     ],
 )
-def test_what_cannot_be_planned_is_found_at_the_start(planned_config, batching, message):
+def test_unplannable_samples_are_found_at_the_start(planned_config, batching, message):
     config = planned_config(batching=batching)
     with pytest.raises(DataError, match=message):
         training_sampler(config, open_split(config, "train"))
@@ -194,7 +194,7 @@ def test_a_method_alone_is_enough():
     assert DataConfig(**FIELDS, batching="balanced").batching.method == "balanced"
 
 
-def test_rebalancing_is_asked_for_in_any_of_three_ways(planned_config):
+def test_rebalancing_is_enabled_in_any_of_three_ways(planned_config):
     for given, every in ((True, 50), (7, 7), ({"every": 9, "gain": 0.1}, 9)):
         config = planned_config(batching={"rebalance": given})
         assert config.batching.rebalance.every == every and config.batching.options == {}
@@ -219,7 +219,7 @@ def test_rebalancing_is_asked_for_in_any_of_three_ways(planned_config):
         ({"batching": {"method": "balanced", "budgets": {"text": 0}}}, "greater than 0"),
     ],
 )
-def test_batching_that_makes_no_sense_is_named(fields, message):
+def test_invalid_batching_is_named(fields, message):
     with pytest.raises(ValidationError, match=message):
         DataConfig(**FIELDS | fields)
 

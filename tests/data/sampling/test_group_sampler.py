@@ -48,7 +48,7 @@ def test_every_sample_once_an_epoch_and_epochs_differ(count, groups, method):
 
 
 @given(st.integers(12, 60), st.integers(1, 4), st.integers(0, 30))
-def test_going_on_is_as_if_there_had_been_no_stop(count, groups, stop):
+def test_resuming_equals_an_uninterrupted_epoch(count, groups, stop):
     sampler = GroupSampler(sizes_of(count), groups, 2)
     whole = list(islice(sampler.batches(), stop + 10))
     state = whole[stop - 1][1] if stop else None
@@ -62,7 +62,7 @@ PLANNERS = st.tuples(
 
 
 @given(st.integers(20, 80), st.lists(st.tuples(PLANNERS, st.integers(0, 3)), max_size=4))
-def test_other_groups_take_what_is_left(count, runs):
+def test_other_groups_take_the_remaining_samples(count, runs):
     """Interrupt repeatedly, and resume with other group counts, group sizes or methods."""
     seen: list[int] = []
     state = None
@@ -82,7 +82,7 @@ def test_other_groups_take_what_is_left(count, runs):
     assert sorted(seen) == list(range(count))
 
 
-def test_groups_of_a_step_cost_alike():
+def test_groups_of_a_step_have_similar_costs():
     """Compare with a random permutation, which does not achieve that."""
     sizes = sizes_of(400)
     spread = {}
@@ -113,7 +113,7 @@ def position(*entries, epoch=0, **changes):
         {"epoch": 0, "taken": []}, {},
     ],
 )
-def test_positions_that_are_none(state):
+def test_invalid_positions(state):
     with pytest.raises(DataError, match="data position .* does not fit these 30 samples"):
         next(GroupSampler(sizes_of(30), 2, 4).batches(state))
 

@@ -90,7 +90,7 @@ def test_from_any_state_the_decisions_repeat_the_steps(count, looks, stop):
 
 @settings(max_examples=25)
 @given(st.integers(20, 90), LOOKS, st.integers(0, 12), st.integers(1, 6), st.integers(1, 4))
-def test_going_on_with_other_groups_or_copies_takes_what_is_left(
+def test_other_groups_or_replicas_take_the_rest(
     count, looks, stop, groups, replicas
 ):
     first, decisions = steered(sampler_of(count), None, stop + 1, looks)
@@ -107,7 +107,7 @@ def test_going_on_with_other_groups_or_copies_takes_what_is_left(
 
 @settings(max_examples=25)
 @given(st.integers(20, 90), LOOKS, st.integers(0, 12))
-def test_without_rebalancing_what_is_left_is_planned_by_units(count, looks, stop):
+def test_without_rebalancing_the_rest_is_planned_by_units(count, looks, stop):
     first, _ = steered(sampler_of(count), None, stop + 1, looks)
     plain = GroupSampler(sizes_of(count), 4, 2)
     more = list(islice(plain.batches(first[-1][1]), 40))
@@ -127,7 +127,7 @@ def test_costs_hold_for_the_epochs_after():
     assert of_one[: len(plain)] != [groups for groups, _ in plain]
 
 
-def test_of_other_samples_nothing_is_known_at_the_beginning_of_an_epoch():
+def test_a_new_epoch_may_have_other_samples():
     steps, _ = steered(sampler_of(60), None, 30, {2})
     end = next(a for _, a in steps if a["epoch"] and not a["taken"][0]["steps"])
     position = sampler_of(61).open(end)
@@ -138,7 +138,7 @@ def test_of_other_samples_nothing_is_known_at_the_beginning_of_an_epoch():
 
 
 @pytest.mark.parametrize("costs", [3, {"modules": {}}, {"modules": {"text": [-1]}, "copies": {}}])
-def test_costs_that_are_none_are_no_position(costs):
+def test_invalid_costs_are_not_a_position(costs):
     sampler = sampler_of(30)
     _, state = next(sampler.batches())
     state["taken"][0]["costs"] = costs
@@ -167,7 +167,7 @@ def test_planned_by_costs_microbatches_take_equally_long():
     assert found["units"] < 0.8 and found["trial"] > 0.93 and found["adopted"] > 0.93
 
 
-def test_of_many_samples_a_part_is_tried(monkeypatch):
+def test_trial_plans_use_a_part_of_many_samples(monkeypatch):
     monkeypatch.setattr("raymm.data.sampling.rebalanced_sampler.TRIAL_SAMPLES", 100)
     sampler = sampler_of(900)
     batches = sampler.batches()
@@ -179,7 +179,7 @@ def test_of_many_samples_a_part_is_tried(monkeypatch):
     assert sampler.trial(costs_of(), 30) == steps
 
 
-def test_steps_are_asked_for_in_their_order():
+def test_steps_must_be_requested_in_order():
     sampler = sampler_of(60)
     steps = list(islice(sampler.batches(), 5))
     assert sampler.groups_of(steps[0][1]) == steps[0][0]

@@ -26,7 +26,7 @@ def reader(tmp_path_factory):
 
 
 @given(st.floats(0.02, 5), st.integers(0, 99))
-def test_every_sample_comes_as_often_as_it_should(reader, repeat, seed):
+def test_every_sample_is_used_as_often_as_configured(reader, repeat, seed):
     repeated = Repeated(reader, repeat, seed)
     assert abs(len(repeated) - repeat * 30) <= 0.5
     found = np.bincount(repeated.rows, minlength=30)
@@ -49,13 +49,13 @@ def test_samples_are_those_of_the_reader(reader):
     assert repeated.sources.shape == (45,)
 
 
-def test_the_seed_and_the_sources_name_say_which_part(reader):
+def test_seed_and_source_name_select_the_part(reader):
     parts = [tuple(Repeated(reader, 0.5, seed).rows) for seed in range(4)]
     assert len(set(parts)) == 4 and all(list(part) == sorted(part) for part in parts)
     assert Repeated(reader, 2, 0).rows.tolist() == [*range(30), *range(30)]
 
 
-def test_none_left_is_refused(reader):
+def test_a_source_without_samples_is_refused(reader):
     with pytest.raises(DataError, match=r"repeat 0.01 of source 'd' leaves none of its 30"):
         Repeated(reader, 0.01)
 
@@ -104,7 +104,7 @@ def test_a_repeated_stream_resumes(make_config, tmp_path):
     assert [step.meta for step in rest] == [step.meta for step in whole[4:]]
 
 
-def test_scans_are_kept_apart(make_config, tmp_path):
+def test_scans_are_cached_separately(make_config, tmp_path):
     """Use the same files with other samples, or the same number of others."""
     config = configure(make_config, tmp_path, 1, 1)
 

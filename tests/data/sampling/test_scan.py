@@ -186,7 +186,7 @@ def test_one_flipped_byte_never_changes_a_scan(cached):
             assert_equal(again, found)
 
 
-def test_another_data_sets_scan_is_not_taken(cached, make_config, tmp_path):
+def test_another_data_sets_scan_is_not_used(cached, make_config, tmp_path):
     config, dataset, found, file = cached
     with zipfile.ZipFile(file) as stored:
         assert "text_tokens.npy" in stored.namelist()

@@ -81,7 +81,7 @@ def test_steps_are_the_oracles(mixture):
 
 @settings(max_examples=60, deadline=None)
 @given(mixtures(), st.integers(0, 39))
-def test_shares_passes_and_going_on(mixture, at):
+def test_shares_passes_and_resumption(mixture, at):
     sizes, schedules, batch_size, _, _ = mixture
     taken = list(islice(sampler_of(*mixture).batches(), 40))
     owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -116,7 +116,7 @@ def test_shares_are_exact_on_the_average():
     np.testing.assert_allclose(counts / (3 * steps), [0.7, 0.25, 0.05], atol=0.01)
 
 
-def test_a_run_mixes_by_schedule_and_goes_on_with_others(make_config, tmp_path):
+def test_a_run_mixes_by_schedule_and_resumes_with_others(make_config, tmp_path):
     make_config()
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     for name, part in (("a", lines[:12]), ("b", lines[12:])):
@@ -165,6 +165,6 @@ def test_a_run_mixes_by_schedule_and_goes_on_with_others(make_config, tmp_path):
     ({"train": "a", "heldout": [{"path": "a", "weight": 1}]}, "held-out data is one pass"),
     ({"train": [{"path": "a", "weight": 1}], "batching": "balanced"}, "batching is 'balanced'"),
 ])
-def test_weights_that_mean_nothing_are_refused(changes, reason):
+def test_invalid_weights_are_refused(changes, reason):
     with pytest.raises(ValidationError, match=reason):
         DataConfig(tokenizer="t", batch_size=4, microbatches=2, **changes)

@@ -22,7 +22,7 @@ def configured(kind, tmp_path, **changes):
     })
 
 
-def test_a_samples_sizes_are_those_of_a_microbatch_of_it_alone(tmp_path):
+def test_sample_sizes_equal_a_microbatch_of_it_alone(tmp_path):
     config = configured("gemma3", tmp_path, batch_size=1, microbatches=1)
     dataset = open_split(config, "train")
     scanned = scan(dataset, config, measure=ProcessedSizes)
@@ -40,7 +40,7 @@ def test_a_samples_sizes_are_those_of_a_microbatch_of_it_alone(tmp_path):
         assert pixels == microbatch_loads([meta], ["vision"], True)[0, 0]
 
 
-def test_microbatches_of_a_balanced_step_are_alike(tmp_path):
+def test_microbatches_of_a_balanced_step_are_similar(tmp_path):
     batching = {"method": "balanced", "cache": str(tmp_path)}
     config = configured("gemma3", tmp_path, batching=batching)
     sampler = training_sampler(

@@ -57,7 +57,7 @@ def microbatch(tmp_path, folder, **video):
 
 
 @pytest.mark.parametrize("kind", VIDEO_KINDS)
-def test_frames_without_a_rate_are_refused_where_the_model_gets_times(kind, tmp_path):
+def test_frames_without_a_rate_are_refused_by_timed_models(kind, tmp_path):
     folder = files(tmp_path, kind)
     if kind not in TIMED:
         assert microbatch(tmp_path, folder)["input_ids"].numel()
@@ -67,7 +67,7 @@ def test_frames_without_a_rate_are_refused_where_the_model_gets_times(kind, tmp_
 
 
 @pytest.mark.parametrize("kind", VIDEO_KINDS)
-def test_frames_with_a_rate_are_what_the_processor_makes_of_them(kind, tmp_path):
+def test_frames_with_a_rate_equal_the_processor(kind, tmp_path):
     folder = files(tmp_path, kind)
     made = microbatch(tmp_path, folder, fps=2)
     processor = AutoProcessor.from_pretrained(folder)
@@ -115,7 +115,7 @@ def test_a_part_of_a_message_gives_the_times_of_its_frames(timing, tmp_path):
     ({"times": [0, 1]}, "number of seconds for each of its 3 frames"),
     ({"fps": 2, "times": [0, 1, 2]}, "fps and times; accepted: one of them"),
 ])  # fmt: skip
-def test_times_of_a_part_that_cannot_be_are_refused(timing, said, tmp_path):
+def test_impossible_times_of_a_part_are_refused(timing, said, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.png").touch()
     rules = MediaRules(MediaFolders(str(tmp_path), ()), parts={"video": "video"})
@@ -134,7 +134,7 @@ def test_a_single_frame_needs_no_rate(tmp_path):
     assert microbatch(tmp_path, files(tmp_path, "smolvlm", frames=1))["input_ids"].numel()
 
 
-def test_pictures_that_are_not_frames_are_no_videos(tmp_path):
+def test_pictures_without_frames_are_not_videos(tmp_path):
     """Treat a list without ``frames`` as several items; each would be a video of one frame."""
     folder = files(tmp_path, "smolvlm", frames=1)
     rows = tmp_path / "rows.jsonl"

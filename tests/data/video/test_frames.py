@@ -84,7 +84,7 @@ class Counting(io.BytesIO):
 
 
 @pytest.mark.parametrize("format", ["mp4", "matroska", "avi"])
-def test_only_what_is_needed_is_read(format):
+def test_only_needed_bytes_are_read(format):
     data = clip(format, 200, (480, 360), codec="mjpeg")
     file = Counting(data)
     result = read_clip(file, FrameSampling(max_frames=2), LIMITS)

@@ -77,7 +77,7 @@ def test_frames_go_to_an_image_processor(config, tmp_path):
     assert (pixels[0, 1:] != pixels[0, :-1]).flatten(1).any(1).all()
 
 
-def test_what_is_wrong_is_an_error_of_the_sample(config):
+def test_wrong_videos_are_errors_of_the_sample(config):
     good = clip()
     files = {
         "good.mp4": good, "truncated.mp4": good[: len(good) // 2], "empty.mp4": b"",
@@ -160,7 +160,7 @@ def test_a_whole_models_processor_gets_frames_and_their_times(tmp_path):
     assert metadata[1]["fps"] is None and metadata[1]["frames_indices"] == [0, 1, 2]
 
 
-def test_a_step_of_videos_is_what_the_processor_makes_of_the_file(tmp_path):
+def test_a_step_of_videos_equals_the_processor(tmp_path):
     folder, _ = tiny.make("qwen3_vl", tmp_path / "model", 1)
     processor = AutoProcessor.from_pretrained(folder)  # whose template supports pictures alone
     processor.chat_template = processor.chat_template.replace("image_pad", "video_pad")
