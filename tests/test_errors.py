@@ -28,7 +28,7 @@ def exceptions() -> dict[str, type[BaseException]]:
     return found
 
 
-def test_all_are_of_three_kinds():
+def test_all_errors_are_of_three_kinds():
     found = exceptions()
     assert len(found) >= 15
     kinds = errors.InputError, errors.RunError, errors.InternalError
@@ -45,7 +45,7 @@ def test_an_error_ends_a_command_in_one_way():
     ]
 
 
-def test_they_arrive_from_other_processes():
+def test_errors_arrive_from_other_processes():
     for error in (
         errors.InputError("a sentence"),
         errors.RankFailedError("a sentence", errors.FailureKind.USER),

@@ -20,7 +20,7 @@ def test_the_table_goes_one_way() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
-def test_circles_are_found(pairs: list[tuple[int, int]]) -> None:
+def test_cycles_are_found(pairs: list[tuple[int, int]]) -> None:
     """Compare with all walks: two nodes are in a cycle if each reaches the other."""
     edges = [(str(a), str(b)) for a, b in pairs]
     after = {node: {b for a, b in edges if a == node} for edge in edges for node in edge}

@@ -122,12 +122,12 @@ def undocumented(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_is_public_has_a_docstring(package: str) -> None:
+def test_public_names_have_a_docstring(package: str) -> None:
     missing = [line for path in sources(package) for line in undocumented(path)]
     assert not missing, "without a docstring:\n" + "\n".join(missing)
 
 
-def test_test_files_have_names_of_their_own() -> None:
+def test_test_files_have_unique_names() -> None:
     """Require unique names, because pytest imports the files by name alone."""
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):

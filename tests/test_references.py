@@ -174,7 +174,7 @@ def dangling(text: str, file: str) -> list[str]:
     return [name for name in found if name not in _OTHERS]
 
 
-def test_what_is_referred_to_is_there() -> None:
+def test_references_exist() -> None:
     wrong = [
         f"{file}: {name}"
         for file in sorted(repository_files())
@@ -199,7 +199,7 @@ def test_what_is_referred_to_is_there() -> None:
     ("[](docs/architecture.md)", "[](docs/architecture.md#no-such-heading)"),
     ("python -m benchmarks.planner", "python -m benchmarks.planners"),
 ])  # fmt: skip
-def test_what_is_not_there_is_found(right: str, wrong: str) -> None:
+def test_missing_references_are_found(right: str, wrong: str) -> None:
     assert dangling(f"as in {right} (here)", "README.md") == []
     assert len(set(dangling(f"as in {wrong} (here)", "README.md"))) == 1
 

@@ -72,7 +72,7 @@ def metadata(step):
     [(*flags, None) for flags in list(itertools.product([False, True], repeat=3))[:-1]]
     + [(True, False, False, LoraConfig(r=3)), (False, False, False, LoraConfig(targets=".*_proj"))],
 )
-def test_a_step_of_any_frozen_modules_is_what_torch_counts(vision, projector, llm, lora):
+def test_step_flops_equal_torch_for_any_frozen_modules(vision, projector, llm, lora):
     """Use rows of one length.
 
     Eager attention also computes masked pairs, so invisible pairs are the whole difference, with
@@ -111,7 +111,7 @@ def test_scans_of_state_spaces_count_per_token():
 @pytest.mark.parametrize("mask", [None, "causal", "multimodal", "causal_with_own_image"])
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
-def test_pairs_are_those_that_the_masks_show(mask, replaced, window):
+def test_pairs_equal_the_masks_visible_pairs(mask, replaced, window):
     """Use rows of different lengths with no, one and two items, text between and around them."""
     config = hf.MistralConfig(**LLAMA, sliding_window=window)
     merge = ReplaceTokens({"vision": IMAGE}) if replaced else None

@@ -206,7 +206,7 @@ PROMISES = {
         "is rejected before it is tokenized":
             "tests/data/samples/test_row_errors.py::test_a_row_with_too_much_text_is_refused",
         "which raymm switches on unless `RAY_AUTH_MODE` is set":
-            "tests/runtime/test_cluster.py::test_an_embedded_ray_wants_a_token",
+            "tests/runtime/test_cluster.py::test_an_embedded_ray_requires_a_token",
         "have the permissions that the `umask` of the process leaves":
             "tests/storage/test_run_folder.py::"
             "test_checkpoint_files_follow_the_umask",

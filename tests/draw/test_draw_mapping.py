@@ -31,7 +31,7 @@ def mapping(of: MappingProblem) -> Mapping:
     ), 0.3, "by hand")
 
 
-def test_an_svg_has_a_lane_per_gpu_and_says_who_has_what(tmp_path, monkeypatch):
+def test_an_svg_has_a_lane_per_gpu_with_its_modules(tmp_path, monkeypatch):
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")

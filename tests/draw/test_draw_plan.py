@@ -81,7 +81,7 @@ def test_everything_is_on_the_page_and_apart(drawn, plan: Plan) -> None:
                 assert extent.x1 <= box.x1 + 1 and extent.y1 <= box.y1, text
 
 
-def test_a_deep_plan_goes_on_in_bands_and_its_arrows_say_where(drawn) -> None:
+def test_a_deep_plan_continues_in_bands_with_arrows(drawn) -> None:
     plan = chain(24)
     draw_plan(plan, "a.png")
     frames = stage_boxes(drawn.figure)
@@ -112,7 +112,7 @@ def test_costs_are_those_the_stage_has(drawn) -> None:
         assert any(expected in text for text in texts), expected
 
 
-def test_recompute_is_marked_where_there_is_a_backward(drawn) -> None:
+def test_recompute_is_marked_on_stages_with_a_backward(drawn) -> None:
     draw_plan(alignment(), "a.png")
     assert drawn.texts().count("recompute") == 5  # vision.1 and four of the LLM; not vision.0
     draw_plan(alignment(recompute=False), "a.png")
@@ -124,7 +124,7 @@ def test_without_a_profile_no_cost_is_claimed(drawn) -> None:
     assert not [text for text in drawn.texts() if "ms" in text or "state" in text]
 
 
-def test_shared_ranks_stand_out_and_the_legend_has_what_occurs(drawn) -> None:
+def test_shared_ranks_and_the_legend(drawn) -> None:
     def legend() -> list[str]:
         return [text.get_text() for text in drawn.figure.axes[0].get_legend().get_texts()]
 

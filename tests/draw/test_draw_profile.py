@@ -29,7 +29,7 @@ def test_more_layers_make_a_wider_picture_up_to_a_limit(tmp_path):
     assert widths[3] < 3000
 
 
-def test_the_same_profile_gives_the_same_bytes_and_a_change_other_ones(tmp_path):
+def test_equal_profiles_give_equal_bytes(tmp_path):
     one = draw_profile(profile(4, 3), tmp_path / "one.png").read_bytes()
     assert draw_profile(profile(4, 3), tmp_path / "two.png").read_bytes() == one
     labelled = draw_profile(profile(4, 3), tmp_path / "p.png", projectors=["vision"])

@@ -18,7 +18,7 @@ TIMELINE = Timeline(
 )
 
 
-def test_modules_of_different_slots_stand_where_those_of_their_own_leave_room():
+def test_modules_of_different_slots_fill_the_gaps():
     slots = (("a", 0.75, 0.0), ("b", 0.25, 0.0), ("c", 0.5, 2.0), ("d", 0.5, 2.5))
     timeline = Timeline(tuple(
         Span(0, "forward", StageId(module, 0), 0, start, start + 2.0, quota=quota)
@@ -30,7 +30,7 @@ def test_modules_of_different_slots_stand_where_those_of_their_own_leave_room():
         assert boxes[lower].rise - boxes[lower].half == approx(-BOX_ROWS / 2)
 
 
-def test_boxes_on_quotas_stand_below_each_other_as_high_as_their_quota(tmp_path):
+def test_boxes_are_stacked_as_high_as_their_quota(tmp_path):
     found = places_on_quotas(TIMELINE)
     assert set(found) == {(0, StageId("vision", 0), 0.5), (0, StageId("audio", 0), 0.25)}
     vision, audio = found[0, StageId("vision", 0), 0.5], found[0, StageId("audio", 0), 0.25]

@@ -94,7 +94,7 @@ def test_every_span_is_a_box_in_the_colour_of_its_op(drawn) -> None:
     ("zero_bubble", False, ("llm backward of inputs (B_d)", "llm backward of weights (B_w)"),
      ("recompute",)),
 ])
-def test_the_legend_has_what_occurs(drawn, schedule, recompute, there, absent) -> None:
+def test_the_legend_has_exactly_the_drawn_ops(drawn, schedule, recompute, there, absent) -> None:
     draw_timelines([("run", timeline(chain(3, 6, schedule, recompute=recompute)))], "a.png")
     legend = [text.get_text() for text in drawn.figure.legends[0].get_texts()]
     assert set(there) <= set(legend)
@@ -141,7 +141,7 @@ def test_stages_of_different_modules_and_ranks_stand_level(drawn) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 7])
-def test_copies_on_one_rank_stay_in_its_row(drawn, stages: int) -> None:
+def test_replicas_on_one_rank_stay_in_its_row(drawn, stages: int) -> None:
     names = [StageId("vision", 0), *(StageId("vision", 0, i) for i in range(1, stages))]
     spans = tuple(Span(0, Op.FORWARD, name, i, i, i + 1.0) for i, name in enumerate(names))
     draw_timelines([("run", Timeline(spans, 1))], "a.png")
@@ -201,7 +201,7 @@ def test_a_png_of_24_ranks_is_small(tmp_path) -> None:
     assert path.stat().st_size < 400_000
 
 
-def test_panels_have_numbers_of_one_size_and_smaller_ones_where_room_is_short(drawn) -> None:
+def test_panels_have_numbers_of_one_size_if_they_fit(drawn) -> None:
     wide = tuple(Span(0, Op.FORWARD, StageId("llm", 0), i, i, i + 1.0) for i in range(10))
     narrow = (
         Span(0, Op.FORWARD, StageId("llm", 0), 11, 10.0, 10.15),

@@ -80,7 +80,7 @@ def rows_of(margins: list[int], heldout: bool) -> list[dict]:
     st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 3),
     st.sets(st.integers(1, 5)),
 )
-def test_the_start_counts_for_patience_and_is_no_checkpoint(
+def test_the_start_counts_for_patience_only(
     tmp_path_factory, margins, patience, saved
 ) -> None:
     """Ignore held-out losses of pairs, which have the same names as evaluations.
@@ -103,7 +103,7 @@ def test_the_start_counts_for_patience_and_is_no_checkpoint(
     assert best.exhausted(rows) == best.exhausted(rows_of(margins, heldout=False))
 
 
-def test_the_best_is_saved_though_its_last_step_was_not_applied(tmp_path) -> None:
+def test_the_best_is_saved_after_a_skipped_step(tmp_path) -> None:
     """Save the evaluated parameters, not those of the next step."""
     metrics = MetricsLog(tmp_path / "metrics.jsonl")
     metrics.add({"step": 4, "loss": None, "not_applied": {}})

@@ -49,7 +49,7 @@ def asked(rows, folder, scores=(-1.0, -2.0), run=None, begins=True):
     return parallel.references
 
 
-def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path):
+def test_a_row_with_a_used_id_is_detected_by_its_tokens(ray_cluster, tmp_path):
     """Detect it by its tokens, even if its score is equal."""
     rows = [("a", [1, 2, 3]), ("b", [4, 5]), ("a", [1, 2, 3]), ("b", [4, 5, 6, 7])]
     with pytest.raises(ConfigError, match="two rows have the id 'b'"):
@@ -62,7 +62,7 @@ def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path)
     assert json.loads((tmp_path / "references.json").read_text())["scores"] == references
 
 
-def test_another_row_with_the_same_tokens_is_told_by_its_score(ray_cluster, tmp_path):
+def test_a_row_with_equal_tokens_is_detected_by_its_score(ray_cluster, tmp_path):
     """Detect a row with another picture."""
     with pytest.raises(ConfigError, match="two rows have the id 'a'"):
         asked([("a", [1, 2]), ("a", [1, 2])], tmp_path)

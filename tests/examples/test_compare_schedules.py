@@ -31,7 +31,7 @@ def test_zero_bubble_is_faster_within_the_memory_of_1f1b(outcomes) -> None:
     assert all(outcome.timeline.makespan >= bound for outcome in outcomes.values())
 
 
-def test_every_schedule_runs_every_forward_and_what_is_trained_backward(outcomes) -> None:
+def test_every_schedule_runs_all_forwards_and_due_backwards(outcomes) -> None:
     for outcome in outcomes.values():
         spans = outcome.timeline.compute()
         forwards = [s for s in spans if s.op in (
@@ -48,7 +48,7 @@ def test_gpipe_holds_all_microbatches_on_the_fullest_rank(outcomes) -> None:
     assert outcomes["gpipe"].activations == 6 * per_stage
 
 
-def test_it_prints_a_table_and_draws(tmp_path, capsys) -> None:
+def test_the_comparison_prints_a_table_and_draws(tmp_path, capsys) -> None:
     main(["--microbatches", "2", "--out", str(tmp_path / "a.svg")])
     printed = capsys.readouterr().out
     assert all(schedule in printed for schedule in SCHEDULES) and "GiB" in printed

@@ -38,7 +38,7 @@ def tensors():
     }
 
 
-def test_reads_what_was_written(tmp_path, tensors):
+def test_reads_written_files(tmp_path, tensors):
     path = tmp_path / "model.bin"
     path.write_bytes(_model(tensors, {"projection": "encoder/weight"}))
     read = read_tensors(path, "WhisperSpec")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.system
-def test_it_maps_six_towers_and_draws_them(tmp_path):
+def test_six_towers_are_mapped_and_drawn(tmp_path):
     picture = tmp_path / "runs" / "imagebind" / "mapping.png"
     done = subprocess.run(
         [sys.executable, ROOT / "examples/planning/imagebind.py", "--gpus", "2", "--batch", "8"],

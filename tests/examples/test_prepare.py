@@ -228,7 +228,7 @@ def test_apt_updates_its_own_lists_only_when_the_package_is_unknown(tmp_path, mo
         assert not cache.leftovers()
 
 
-def test_apt_failure_shows_what_apt_said_and_the_way_out(tmp_path, monkeypatch):
+def test_apt_failure_shows_its_output_and_a_remedy(tmp_path, monkeypatch):
     tools = tmp_path / "tools"
     tools.mkdir()
     _tool(tools, "apt-get", 'echo "E: Version 1 for p was not found" >&2; exit 100')

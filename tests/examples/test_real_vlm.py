@@ -57,7 +57,7 @@ def lite(size: int):
     return module, tower
 
 
-def test_the_class_of_transformers_computes_what_the_plain_module_does():
+def test_the_transformers_class_equals_the_plain_module():
     module, tower = lite(96)
     pixels = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def settings(tmp_path, steps: int, **own: object) -> list[str]:
     return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
 
 
-def test_it_is_trained_gone_on_with_exported_and_checked(
+def test_the_vlm_is_trained_resumed_and_exported(
     cache, tmp_path, monkeypatch, capsys, ray_cluster
 ):
     monkeypatch.setenv("RAYMM_CACHE", str(cache))
@@ -231,7 +231,7 @@ PREPARED = Cache(default_root())
     not all(PREPARED.holds(step.name, step.recipe()) for step in STEPS),
     reason="the cache has no pretrained weights: `make train` fetches them",
 )
-def test_the_pretrained_parts_see_and_read_as_before(tmp_path):
+def test_the_pretrained_parts_are_unchanged(tmp_path):
     """Check also the exported folder, loaded by transformers alone."""
     assemble(PREPARED.root, tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()

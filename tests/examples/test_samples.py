@@ -32,7 +32,7 @@ def test_captions_by_language():
     assert parse_captions("\nfr.utf8=Un zèbre.\n") == {"fr": "Un zèbre."}
 
 
-def test_transcripts_leave_out_what_is_no_speech():
+def test_transcripts_leave_out_other_sounds():
     text = (
         "; Core sounds: English\n\nvm-press: press\nbeep: [a beep]\nsilence/1: (1 second)\n"
         "join: <beep>\ndir-multi2: ... for ...\nletters/slash: slash [/]\n"

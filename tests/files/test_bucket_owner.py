@@ -32,7 +32,7 @@ def elsewhere(owner):
     return owner
 
 
-def test_one_owns_and_the_other_is_told_whom(folder):
+def test_a_second_owner_is_rejected_with_the_first(folder):
     with BucketOwner(folder) as owner:
         owner.check()
         with pytest.raises(ConfigError, match="belongs to an active run: process"):
@@ -41,7 +41,7 @@ def test_one_owns_and_the_other_is_told_whom(folder):
     assert folder.names() == []
 
 
-def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
+def test_a_remote_owner_lives_while_it_sends_heartbeats(folder):
     said = []
     with elsewhere(BucketOwner(folder)) as owner:
         with pytest.raises(ConfigError, match="on far"):
@@ -56,7 +56,7 @@ def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
     assert said[-1].endswith("which is gone")
 
 
-def test_one_whose_process_has_ended_is_followed_at_once(folder, monkeypatch):
+def test_an_ended_owner_is_replaced_immediately(folder, monkeypatch):
     monkeypatch.setattr(run_owner, "GONE_AFTER_S", 1000.0)
     code = (
         "import sys, os, signal; from raymm.actors.storage.folder import LocalFolder\n"
@@ -70,7 +70,7 @@ def test_one_whose_process_has_ended_is_followed_at_once(folder, monkeypatch):
         owner.check()
 
 
-def test_a_file_that_names_nobody_is_followed_when_nothing_happens(folder):
+def test_an_anonymous_owner_file_expires(folder):
     folder.replace(OWNER, b"[]")
     with BucketOwner(folder) as owner:
         owner.check()
@@ -79,7 +79,7 @@ def test_a_file_that_names_nobody_is_followed_when_nothing_happens(folder):
             owner.check()
 
 
-def test_of_many_at_once_one_owns(folder):
+def test_one_of_many_concurrent_owners_wins(folder):
     """Start within the time that an owner may take to register."""
     owned, refused, done = [], [], threading.Event()
 
@@ -109,5 +109,5 @@ def test_a_bucket_that_cannot_be_written_is_refused():
         BucketOwner(LocalFolder("/proc")).__enter__()
 
 
-def test_owners_are_told_apart():
+def test_owners_are_distinguished():
     assert Owner.from_bytes(b"{", 1) != Owner.from_bytes(b"{", 2)

@@ -40,7 +40,7 @@ def test_yaml_that_is_refused(name):
     assert "run.yaml" in str(caught.value) and reason in str(caught.value)
 
 
-def test_yaml_that_is_meant():
+def test_valid_yaml():
     assert parse_yaml("lr: 1e-4\nbig: 1_000\nx: [1E3, -2e+2, 0x10, .5, 0]", "f") == {
         "lr": 1e-4, "big": 1000, "x": [1e3, -2e2, 16, 0.5, 0],
     }
@@ -56,7 +56,7 @@ def test_yaml_that_is_meant():
     (b"\0", "not allowed"),
     (b"x" * (2**22 + 1), "more than 4,194,304 bytes"),
 ])
-def test_files_that_are_none(tmp_path, content, reason):
+def test_invalid_files(tmp_path, content, reason):
     file = tmp_path / "run.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -64,7 +64,7 @@ def test_files_that_are_none(tmp_path, content, reason):
     assert str(file) in str(caught.value) and reason in str(caught.value)
 
 
-def test_paths_that_are_no_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     for path, reason in (
         (tmp_path, "a folder"), (tmp_path / "x", "no such file"), ("a\0b", "no such file"),
         (tmp_path / ("x" * 300), "too long"),
@@ -96,7 +96,7 @@ def test_overrides():
     '{"traceEvents": [{"ph": "X", "name": "a", "pid": 0, "ts": NaN}]}',
     '{"traceEvents": [{"ph": "X", "name": "a", "pid": true}]}',
 ])
-def test_timelines_that_are_none(tmp_path, text):
+def test_invalid_timelines(tmp_path, text):
     file = Path(tmp_path / "trace.json")
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:

@@ -34,7 +34,7 @@ def printed(progress, capsys, line):
     ("Installing collected packages: " + ", ".join(map(str, range(131))),
      "unpacked 30 of 131 packages"),
 ])  # fmt: skip
-def test_the_line_says_what_pip_does(progress, capsys, line, state):
+def test_the_line_shows_pips_progress(progress, capsys, line, state):
     assert printed(progress, capsys, line) == f"installing: {state}"
 
 

@@ -123,7 +123,7 @@ def test_the_command_ends_before_ray_starts(state, words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_package_that_is_there_is_returned():
+def test_an_installed_package_is_returned():
     assert require("json", "none", "a test") is json
 
 

@@ -20,7 +20,7 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}  # rel
     dtype=st.sampled_from(list(BOUNDS)), scale=st.sampled_from([1.0, 50.0]),
     seed=st.integers(0, 99),
 )
-def test_as_torch_in_float64(tokens, width, chunk, dtype, scale, seed):
+def test_cross_entropy_equals_torch_in_float64(tokens, width, chunk, dtype, scale, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(tokens, width, generator=generator) * scale).to(dtype)
     targets = torch.randint(width, (tokens,), generator=generator)
@@ -49,7 +49,7 @@ class _LargestMade(TorchDispatchMode):
         return found
 
 
-def test_logits_are_never_whole_in_fp32(monkeypatch):
+def test_full_logits_never_exist_in_fp32(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 4 * 50)
     logits = torch.randn(64, 50).bfloat16().requires_grad_()
     targets = torch.randint(50, (64,))

@@ -116,7 +116,7 @@ def operators_that_draw() -> list:
     ]
 
 
-def test_no_operator_draws_numbers_of_local_rows_unnoticed():
+def test_operators_with_local_random_numbers_are_detected():
     """Call each operator with local rows, or their number: it must be sharded or rejected."""
     values = {
         "size": [2, 3], "n": 2, "low": 0, "high": 3, "p": 0.5, "num_samples": 2, "dropout": 0.5,
@@ -142,7 +142,7 @@ def test_no_operator_draws_numbers_of_local_rows_unnoticed():
     assert not unnoticed and len(operators_that_draw()) > 50
 
 
-def test_attention_without_dropout_draws_nothing():
+def test_attention_without_dropout_is_deterministic():
     """Check its kernel, which may use random numbers, and is called without the probability (0)."""
     query, key, value = torch.randn(3, 2, 2, 5, 8, requires_grad=True).unbind()
     for grid in (Grid(ROWS), Grid(ROWS, TOKENS)):

@@ -77,17 +77,17 @@ def live(written, **values) -> str:
 
 
 @pytest.mark.parametrize("of", [factory, live])
-def test_code_of_ones_own_encoder_counts(written, of) -> None:
+def test_code_of_a_custom_encoder_counts(written, of) -> None:
     before = of(written)
     assert of(written, after="  # a comment") == before
     assert len({before, of(written, scale=2.0), of(written, after=" + 1")}) == 3
 
 
-def test_what_draws_weights_counts(written) -> None:
+def test_initialization_of_weights_counts(written) -> None:
     assert factory(written) != factory(written, std=0.5)
 
 
-def test_a_seed_counts_where_it_draws_what_a_folder_lacks(tmp_path) -> None:
+def test_a_seed_counts_for_weights_that_a_folder_lacks(tmp_path) -> None:
     SiglipVisionModel(PICTURES).save_pretrained(tmp_path)
 
     def of(seed, missing):
@@ -99,7 +99,7 @@ def test_a_seed_counts_where_it_draws_what_a_folder_lacks(tmp_path) -> None:
     assert of(1, None) == of(2, None)
 
 
-def test_how_they_are_computed_counts(tmp_path) -> None:
+def test_the_computation_of_features_counts(tmp_path) -> None:
     """Change the rounding, as sums over processes that shard an encoder's heads do."""
     encoder = raymm.ModalityModule(PICTURES, "mlp", frozen=True)
     model = raymm.MultimodalModule({"vision": encoder}, LlamaConfig(vocab_size=32, **SIZES))

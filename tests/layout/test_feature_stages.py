@@ -50,13 +50,13 @@ def plan_of(model, pp=1):
     # Its first block is dropped with probability 0, only later ones are dropped at times.
     (BeitConfig(drop_path_rate=0.1, **PICTURES), "draw random numbers"),
 ])  # fmt: skip
-def test_what_draws_is_not_kept(config, reason) -> None:
+def test_random_features_are_not_cached(config, reason) -> None:
     changes = what_changes(model_of(config).encoder_spec("vision"), 2)
     assert changes is None if reason is None else reason in changes
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_first_blocks_have_a_stage_of_their_own(pp) -> None:
+def test_first_blocks_have_a_separate_stage(pp) -> None:
     model = model_of(SiglipVisionConfig(**PICTURES))
     plan = plan_of(model, pp)
     before = [stage.layers[0] for stage in plan.module_stages("vision")]
@@ -68,7 +68,7 @@ def test_first_blocks_have_a_stage_of_their_own(pp) -> None:
     assert [stage.index for stage in stages] == list(range(len(stages)))
 
 
-def test_a_module_that_a_run_freezes_later_is_not_kept() -> None:
+def test_modules_frozen_later_are_not_cached() -> None:
     """Exclude it, as its weights come from the run and not from its source."""
     model = model_of(SiglipVisionConfig(**PICTURES), None, frozen=True)
     assert featured_modules(model, plan_of(model), ["vision"])[0] == {"vision": 4}
@@ -77,7 +77,7 @@ def test_a_module_that_a_run_freezes_later_is_not_kept() -> None:
     assert not blocks and "run.at changes" in reasons[0]
 
 
-def test_kept_first_blocks_give_the_features_of_the_whole() -> None:
+def test_cached_first_blocks_give_the_full_features() -> None:
     """Compare bitwise, for items in any batch, and with the same gradients."""
     spec = model_of(SiglipVisionConfig(**PICTURES)).encoder_spec("vision")
     whole = EncoderStage.build(spec, 0, 5)
@@ -113,7 +113,7 @@ def test_kept_first_blocks_give_the_features_of_the_whole() -> None:
     st.dictionaries(st.sampled_from(["a", "b/c", "d=e"]), st.sampled_from(
         ["float", "travels", "integer", "plain"]), max_size=3),
 )  # fmt: skip
-def test_what_comes_beside_the_hidden_state_is_kept(shape, items, kinds) -> None:
+def test_additional_outputs_are_cached(shape, items, kinds) -> None:
     values = {
         "float": torch.ones(items, *shape), "travels": torch.randn(items, *shape),
         "integer": torch.randint(9, (items, *shape)), "plain": {"size": [1, None, "x"]},
@@ -142,7 +142,7 @@ def test_what_comes_beside_the_hidden_state_is_kept(shape, items, kinds) -> None
             assert torch.equal(result.side[name], entry)
 
 
-def test_a_plan_does_without_what_is_kept() -> None:
+def test_a_plan_leaves_out_cached_features() -> None:
     """Give an encoder that was most of the work one rank of four once its features are known."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     vision = SiglipVisionConfig(image_size=224, patch_size=16, num_hidden_layers=12, **sizes)

@@ -47,7 +47,7 @@ TOKENS, ROWS = 8, 2
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_copies_have_as_many_bytes_as_the_plan_says(ray_cluster, tmp_path, case) -> None:
+def test_copies_have_the_planned_bytes(ray_cluster, tmp_path, case) -> None:
     """Compare with a real checkpoint, in memory and in files, and with a real snapshot."""
     spec, optimizer, precision, frozen = CASES[case]
     vision = ModalityModule(VISION, "mlp", frozen=frozen, seed=1)
@@ -88,7 +88,7 @@ def test_pinned_memory_is_counted_on_gpus_only() -> None:
         assert not any(n.pinned for n in host_needs(ranks, model, OptimizerConfig(), copies, "cpu"))
 
 
-def test_nodes_without_room_are_refused_by_name_with_what_they_have() -> None:
+def test_nodes_without_memory_are_refused_by_name() -> None:
     """Use ranks on two nodes, each with a part of the other's snapshots."""
     needs = [HostNeed(6 * GIB, 2 * GIB, GIB), HostNeed(6 * GIB, 4 * GIB, GIB)]
     one = [HostMemory("a", "host-a", 32 * GIB)] * 2
@@ -126,7 +126,7 @@ class RankWithoutMemory(RankActor):
         return HostMemory("a", "host-a", 1000)
 
 
-def test_a_container_has_what_its_control_group_leaves(tmp_path) -> None:
+def test_a_container_has_its_control_groups_memory(tmp_path) -> None:
     all_of_it = available_memory(tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("700\n")

@@ -189,7 +189,7 @@ class Case:
 
 
 @given(plans())
-def test_whoever_updates_a_parameter_has_all_of_its_gradient(plan: Plan) -> None:
+def test_the_updating_process_has_the_full_gradient(plan: Plan) -> None:
     case = Case(plan)
     for (number, stage, name), gradient in case.summed().items():
         due = case.take(number, stage, name, case.totals[plan.by_id[stage].module, name])
@@ -217,7 +217,7 @@ def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
 
 
 @given(plans())
-def test_every_member_of_a_family_knows_its_parameters_in_the_same_order(plan: Plan) -> None:
+def test_reduction_groups_agree_on_parameter_order(plan: Plan) -> None:
     case = Case(plan)
     every = reduction_groups(case.held)
     assert list(every) == sorted(set(every))
@@ -238,7 +238,7 @@ def test_every_member_of_a_family_knows_its_parameters_in_the_same_order(plan: P
 
 
 @given(plans())
-def test_pieces_make_up_the_whole(plan: Plan) -> None:
+def test_shards_make_up_the_whole(plan: Plan) -> None:
     """Assemble them on the driver from every process that is not a replica."""
     case = Case(plan)
     for (module, name), total in case.totals.items():
@@ -253,7 +253,7 @@ def test_pieces_make_up_the_whole(plan: Plan) -> None:
         assert torch.equal(whole, total)
 
 
-def test_owners_share_out_what_is_trained():
+def test_owners_share_the_trained_parameters():
     """Check that frozen parameters, whatever their size, are not assigned."""
     stages = tuple(Stage("llm", 0, (0, 1), copy, copy, sharding="zero1") for copy in range(2))
     plan = Plan(ModuleGraph((ModuleNode("llm", (True,)),), ()), stages, 2)
@@ -291,7 +291,7 @@ def test_processes_that_agree_on_moments_all_update_them():
     assert owners == {"adamw": set(sizes), "adamw_8bit": {"module.even"}}
 
 
-def test_the_driver_looks_at_a_shared_parameter_once_however_many_hold_it(monkeypatch) -> None:
+def test_the_driver_visits_a_shared_parameter_once(monkeypatch) -> None:
     """Check that the start time does not grow with the square of the replicas."""
     looked = []
     reduction_group = SharedParameter.reduction_group.fget

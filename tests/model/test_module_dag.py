@@ -37,7 +37,7 @@ def test_the_reference_is_the_model_called_by_hand(model, batch):
             torch.testing.assert_close(mine, theirs, msg=name)
 
 
-def test_contrastive_losses_of_parts_are_those_of_the_whole():
+def test_contrastive_losses_of_parts_equal_the_whole():
     loss, first, second = ContrastiveLoss(), torch.randn(7, 3), torch.randn(7, 3)
     parts = [loss(first, second, slice(a, b)) for a, b in ((0, 3), (3, 4), (4, 7))]
     torch.testing.assert_close(torch.cat(parts), loss(first, second))
@@ -85,7 +85,7 @@ def test_losses_are_weighted_and_divided():
     assert output.loss.item() == pytest.approx(16.0)
 
 
-def test_only_outputs_that_are_read_are_handed_on():
+def test_only_outputs_that_are_read_are_sent():
     """Check that other outputs need not be tensors."""
     def nodes(outputs=(), **inputs):
         return {
@@ -102,7 +102,7 @@ def test_only_outputs_that_are_read_are_handed_on():
         ModuleDag(nodes("z", one="a.y"))
 
 
-def test_a_loss_is_not_divided_by_nothing():
+def test_a_loss_is_not_divided_by_zero():
     dag = ModuleDag({"l": DagLoss(MeanSquare(), reads="x", divide_by="count")})
     with pytest.raises(ModelError, match="loss 'l' is divided by entry 'count', which sums to 0"):
         dag({"x": torch.ones(2, 2), "count": torch.zeros(2)})
@@ -140,7 +140,7 @@ def chain(module: nn.Module, **options) -> ModuleDag:
          "loss 'l' returns .*; accepted: one tensor"),
     ],
 )
-def test_what_modules_return_is_checked(dag, message):
+def test_outputs_of_modules_are_checked(dag, message):
     with pytest.raises(ModelError, match=message):
         dag()({"x": torch.randn(4, 2)})
 
@@ -198,7 +198,7 @@ def loss(**options) -> dict[str, DagModule]:
         (lambda: {**loss(), "m": DagLoss(MeanSquare(), inputs={"x": "l"})}, "is a loss; accepted"),
     ],
 )
-def test_descriptions_that_make_no_sense_are_refused(nodes, message):
+def test_invalid_descriptions_are_refused(nodes, message):
     with pytest.raises(ModelError, match=message):
         ModuleDag(nodes())
 

@@ -40,7 +40,7 @@ def model(encoder=None, projector=None, frozen=None, llm=None) -> MultimodalModu
     )
 
 
-def test_every_encoder_feeds_the_language_model_which_is_the_loss():
+def test_every_encoder_feeds_the_language_model():
     one = model(frozen=True)
     graph = module_graph(one)
     assert graph.topological == ("vision", "llm") and graph.edges == (("vision", "llm"),)

@@ -32,7 +32,7 @@ def batches(draw):
 
 @given(batches())
 @settings(deadline=None, max_examples=60)
-def test_each_microbatch_has_the_items_of_its_rows_and_no_other(made):
+def test_each_microbatch_has_only_the_items_of_its_rows(made):
     batch, rows, images, patches, count = made
     towers = {"vision": ("pixel_values", "image_grid_thw")}
     parts = split_rows(batch, towers, {"vision": rows}, count)
@@ -61,7 +61,7 @@ def test_grids_that_contradict_patches_are_refused():
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_items_of_nothing_but_zeros_are_nobodys(processes):
+def test_items_of_zeros_belong_to_no_row(processes):
     pixels = torch.zeros(6, 2, 3)
     real = [0, 3, 4]
     pixels[real] = 1
@@ -80,7 +80,7 @@ def test_items_of_nothing_but_zeros_are_nobodys(processes):
 
 @given(st.data())
 @settings(deadline=None, max_examples=60)
-def test_text_is_refused_where_a_process_would_have_no_token(data):
+def test_text_too_short_for_all_processes_is_refused(data):
     rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     lengths = [data.draw(st.integers(1, length)) for _ in range(rows)]
     tokens, fsdp = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))

@@ -57,7 +57,7 @@ def test_parts_have_every_parameter_once(name):
 
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [*[*PROJECTORS][:5], *[*PROJECTORS][-3:]])
-def test_only_the_projector_moves_where_only_it_is_trained(name):
+def test_a_trained_projector_is_the_only_change(name):
     train = dict.fromkeys(made(name).part_names, FROZEN) | {PROJECTOR: FULL}
     model = made(name, train)
     check_trains(model)
@@ -75,7 +75,7 @@ def test_only_the_projector_moves_where_only_it_is_trained(name):
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [*PROJECTORS][1:4])
 @pytest.mark.parametrize("part", [PROJECTOR, LANGUAGE])
-def test_adapters_are_in_the_part_that_they_are_for(name, part):
+def test_adapters_are_in_their_configured_part(name, part):
     train = dict.fromkeys(made(name).part_names, FROZEN) | {part: LoraConfig(r=2)}
     model = made(name, train)
     own = {n for _, n in model.parameters_of(part)}
@@ -84,7 +84,7 @@ def test_adapters_are_in_the_part_that_they_are_for(name, part):
     assert all(n in trained for n in own if "lora" in n)
 
 
-def test_where_nothing_trains_is_refused():
+def test_models_without_trained_parts_are_refused():
     name = "Qwen2_5_VLForConditionalGeneration"
     everything = dict.fromkeys(made(name).part_names, FROZEN)
     with pytest.raises(ModelError, match="nothing is trained: vision, projector, language_model"):
@@ -97,7 +97,7 @@ def test_where_nothing_trains_is_refused():
 
 
 @pytest.mark.parametrize("name", ["FuyuForCausalLM", "IdeficsForVisionText2Text"])
-def test_a_model_without_a_projector_has_no_part_of_that_name(name):
+def test_a_model_without_projector_has_no_such_part(name):
     """Ignore the norm behind the blocks of Idefics' encoder, whose output is not read."""
     with pytest.raises(ModelError, match="train has 'projector'.* of vision, language_model"):
         made(name, {PROJECTOR: FULL})

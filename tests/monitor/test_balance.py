@@ -33,7 +33,7 @@ def test_loads_count_padding_and_prepended_tokens():
     assert microbatch_loads(meta, ["vision"], False, tokens)[:, 1].tolist() == [2 * (5 + 14), 4]
 
 
-def test_items_of_other_shapes_are_other_loads():
+def test_items_of_other_shapes_have_other_loads():
     meta = [meta_of([3], [0], size=2), meta_of([3], [0], size=4)]
     assert microbatch_loads(meta, ["vision"], True)[:, 0].tolist() == [12, 48]
 

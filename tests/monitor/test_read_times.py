@@ -24,13 +24,13 @@ def read(clock, times, at, busiest=0.9):
     return clock.read(TOKENS, busiest)
 
 
-def test_steps_that_are_read_when_they_end_take_the_time_between():
+def test_steps_read_immediately_take_the_time_between():
     times = Times()
     clock = StepClock(times)
     assert [read(clock, times, at) for at in (1.0, 2.0, 3.5)] == [1.0, 1.0, 1.5]
 
 
-def test_a_result_that_was_there_already_takes_what_its_ranks_computed():
+def test_an_early_result_takes_its_ranks_compute_time():
     times = Times()
     clock = StepClock(times)
     assert read(clock, times, 2.0) == 2.0  # two steps were in flight, and both have ended
@@ -48,7 +48,7 @@ def test_the_first_speed_is_without_the_first_step():
     assert clock.speed() == pytest.approx(TOKENS / 2)
 
 
-def test_the_first_speed_is_not_that_of_the_step_in_flight_alone():
+def test_the_first_speed_covers_several_steps():
     """Run two steps of a second; the second ends while the driver processes the first."""
     times = Times()
     clock = StepClock(times)

@@ -42,7 +42,7 @@ def step(replicas: int, times: dict[int, float]):
 
 
 @given(st.sampled_from([1, 2]), st.data())
-def test_the_slowest_is_the_one_that_is_furthest_from_its_plan(replicas, data):
+def test_the_slowest_rank_is_furthest_from_its_plan(replicas, data):
     """Compare with the ratios of the ranks, spelt out."""
     times = [data.draw(st.floats(0.5, 4.0)) for _ in range(2 * replicas)]
     found = StragglerFinder(plan_of(replicas)).slowest(step(replicas, dict(enumerate(times))))
@@ -54,7 +54,7 @@ def test_the_slowest_is_the_one_that_is_furthest_from_its_plan(replicas, data):
     assert found.times == pytest.approx(worst / middle)
 
 
-def test_it_has_to_be_slow_for_many_steps_on_end():
+def test_a_straggler_is_slow_for_many_consecutive_steps():
     finder, slow, even = StragglerFinder(plan_of()), step(1, {1: TIMES + 0.1}), step(1, {})
     for _ in range(WARM_UP_STEPS + STEPS - 1):
         assert finder.observe(slow) is None
@@ -72,7 +72,7 @@ def test_a_whole_machine_that_is_slow_has_no_straggler():
 
 
 @pytest.mark.parametrize("from_the_beginning", [False, True])
-def test_without_a_profile_a_rank_is_held_to_its_first_steps_and_to_replicas(from_the_beginning):
+def test_without_a_profile_ranks_are_compared_with_replicas(from_the_beginning):
     replicas = 2
     finder, slow = StragglerFinder(plan_of(replicas, None)), step(replicas, {2: 3.0})
     first = slow if from_the_beginning else step(replicas, {})
@@ -101,7 +101,7 @@ def test_one_that_was_replaced_and_is_slow_again_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("slow_process", [3, 4, 5, None])
-def test_processes_of_a_rank_are_replaced_in_turn_until_it_is_not_slow(monkeypatch, slow_process):
+def test_processes_are_replaced_until_a_rank_is_fast(monkeypatch, slow_process):
     """Replace processes up to the slow one, or all of them if each is equally slow."""
     monkeypatch.setattr(stragglers, "STEPS", 3)
     plan = plan_of(tp=3)
@@ -117,6 +117,6 @@ def test_processes_of_a_rank_are_replaced_in_turn_until_it_is_not_slow(monkeypat
     assert replaced == [n for n in (3, 4, 5) if slow_process is None or n <= slow_process]
 
 
-def test_kinds_are_alike_on_all_replicas():
+def test_kinds_are_equal_on_all_replicas():
     ids = [StageId("llm", 1, replica) for replica in range(2)]
     assert {stragglers._kind(each, None) for each in ids} == {("llm", 1, None)}

@@ -114,7 +114,7 @@ def until(condition) -> None:
         time.sleep(0.1)
 
 
-def test_nothing_is_left_of_cells_and_kernels(session, live_actors):
+def test_cells_and_kernels_leave_no_processes(session, live_actors):
     session.run(MODEL)
     assert live_actors() == 2
     training = session.start(STEPS)

@@ -101,7 +101,7 @@ def surface(name, seconds=0.1, memory=10**9, steps=10, bandwidth=0.5) -> Scaling
     )
 
 
-def test_a_whole_device_takes_what_the_analytic_profile_says_of_modules_that_fill_it():
+def test_full_device_times_equal_the_analytic_profile():
     model = vlm()
     loads = {"vision": Load(64, 640), "llm": Load(64, 1024, 64 * 500)}
     profile = analytic_profile(model, loads, H100, "bf16")
@@ -120,7 +120,7 @@ def test_a_whole_device_takes_what_the_analytic_profile_says_of_modules_that_fil
             assert b.backward_weight == pytest.approx(a.backward_weight, rel=1e-9)
 
 
-def test_small_modules_use_no_more_multiprocessors_than_their_products_have_tiles():
+def test_small_modules_use_one_multiprocessor_per_tile():
     dag = towers(a=1024, b=1024)
     shape = shapes_of(dag)[0]
     tokens = 4 * TILE
@@ -137,7 +137,7 @@ def test_small_modules_use_no_more_multiprocessors_than_their_products_have_tile
     assert slower == pytest.approx(132 / 32, rel=1e-3)
 
 
-def test_gradients_are_summed_over_replicas_of_what_is_trained():
+def test_gradients_of_trained_replicas_are_summed():
     link = Link(1e-3, 1e9)
     links = Links(link, link, 8)
     for shape in shapes_of(vlm()):
@@ -155,14 +155,14 @@ def test_gradients_are_summed_over_replicas_of_what_is_trained():
         assert summed.bandwidth == free.bandwidth
 
 
-def test_no_more_replicas_than_samples_and_memory_of_the_local_batch():
+def test_replicas_are_limited_by_samples():
     shape = shapes_of(vlm())[1]
     found = estimated_surface(shape, Load(6, 64), H100, gpus=16, steps=10)
     assert found.degrees == (1, 2, 4)
     assert found.memory_bytes[0] > found.memory_bytes[1] > found.memory_bytes[2]
 
 
-def test_it_maps_a_graph_of_towers_and_no_baseline_of_whole_modules_is_faster():
+def test_no_baseline_mapping_of_towers_is_faster():
     dag = towers(a=4096, b=1024, c=512)
     planned = raymm.plan_multiplexed(
         dag, gpus=4, device="H100", batch=32, tokens={"a": 256, "b": 128, "c": 128}
@@ -208,7 +208,7 @@ def test_surfaces_of_a_file_and_interference_of_a_file(tmp_path):
     assert blind.seconds == pytest.approx(0.15)  # 0.3 GPU seconds on two GPUs
 
 
-def test_without_quotas_or_bandwidth_it_says_so():
+def test_missing_quotas_or_bandwidth_are_reported():
     dag = towers(a=64, b=64)
     whole = [ScalingSurface(n, (1,), (10,), 10, ((0.1,),), (0,), (0.0,)) for n in ("a", "b")]
     planned = raymm.plan_multiplexed(dag, gpus=2, surfaces=whole)
@@ -303,7 +303,7 @@ def test_styles_are_compared_by_the_same_costs():
     assert alone["pipelined"] == pytest.approx(alone["multiplexed"], rel=1e-6)
 
 
-def test_with_surfaces_pipelines_are_judged_by_them_too():
+def test_pipelines_are_evaluated_by_surfaces_too():
     model = vlm()
     given = (surface("vision", 0.3), surface("llm", 0.5))
     request = PlanRequest(ranks=1, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",),
@@ -319,7 +319,7 @@ def test_with_surfaces_pipelines_are_judged_by_them_too():
     ({"tokens": {"llm": 100_000}}, "tokens.llm is 100000, but the surfaces .* with 512"),
     ({"device": "A100-80GB"}, "device is 'A100-80GB', but .* on 'NVIDIA H100 80GB HBM3'"),
 ])  # fmt: skip
-def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text):
+def test_foreign_surfaces_are_refused_by_field(tmp_path, changes, text):
     """Reject them, because the wrong style would seem faster."""
     conditions = SurfaceConditions(
         8, "NVIDIA H100 80GB HBM3", "fp32", {"vision": 64, "llm": 512}
@@ -351,7 +351,7 @@ def test_lengths_and_surfaces_of_unknown_lengths_are_refused_together():
     ("tokens", [], r"measured.tokens is \[\]"), ("tokens", {"a": 1.5}, "measured.tokens.a is 1.5"),
     ("extra", 1, r"measured has unknown fields \['extra'\]"),
 ])  # fmt: skip
-def test_what_surfaces_were_measured_with_is_checked(field, value, text):
+def test_conditions_of_measured_surfaces_are_checked(field, value, text):
     source = surfaces_to_json([surface("a")], SurfaceConditions(8, "cpu", "fp32", {"a": 4}))
     assert conditions_from_json(source).batch == 8
     assert conditions_from_json(surfaces_to_json([surface("a")])) is None
@@ -426,7 +426,7 @@ def test_every_style_returns_plans_within_the_limit(ranks, frozen):
 
 
 @pytest.mark.parametrize(("ranks", "memory"), [(2, None), (4, None), (3, 3.0)])
-def test_between_the_styles_nothing_is_slower_than_the_better(ranks, memory):
+def test_plans_between_styles_are_not_slower_than_either(ranks, memory):
     """Check that the plan's file contains the predictions used by the search."""
     request = PlanRequest(ranks=ranks, device="H100", tokens={"vision": 64, "llm": 512},
                           degrees="none", memory_gib=memory)  # fmt: skip

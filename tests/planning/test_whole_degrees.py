@@ -21,7 +21,7 @@ def whole(name):
     return from_pretrained(config, microbatch)
 
 
-def test_a_whole_model_has_degrees_that_its_code_allows():
+def test_a_vlm_has_the_degrees_of_its_code():
     model = whole("Gemma3ForConditionalGeneration")
     request = DegreeRequest.of(["tp", "cp", "dp"])
     tokens = dict.fromkeys(model.module_names, 10_000)
@@ -33,7 +33,7 @@ def test_a_whole_model_has_degrees_that_its_code_allows():
     assert refused_degrees(model, plan) == {}
 
 
-def test_what_a_whole_models_code_does_not_allow_is_refused_with_its_reason():
+def test_unsupported_vlm_degrees_are_refused_with_reason():
     model = whole("MllamaForConditionalGeneration")
     plan = whole_plan(model, {LANGUAGE_MODEL: ParallelSpec(cp=2)})
     refused = refused_degrees(model, plan)

@@ -44,7 +44,7 @@ def test_a_rank_that_dies_as_it_starts_has_another_chance():
     assert recovery.count == 2 and said[-1].startswith("recovered from step 2")
 
 
-def test_not_where_that_happens_again():
+def test_a_repeated_failure_has_no_further_chance():
     recovery, _ = recovery_with([died(8), died(9), BACK])
     with pytest.raises(RankFailedError, match="process 9"):
         recovery.recover(died(7))

@@ -49,7 +49,7 @@ def test_any_order_of_failures_gives_the_same_batches(events) -> None:
     assert [batch.number for batch in batches] == list(range(taken, STEPS))
 
 
-def test_what_is_kept_is_not_loaded_again() -> None:
+def test_cached_batches_are_not_loaded_again() -> None:
     loads = []
     batches = source(loads=loads)
     assert len(list(islice(batches, 5))) == 5

@@ -30,7 +30,7 @@ def test_every_state_can_be_reached_and_has_a_way_to_the_end() -> None:
 
 @pytest.mark.parametrize("before", RunState)
 @pytest.mark.parametrize("after", RunState)
-def test_what_the_table_does_not_have_is_refused(before, after) -> None:
+def test_transitions_outside_the_table_are_refused(before, after) -> None:
     if after is before or after in TRANSITIONS[before]:
         assert checked(before, after) is after
         return
@@ -71,7 +71,7 @@ def test_an_error_is_decided_on_once() -> None:
     assert again.__notes__[0] == "Earlier interruption 1, in step 3: rank 0 (stages a) died"
 
 
-def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
+def test_losses_in_a_recovery_do_not_blame_the_step() -> None:
     """Give the rank and the step another chance, unless it fails in the same way again."""
     died = [
         RankFailedError(f"rank 0 (stages a, process {pid} on b) died") for pid in range(10, 14)
@@ -91,7 +91,7 @@ def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
     )
 
 
-def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
+def test_recoveries_have_a_separate_hourly_budget() -> None:
     now = [0.0]
     steps = iter(range(100))
     run = controller(lambda: now[0], lambda: next(steps))
@@ -106,7 +106,7 @@ def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
 
 
 @given(st.integers(0, 4), st.lists(st.floats(0, 5000), max_size=8))
-def test_a_budget_has_recoveries_left_as_long_as_it_allows_another(most, times) -> None:
+def test_a_budget_has_recoveries_left_if_it_allows_one(most, times) -> None:
     now, steps = [0.0], iter(range(100))
     run = controller(lambda: now[0], lambda: next(steps), most)
     for now[0] in sorted(times):

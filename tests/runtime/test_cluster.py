@@ -60,7 +60,7 @@ def test_a_server_that_comes_up_is_waited_for(monkeypatch, no_session):
 @pytest.mark.parametrize(("mode", "cure"), [
     (None, "set RAY_AUTH_MODE=token"), ("token", "use the cluster's token"),
 ])
-def test_a_cluster_that_wants_a_token_says_so(monkeypatch, no_session, mode, cure):
+def test_a_cluster_that_requires_a_token_reports_it(monkeypatch, no_session, mode, cure):
     """Raise Ray's error for a missing token, as from a head of ``ray start``."""
     def refused(**_):
         raise ConnectionError("Failed to connect to Ray cluster")
@@ -75,7 +75,7 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch, no_session, mode, cur
             cluster.connect()
 
 
-def test_an_embedded_ray_wants_a_token(ray_cluster, monkeypatch):
+def test_an_embedded_ray_requires_a_token(ray_cluster, monkeypatch):
     """Check the tests' cluster, too: a process without a token is rejected."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
     client = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
@@ -99,7 +99,7 @@ def test_an_embedded_ray_waits_for_slow_workers(ray_cluster):
     assert {f"{name}={value}" for name, value in embedded_ray.SETTINGS.items()} <= {*environment}
 
 
-def test_the_mode_of_authentication_is_the_users_if_it_is_set(monkeypatch):
+def test_a_users_authentication_mode_is_kept(monkeypatch):
     initialized = []
     monkeypatch.setattr(embedded_ray, "Config", SimpleNamespace(initialize=initialized.append))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -26,7 +26,7 @@ print("left:", session_processes(os.getpid()))
 
 @pytest.mark.ray
 @pytest.mark.system
-def test_what_does_not_come_up_is_a_sentence_and_leaves_nothing(tmp_path):
+def test_a_failed_start_is_reported_and_cleaned_up(tmp_path):
     """Give Ray's server no time to open its port."""
     environment = {
         **os.environ, "RAY_gcs_server_port_wait_time_s": "0", "RAY_TMPDIR": str(tmp_path)
@@ -59,7 +59,7 @@ print(connect(), len(calls), ray.cluster_resources()["CPU"] > 0)
 
 @pytest.mark.ray
 @pytest.mark.system
-def test_what_was_too_slow_is_started_again():
+def test_a_slow_start_is_retried():
     # folder of sockets, whose paths must be short
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         environment = {**os.environ, "RAY_TMPDIR": folder}
@@ -87,7 +87,7 @@ for _ in range(2):
 
 @pytest.mark.ray
 @pytest.mark.system
-def test_a_second_one_in_the_same_process_has_workers_too():
+def test_a_second_ray_in_a_process_has_workers_too():
     """Start it like a notebook's second run: it must not use the first one's server."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         environment = {**os.environ, "RAY_TMPDIR": folder}
@@ -99,7 +99,7 @@ def test_a_second_one_in_the_same_process_has_workers_too():
     assert done.stdout.splitlines() == ["True", "True"], done.stderr
 
 
-def test_no_process_reads_logs_that_nobody_wants(ray_cluster):
+def test_no_process_reads_unused_logs(ray_cluster):
     commands = [
         Path(f"/proc/{process}/cmdline").read_text() for process in session_processes(os.getpid())
     ]

@@ -68,7 +68,7 @@ def worker(address: str, folder: Path, **variables: str) -> dict:
     return {"printed": words.split(), "parent": int(stat.rpartition(")")[2].split()[1])}
 
 
-def test_the_constant_is_where_it_was(ray_cluster):
+def test_rays_private_constant_exists(ray_cluster):
     name = getattr(ray_constants, "SETUP_WORKER_FILENAME", None)
     assert name == "setup_worker.py", CHANGED
     with forked_workers.forked_workers():
@@ -162,7 +162,7 @@ def test_the_command_starts_servers_before_anything_slow(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_servers_end_with_their_owner_however_it_ends(owner, number):
+def test_servers_end_with_their_owner(owner, number):
     process, servers = owner
     assert len(servers) == 2 and len({address for _, address in servers}) == 2
     process.send_signal(number)
@@ -170,7 +170,7 @@ def test_servers_end_with_their_owner_however_it_ends(owner, number):
     assert all(ended(pid) for pid, _ in servers)
 
 
-def test_what_is_no_request_does_not_end_a_server(owner, tmp_path):
+def test_invalid_requests_do_not_end_a_server(owner, tmp_path):
     _, ((pid, address), _) = owner
     for message in (b"", b"\0" * 8, (100).to_bytes(8, "little") + b"{}"):
         with socket.socket(socket.AF_UNIX) as connection:
@@ -192,7 +192,7 @@ def test_a_worker_has_the_environment_and_outputs_it_was_started_with(owner, tmp
     assert "None" != first["printed"][2] != second["printed"][2]  # separate random numbers
 
 
-def test_a_worker_with_other_settings_of_rays_is_started_by_itself(owner, tmp_path):
+def test_a_worker_with_other_ray_settings_is_not_forked(owner, tmp_path):
     _, ((pid, address), _) = owner
     assert worker(address, tmp_path, RAY_heartbeat="1")["parent"] == pid
     # By Ray's own script, which replaces the calling process.
@@ -204,7 +204,7 @@ def test_a_worker_with_other_settings_of_rays_is_started_by_itself(owner, tmp_pa
     assert other["parent"] == os.getpid()
 
 
-def test_a_second_cluster_has_servers_of_its_own(monkeypatch):
+def test_a_second_cluster_has_separate_servers(monkeypatch):
     for name in ("_servers", "_had"):
         monkeypatch.setattr(forked_workers, name, type(getattr(forked_workers, name))())
     monkeypatch.setattr(forked_workers, "MODULES", ())

@@ -7,7 +7,7 @@ from raymm.errors import ClusterError
 from raymm.runtime.cluster import connect
 
 
-def test_a_ray_client_is_refused_in_a_sentence(monkeypatch):
+def test_a_ray_client_is_refused_with_a_message(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     # the session's cluster may be connected
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -108,7 +108,7 @@ def pids(parallel) -> list[int]:
 @pytest.mark.cells(2)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_rank_is_replaced_and_losses_are_as_without(start, layout):
+def test_replacing_a_killed_rank_changes_no_loss(start, layout):
     """Kill it in the middle of a step; the snapshot is two steps old."""
     with start(layout) as undisturbed:
         whole = losses(undisturbed, range(6))
@@ -135,7 +135,7 @@ def test_a_killed_rank_is_replaced_and_losses_are_as_without(start, layout):
 @pytest.mark.cells(2)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
+def test_an_exception_of_a_stage_ends_only_the_step(start, layout):
     parallel = start(layout)
     first = losses(parallel, [0])
     before = pids(parallel)
@@ -151,7 +151,7 @@ def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
 @pytest.mark.cells(2)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["pipeline", "tensors and tokens", "fsdp"])
-def test_a_spare_takes_the_place_of_a_lost_rank_and_gets_a_successor(start, layout):
+def test_a_spare_replaces_a_lost_rank_and_is_replaced(start, layout):
     """Lose two ranks; the second one is replaced by the successor of the first spare."""
     with start(layout) as undisturbed:
         whole = losses(undisturbed, range(5))
@@ -189,7 +189,7 @@ def _warm_spare(parallel) -> int:
 
 
 @pytest.mark.timeout(180)
-def test_a_rank_that_hangs_is_found_by_what_it_took_before_and_replaced(start):
+def test_a_hanging_rank_is_found_by_earlier_durations(start):
     """Detect it long before the timeout of a wait; waiting ranks stay."""
     with start("pipeline") as undisturbed:
         whole = losses(undisturbed, range(4))

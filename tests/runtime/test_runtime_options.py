@@ -54,7 +54,7 @@ def test_precision_follows_the_device(precision, device, autocast):
     assert options.autocast == autocast and options.precision in ("fp32", "bf16")
 
 
-def test_what_follows_from_options():
+def test_consequences_of_options():
     options = RuntimeOptions.of({"optimizer": None, "precision": "bf16", "device": "cuda"})
     assert options.optimizer == RuntimeOptions().optimizer
     assert options.autocast == "bfloat16" and RuntimeOptions().autocast is None
@@ -75,7 +75,7 @@ def wide_model(mask: str | None) -> MultimodalModule:
     return MultimodalModule(language_model=ModalityModule(config), mask=mask)
 
 
-def test_heads_that_no_kernel_has_are_refused_before_anything_runs():
+def test_unsupported_head_dims_are_refused_early():
     said = "llm: .*self_attn has head dimension 520; accepted on cuda: at most 512"
     with pytest.raises(ModelError, match=said):
         MultimodalParallelModule(wide_model("causal"), None, device="cuda")  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def began(*places, batches=(BATCH,)):
     return [(o.stage, o.what, o.microbatch, o.sample_ids) for o in step.began], step
 
 
-def test_what_became_of_it_is_not_told():
+def test_only_the_origin_is_reported():
     found, step = began(
         place("gradient", StageId("llm", 0), 0, [1], 2),
         place("output", StageId("llm", 1), 0),
@@ -71,7 +71,7 @@ def test_gradients_begin_at_the_other_end():
     assert "in the gradients of parameters of vision.0 (w, b), summed over micro" in str(step)
 
 
-def test_shares_of_processes_are_put_together():
+def test_shards_of_processes_are_joined():
     """Attribute rows that are not samples (sharded tokens, packed rows) to all samples."""
     found, _ = began(
         place("output", StageId("vision", 0), 0, [0], 3),

@@ -49,6 +49,6 @@ def test_specs_that_do_not_fit_the_module_are_refused(spec, message):
         ({"pp": 2, "dp": 2, "ranks": (0, 1)}, r"one entry per rank \(pp=2, dp=2\)"),
     ],
 )
-def test_degrees_that_are_none_are_refused(values, message):
+def test_invalid_degrees_are_refused(values, message):
     with pytest.raises(PlanError, match=message):
         ParallelSpec(**values)

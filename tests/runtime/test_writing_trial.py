@@ -27,12 +27,12 @@ def model_of(name):
     # Its layers have states of the last text.
     ("RecurrentGemmaForCausalLM", "computes different logits for token 7"),
 ])
-def test_what_goes_on(name, reason):
+def test_models_that_continue_from_their_cache(name, reason):
     answer = why_not_written(model_of(name).source(ModuleKind.LANGUAGE_MODEL))
     assert answer is None if reason is None else name in answer and reason in answer
 
 
-def test_what_does_not_is_refused_before_it_writes():
+def test_other_models_are_refused_before_generation():
     model = MultimodalModule({}, model_of("RobertaForCausalLM"))
     spec = MultimodalParallelSpec({}, ParallelSpec(), 1)
 

@@ -19,7 +19,7 @@ KILLS = 10
 @pytest.mark.system
 @pytest.mark.ray
 @pytest.mark.timeout(600)  # runs of a hundred steps, on a machine that may be busy
-def test_a_run_in_which_things_go_wrong_is_the_run_without() -> None:
+def test_a_run_with_faults_equals_the_undisturbed_run() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak", "--kills", str(KILLS), "--seed", "1"], cwd=ROOT,
         capture_output=True, text=True, timeout=580, check=False,
@@ -32,7 +32,7 @@ def test_a_run_in_which_things_go_wrong_is_the_run_without() -> None:
     assert summary["most_steps_redone"] <= 1 and summary["processes_left"] == 0
 
 
-def test_everything_has_its_turn_before_anything_has_a_second() -> None:
+def test_every_fault_occurs_before_any_is_repeated() -> None:
     """Check each part, and that the same seed gives the same order."""
     from soak_places import places  # pyright: ignore[reportMissingImports]
 
@@ -55,7 +55,7 @@ def _rows(steps: int) -> list[dict]:
     ]
 
 
-def test_a_run_that_is_another_is_found() -> None:
+def test_a_different_run_is_detected() -> None:
     """Check that each comparison detects a run with its fault, and accepts a correct one."""
     losses = [(step, 1.0 / step) for step in range(1, 31)]
     assert not soak_checks.other_losses(losses[:20], losses)
@@ -83,7 +83,7 @@ def test_a_run_that_is_another_is_found() -> None:
         assert soak_checks.other_heldout_losses(wrong, heldout)
 
 
-def test_a_trial_that_went_otherwise_is_found() -> None:
+def test_an_unexpected_outcome_is_detected() -> None:
     whole = trials.Trial(
         0, "with a spare", "rank 1", "forward", "SIGKILL", hits=1, at=1.0, decided=1.1,
         recovered=1.2, new_step=1.3, redone=1, text="rank 1 (stages llm.1) died", last_step=9,
@@ -98,7 +98,7 @@ def test_a_trial_that_went_otherwise_is_found() -> None:
     assert not soak_checks.not_as_it_should_be(without)
 
 
-def test_what_is_not_drawn_is_said_why() -> None:
+def test_impossible_faults_have_a_reason() -> None:
     """Check that each combination of role, phase and kind is drawn in some part, or has a reason.
     """
     from soak_places import (  # pyright: ignore[reportMissingImports]

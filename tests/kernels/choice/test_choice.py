@@ -66,7 +66,7 @@ def test_the_faster_one_once_per_shape_class():
     assert found.fastest(one, fast_flex) == "flex"
 
 
-def test_what_cannot_is_out():
+def test_kernels_that_fail_are_excluded():
     def refuses():
         raise ValueError("head dim must be at most 512, got 576")
 
@@ -139,7 +139,7 @@ def test_raymm_where_it_is_faster(monkeypatch):
     assert attend is cpu_attention
 
 
-def test_what_flex_cannot_later_raymm_computes(monkeypatch):
+def test_raymm_replaces_flex_after_a_failure(monkeypatch):
     """Use a CPU, which has no backward of FlexAttention, and rejects its forward."""
     masks = (patterns.causal(40),)
     attend, given, options = choose(monkeypatch, "flex", masks, grad=True)

@@ -195,7 +195,7 @@ def test_layers_with_any_shares(columns: tuple[int, ...], gathered: bool) -> Non
     )
 
 
-def test_a_gradient_that_others_use_is_left_alone() -> None:
+def test_shared_gradients_are_not_modified() -> None:
     """Add two tensors, which get the same gradient object."""
 
     def both(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +208,7 @@ def test_a_gradient_that_others_use_is_left_alone() -> None:
         assert torch.equal(alone, torch.ones(3))
 
 
-def test_nothing_is_summed_where_no_gradient_is_asked_for() -> None:
+def test_nothing_is_summed_without_gradients() -> None:
     group = thread_groups(2)[0]  # the other thread never arrives
     x = torch.ones(2)
     assert copy_to_shards(x, group) is x

@@ -64,7 +64,7 @@ def pairs_on_a_rank(group, cases) -> list:
     return found
 
 
-def test_real_processes_send_what_the_formulas_say():
+def test_sent_bytes_equal_the_formulas():
     """Use ragged layouts, a rank without rows, one without keys, both dtypes, batches, documents.
     """
     assert set(attention_traffic.METHODS) == set(METHODS)

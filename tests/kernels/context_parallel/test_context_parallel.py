@@ -126,7 +126,7 @@ def patterns_on_a_rank(group, names, length, heads, seed, recompute) -> list[str
     ("ranks", "length", "heads"),
     [(2, 400, (4, 2)), (3, 600, (3, 3)), (4, 1000, (4, 4)), (4, 203, (8, 1)), (1, 100, (2, 1))],
 )
-def test_every_pattern_and_method_whatever_the_layout(processes, ranks, length, heads):
+def test_every_pattern_and_method_in_any_layout(processes, ranks, length, heads):
     found = processes.run(
         patterns_on_a_rank, ranks, names=SELF + CROSS, length=length, heads=heads, seed=ranks,
         recompute=False,
@@ -238,7 +238,7 @@ def autocast_on_a_rank(group) -> list[str]:
     return problems
 
 
-def test_autocast_casts_what_is_of_several_dtypes(processes):
+def test_autocast_casts_mixed_dtypes(processes):
     """Compare with inputs that were cast before."""
     assert sum(processes.run(autocast_on_a_rank, 2), []) == []
 
@@ -386,7 +386,7 @@ def recomputed_on_a_rank(group, method: str) -> tuple[list[str], int, int]:
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "ulysses"])
-def test_recomputed_keys_give_every_gradient_and_keep_no_keys(processes, method):
+def test_recomputed_keys_are_not_kept(processes, method):
     for problems, kept, recomputed in processes.run(recomputed_on_a_rank, 3, method=method):
         assert problems == []
         assert recomputed < 0.7 * kept
@@ -435,7 +435,7 @@ def document_bytes_on_a_rank(group, lengths) -> dict[str, tuple[int, int]]:
     return {m: run_local(whole, [mask], context, m)[1] for m in ("gather", "needed")}
 
 
-def test_only_keys_that_are_seen_travel(processes):
+def test_only_visible_keys_are_sent(processes):
     """Count the visible ranges on the dense mask."""
     lengths, n, hk, e = [70, 90, 40, 110, 90], 4, 2, 4
     counted = processes.run(document_bytes_on_a_rank, n, lengths=lengths)
@@ -453,7 +453,7 @@ def test_only_keys_that_are_seen_travel(processes):
         assert sum(counted[rank]["needed"]) < sum(counted[rank]["gather"])
 
 
-def test_documents_on_eight_ranks_need_a_third_of_all_keys_at_most():
+def test_documents_need_a_third_of_the_keys_at_most():
     lengths = [1000, 300, 2500, 800, 1200, 700, 1692]
     mask = documents(lengths)
     layout = ContextLayout.even(sum(lengths), 8)
@@ -467,7 +467,7 @@ def test_documents_on_eight_ranks_need_a_third_of_all_keys_at_most():
     assert needed * 3 <= 7 * sum(lengths)
 
 
-def test_layouts_that_cannot_be_are_refused():
+def test_impossible_layouts_are_refused():
     with pytest.raises(ModelError, match="tokens 3 to 5 have no rank"):
         ContextLayout((((0, 3),), ((5, 9),)))
     with pytest.raises(ModelError, match="tokens 3 to 4 are on two ranks"):

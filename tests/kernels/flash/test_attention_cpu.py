@@ -387,7 +387,7 @@ def test_empty_rows_within_a_block():
         check((mask,), dtype=dtype, softcap=2.0)
 
 
-def test_nothing_to_see_or_to_do():
+def test_empty_attention():
     for rows, keys in ((0, 5), (5, 0), (0, 0), (5, 5)):
         mask = AttentionMask(
             [[0, 0, 0, keys, 0, 0, 0, 0, 0, 0]], [[0, 1]], rows, keys

@@ -41,7 +41,7 @@ def test_nothing_spills_and_shared_memory_fits(codes):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_products_are_wide_and_none_is_a_warps_own(codes):
+def test_products_are_wide_and_use_warp_groups(codes):
     for (launch, architecture), code in codes.items():
         assert code.products and not any(name.startswith("HMMA") for name in code.products), launch
         least = LEAST_COLUMNS.get((launch.kernel, launch.head_dim), 64)
@@ -84,7 +84,7 @@ def test_the_narrowest_product_is_found():
     assert MachineCode(1, 1, 0, 0, {"128x64x16": 2}, {"UTCHMMA": 4}).least_n == 64
 
 
-def test_no_product_is_waited_for_on_its_own(codes):
+def test_products_of_a_tile_are_awaited_together(codes):
     """Count waits, at most one per product of a tile.
 
     A product consists of several instructions, which are in flight together. If the assembler

@@ -105,7 +105,7 @@ def test_gradients_in_any_order_with_their_own_blocks(triton_worker, head_dim):
     assert max(found.values()) <= BOUNDS["bfloat16"], found
 
 
-def test_where_order_costs_nothing_it_is_kept():
+def test_order_is_kept_if_it_is_free():
     from raymm.kernels.flash.gpu.launch_configs import attention_config
 
     for head_dim, more in ((256, {}), (32, {}), (128, {"softcap": True})):
@@ -133,7 +133,7 @@ def _described(case: Case) -> None:
     assert source(query, 32, 64, descriptors=False) is query
 
 
-def test_what_descriptors_can_be_made_of(triton_worker):
+def test_tensors_that_support_descriptors(triton_worker):
     triton_worker(_described, Case((patterns.causal(40),) * 2, (2, 1), 40))
 
 

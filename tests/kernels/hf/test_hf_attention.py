@@ -156,7 +156,7 @@ def test_under_autocast_the_layers_run_in_its_dtype():
     assert loss != exact and abs(loss - exact) <= 2e-2 * exact
 
 
-def test_a_hidden_token_has_exactly_no_influence():
+def test_a_hidden_token_has_no_influence_at_all():
     """Check that the gradient with respect to an invisible input is exactly zero."""
     model, ids = with_raymm(decoder("qwen3")), ids_of()
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -179,7 +179,7 @@ def reachable(mask: AttentionMask, layers: int) -> torch.Tensor:
     return seen > 0
 
 
-def test_only_plain_masks_are_written_down_without_a_dense_one():
+def test_only_plain_masks_need_no_dense_one():
     from transformers.masking_utils import (
         bidirectional_mask_function,
         or_masks,
@@ -220,7 +220,7 @@ class Layer(torch.nn.Module):
         ({"attention_mask": torch.ones(1, 8, dtype=torch.bool)}, r"\(B, 1, Tq, Tk\)"),
     ],
 )
-def test_what_it_cannot_do_is_refused_and_not_dropped(given, said):
+def test_unsupported_features_are_refused(given, said):
     query, key = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
     arguments = {"attention_mask": None, **given}
     with pytest.raises(ModelError, match=said):

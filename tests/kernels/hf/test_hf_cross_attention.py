@@ -247,7 +247,7 @@ def saved_on_a_rank(group, family: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_recomputation_keeps_one_copy_of_the_visual_tokens(processes, family):
+def test_recomputation_keeps_visual_tokens_once(processes, family):
     """Check that the keys and values of cross-attention layers are not kept."""
     tokens = STATES[family][0] // 2
     heads = 2 if family == "mllama" else HEADS
@@ -275,7 +275,7 @@ def frozen_on_a_rank(group, family: str) -> list[float]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_frozen_model_hands_gradients_to_visual_tokens(processes, family):
+def test_a_frozen_model_sends_gradients_to_visual_tokens(processes, family):
     assert all(found[0] <= TOLERANCE for found in processes.run(frozen_on_a_rank, 2, family=family))
 
 
@@ -319,7 +319,7 @@ class DeafAttention(GatedAttention):
         return self.o_proj(self.q_proj(hidden_states)), None
 
 
-def test_layers_of_unknown_makes_are_refused_by_name():
+def test_unknown_layers_are_refused_by_name():
     model = mllama()
     layer = model.model.language_model.layers[3]
     for kind, reason in ((GatedAttention, "for more than"), (DeafAttention, "did not attend")):
@@ -338,7 +338,7 @@ def test_layers_of_unknown_makes_are_refused_by_name():
         share_cross_attention(LlamaForCausalLM(config))
 
 
-def test_without_the_arguments_a_model_is_what_it_was():
+def test_without_the_arguments_a_model_is_unchanged():
     """Check also a copy, and the class name."""
     batch, plain = batch_of("mllama", 0), mllama().eval()
     due = one_process(plain, "mllama", batch)[0].logits
@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_refused(processes):
         assert all(part in one for part, one in zip(expected, said, strict=True)), said
 
 
-def test_least_bytes_moves_queries_where_they_are_fewer():
+def test_the_least_bytes_method_moves_fewer_queries():
     shape = (torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8))
     group = SimpleNamespace(queries=ContextLayout.even(16, 4), keys=ContextLayout.even(4096, 4))
     masks = (mask_patterns.full(16, 4096),)

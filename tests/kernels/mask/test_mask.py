@@ -80,7 +80,7 @@ def test_selected_rows_and_keys_are_those_of_the_dense_mask(mask, data):
 
 
 @pytest.mark.parametrize("name", every_pattern(57))
-def test_kinds_hide_something_only_where_needs_bits_says_so(name):
+def test_kinds_only_hide_pairs_if_bits_are_needed(name):
     mask = every_pattern(57)[name]()
     lo1, hi1, lo2, hi2 = mask.bounds()[..., None]
     k = np.arange(mask.n_keys)

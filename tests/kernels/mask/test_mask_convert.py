@@ -61,14 +61,14 @@ def test_a_pattern_becomes_a_bit_field_or_is_refused(name):
 
 
 @pytest.mark.parametrize("mask", [full(6), causal(6), embedded(9, [Span(2, 5, 1), Span(5, 9, 2)])])
-def test_what_a_bit_field_can_say_comes_back(mask):
+def test_bit_fields_round_trip(mask):
     assert torch.equal(slow_bitfield(to_bitfield(mask)), mask.dense())
 
 
 @pytest.mark.parametrize(
     ("mask", "row"), [(documents([3, 3]), 3), (causal(9, 2), 2), (full(3, 4), None)]
 )
-def test_what_a_bit_field_cannot_say_names_the_row(mask, row):
+def test_masks_beyond_bit_fields_name_the_row(mask, row):
     with pytest.raises(ModelError, match="self attention" if row is None else f"row {row} "):
         to_bitfield(mask)
 
@@ -79,7 +79,7 @@ def test_any_table_comes_back_from_its_dense_form(mask):
 
 
 @pytest.mark.parametrize("name", every_pattern(144))
-def test_patterns_come_back_from_their_dense_form_as_short_tables(name):
+def test_dense_patterns_convert_to_short_tables(name):
     mask = every_pattern(144)[name]()
     back = from_dense(mask.dense())
     assert torch.equal(back.dense(), mask.dense())

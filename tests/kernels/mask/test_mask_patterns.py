@@ -185,7 +185,7 @@ def test_spans_of_kinds_and_items(layout):
     assert kinds_and_items(kinds, items) == spans
 
 
-def test_ep_ee_and_mp_are_what_the_paper_draws():
+def test_ep_ee_and_mp_equal_the_papers_figure():
     """Compare with Cornstarch v2, Fig. 7: outputs before the text, among it, and packed."""
     ep = patterns.prepended([(1, 3), (2, 2)], 4)
     assert same_tables(ep, patterns.embedded(9, [Span(0, 3, 1), Span(3, 5, 2)]))

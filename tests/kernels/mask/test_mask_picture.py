@@ -47,7 +47,7 @@ def test_a_mask_of_64k_tokens_draws(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_has_no_picture_is_refused():
+def test_masks_without_a_picture_are_refused():
     with pytest.raises(ValueError, match="at least 16"):
         causal(32).draw(8)
     with pytest.raises(ValueError, match="cannot draw"):

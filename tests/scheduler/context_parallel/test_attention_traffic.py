@@ -50,7 +50,7 @@ def usable(shape: AttentionShape, needed) -> list[str]:
 
 
 @given(shapes_and_needs())
-def test_the_mean_over_ranks_is_the_closed_form_whatever_the_layout(case):
+def test_the_mean_over_ranks_equals_the_closed_form(case):
     shape, needed = case
     n, e, a = shape.ranks, shape.activation_bytes, shape.accumulator_bytes
     hq, hk, d = shape.query_heads, shape.key_heads, shape.head_dim
@@ -112,7 +112,7 @@ def test_the_smaller_side_moves_and_heads_decide_about_ulysses():
     assert choose_method(even(8, 4096, 4096)).method == "gather"
 
 
-def test_what_a_mask_hides_does_not_count():
+def test_hidden_keys_do_not_count():
     """Use 8 ranks that each see half of one neighbour's keys: 1/14 of all foreign keys."""
     shape = even(8, 8192, 8192)
     needed = [[512 if s == (r + 1) % 8 else 0 for s in range(8)] for r in range(8)]

@@ -56,7 +56,7 @@ def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block:
 
 
 @given(WORK, st.integers(1, 9), st.booleans())
-def test_lpt_of_equal_counts_gives_to_the_least_loaded_that_may(work, ranks: int, pin) -> None:
+def test_lpt_of_equal_counts_fills_the_least_loaded_rank(work, ranks: int, pin) -> None:
     """Replay block by block, with a search over all ranks."""
     work = np.array(work)
     order = np.argsort(-work, kind="stable")
@@ -88,7 +88,7 @@ def test_lpt_of_equal_counts_gives_to_the_least_loaded_that_may(work, ranks: int
 
 
 @given(WORK, st.integers(1, 9))
-def test_balanced_is_never_worse_than_where_it_starts(work, ranks: int) -> None:
+def test_balanced_is_never_worse_than_its_start(work, ranks: int) -> None:
     work = np.array(work)
     order = np.argsort(-work, kind="stable")
     start = token_swaps.lpt_equal_counts(work, order, ranks, -1)[2].max()
@@ -119,7 +119,7 @@ def test_exact_is_the_best_of_all(work, ranks: int) -> None:
     assert max(exact.work) <= max(distribute(np.array(work), ranks).work)
 
 
-def test_bound_knows_that_counts_are_equal() -> None:
+def test_the_bound_uses_equal_counts() -> None:
     """Use two light blocks, which cannot relieve all of four ranks."""
     found = distribute(np.array([9] * 14 + [1, 1]), 4)
     assert max(found.work) == found.bound == 36 and found.status == "optimal"
@@ -136,7 +136,7 @@ def test_bound_is_one(work, ranks: int) -> None:
 )
 @example([40, 40, 40, 1, 1, 1, 2, 2], 2)
 @example([40, 40, 1, 1, 1, 1, 1, 1], 3)
-def test_bound_is_one_where_few_blocks_are_heavy(work, ranks: int) -> None:
+def test_the_bound_is_one_with_few_heavy_blocks(work, ranks: int) -> None:
     assert distribute(np.array(work), ranks).bound <= best_of_all(work, ranks)
 
 
@@ -153,7 +153,7 @@ def test_causal_blockwise_is_proven_optimal(ranks: int, block: int) -> None:
     assert found.status == "optimal" and found.gap == 0
 
 
-def test_exact_says_when_time_is_over() -> None:
+def test_exact_reports_a_time_limit() -> None:
     """Use works without small common sums, on many ranks: no proof in a hundredth of a second."""
     work = np.random.default_rng(1).integers(1, 10**6, 90)
     found = exact_distribution(work, 30, 0.01)
@@ -207,7 +207,7 @@ def multimodal_work(generator: np.random.Generator, blocks: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("blocks", "ranks", "most"), [(8192, 8, 1.0002), (8192, 64, 1.0002),
                                                        (512, 8, 1.0005), (512, 64, 1.010)])
-def test_balanced_reaches_what_it_is_for(seed: int, blocks: int, ranks: int, most: float) -> None:
+def test_balanced_reaches_its_target(seed: int, blocks: int, ranks: int, most: float) -> None:
     work = multimodal_work(np.random.default_rng(seed), blocks)
     found = distribute(work, ranks)
     assert found == distribute(work.copy(), ranks)
@@ -269,7 +269,7 @@ def relieves(work, rows: list[list[int]], heavy: int) -> bool:
 @example([5, 1, 1, 6, 0, 7, 8, 1, 6, 3, 8, 9, 5], 4)
 @example([44, 29, 17, 27, 72, 36, 99, 57, 66, 52, 79, 35], 4)
 @example([0, 6, 1, 0, 9, 8, 3, 9, 5, 0, 6, 1], 3)
-def test_exchanges_end_where_none_helps(work, ranks: int) -> None:
+def test_exchanges_end_when_none_helps(work, ranks: int) -> None:
     work = np.array(work)
     order = np.argsort(-work, kind="stable")
     members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, -1)

@@ -85,7 +85,7 @@ def test_equals_the_dense_count(case, query_block: int, key_block: int) -> None:
 
 
 @given(st.data())
-def test_more_attend_values_than_prefix_counts_are_kept(data) -> None:
+def test_more_attend_values_than_prefix_counts(data) -> None:
     """Give every row separate attend bits, with several hundred key blocks."""
     generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     n_queries, n_keys = 90, 400

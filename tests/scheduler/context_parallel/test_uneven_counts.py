@@ -23,7 +23,7 @@ WORK = st.lists(
 
 @given(WORK, st.integers(1, 9), st.integers(0, 400))
 @example([0] * 6 + [600, 600], 2, 0)
-def test_what_counts_that_differ_keep_to(work: list[int], ranks: int, token_work: int) -> None:
+def test_limits_of_uneven_counts(work: list[int], ranks: int, token_work: int) -> None:
     found = distribute(np.array(work), ranks, token_work=token_work)
     equal = distribute(np.array(work), ranks)
     assert sorted(itertools.chain(*found.blocks)) == list(range(len(work)))
@@ -57,7 +57,7 @@ def least_cost(costs: list[int], ranks: int) -> int:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 20))
 @example([50, 1, 1, 1, 1, 1], 2, 9)
 @example([0, 0, 0, 0], 2, 1)
-def test_near_the_least_of_all(work: list[int], ranks: int, token_work: int) -> None:
+def test_uneven_counts_are_near_the_optimum(work: list[int], ranks: int, token_work: int) -> None:
     """Compare bound and result with the optimum.
 
     The result may differ by changes that are not worth it, and by one swap that the exchanges

@@ -13,7 +13,7 @@ COUNTS = st.integers(0, 100)
 @given(
     st.sampled_from(["cpu", "unknown", "H100"]), st.integers(1, 9), COUNTS, COUNTS, COUNTS, COUNTS
 )
-def test_messages_that_are_there_while_a_stage_computes(
+def test_messages_held_during_compute(
     device: str, microbatches: int, received: int, output: int, kept: int, awaited: int
 ) -> None:
     """Count receives of both directions, which are posted up to a limit, and unreceived messages.

@@ -8,7 +8,7 @@ from raymm.errors import PlanError
 from raymm.scheduler.costs.devices import DEVICES, Link, find_device
 
 
-def test_names_are_found_however_they_are_written():
+def test_device_names_match_in_any_spelling():
     assert find_device("a100-80gb") is DEVICES["A100-80GB"]
     assert find_device("RTX 4090") is DEVICES["RTX4090"]
     assert find_device("cpu").name == "cpu"

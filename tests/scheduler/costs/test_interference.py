@@ -115,7 +115,7 @@ def test_models_on_contention_that_is_not_eq_8(seed: int) -> None:
     assert report(alone, tested, "full").error < 0.02
 
 
-def test_noise_averages_out_where_the_law_is_right() -> None:
+def test_noise_averages_out_under_the_right_law() -> None:
     """Use eq. 8 with 5 % noise: the fit is far closer than the noise, for any module length."""
     for unit, coupling in itertools.product(UNITS, COUPLINGS):
         law, rng = Interference(0.05, 0.1, 0.6, unit, coupling), np.random.default_rng(1)

@@ -38,7 +38,7 @@ def table() -> ProfileTable:
     )
 
 
-def test_without_lengths_it_is_the_default_microbatch():
+def test_the_default_microbatch_is_used_without_lengths():
     profile = table().at()
     assert profile.modules["llm"] == table().modules["llm"][1].layers
     assert profile.tokens == {"vision": 16, "llm": 200}
@@ -54,7 +54,7 @@ def test_between_lengths_every_number_is_on_the_line(tokens, scale):
 
 
 @pytest.mark.parametrize("tokens", [99, 401])
-def test_outside_the_measured_lengths_it_refuses(tokens):
+def test_lengths_outside_the_table_are_refused(tokens):
     with pytest.raises(
         PlanError, match=f"tokens of 'llm' is {tokens}, but 100 to 400 were measured"
     ):
@@ -63,7 +63,7 @@ def test_outside_the_measured_lengths_it_refuses(tokens):
         table().at({"vision": 32})
 
 
-def test_extrapolation_goes_on_with_the_nearest_line():
+def test_extrapolation_continues_the_nearest_line():
     assert table().at({"llm": 600}, extrapolate=True).modules["llm"][0] == cost(70.0)
     # The first line reaches zero at 50 tokens; times stay there, parameters do not change.
     low = table().at({"llm": 40}, extrapolate=True).modules["llm"][0]

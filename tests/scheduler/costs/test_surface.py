@@ -73,7 +73,7 @@ def test_ideal_scaling_is_met_between_samples() -> None:
     assert surface.bandwidth_at(5) == pytest.approx(0.5)
 
 
-def test_outside_what_was_sampled_is_refused() -> None:
+def test_values_outside_the_samples_are_refused() -> None:
     for degree, quota, words in (
         (16, 5, "degree of vision is 16.*from 1 to 8"), (1, 11, "quota of vision is 11"),
     ):
@@ -127,7 +127,7 @@ def test_files_that_do_not_fit_are_refused(source: str, words: str) -> None:
         surfaces_from_json(source)
 
 
-def test_values_that_are_no_numbers_are_refused() -> None:
+def test_values_that_are_not_numbers_are_refused() -> None:
     source = surfaces_to_json([SURFACE]).replace("0.9", "NaN")
     with pytest.raises(PlanError, match=r"vision.seconds\[1\]\[2\] is nan.*finite"):
         surfaces_from_json(source)
@@ -136,7 +136,7 @@ def test_values_that_are_no_numbers_are_refused() -> None:
         surfaces_from_json(twice)
 
 
-def test_kernels_that_take_turns_keep_more_speed_with_fewer_multiprocessors() -> None:
+def test_sequential_kernels_lose_less_speed_on_quotas() -> None:
     overlapped = ModuleWork("m", 1.0, 0.5)
     serial = ModuleWork("m", 1.0, 0.5, ridge=1.0)
     assert serial.seconds(1, 1.0) == pytest.approx(1.5)

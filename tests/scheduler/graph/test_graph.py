@@ -23,7 +23,7 @@ def nodes(*names: str) -> tuple[ModuleNode, ...]:
     ((), (), r"must compute the loss, but \[\]"),
 ], ids=["duplicate", "unknown consumer", "unknown producer", "edge twice", "cycle", "self",
         "two sinks", "unconnected", "empty"])
-def test_refused(names, edges, message) -> None:
+def test_invalid_graphs_are_refused(names, edges, message) -> None:
     with pytest.raises(ValueError, match=message):
         ModuleGraph(nodes(*names), edges)
 
@@ -40,7 +40,7 @@ def test_order_and_ends() -> None:
         graph.node("video")
 
 
-def test_a_projector_is_a_layer_of_its_own() -> None:
+def test_a_projector_is_a_separate_layer() -> None:
     node = ModuleNode("vision", (False, False, True), projector=True)
     assert (node.num_layers, node.num_blocks) == (3, 2)
     assert ModuleNode("llm", (True, True)).num_blocks == 2

@@ -11,7 +11,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda t
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
-def test_dealt_ranges_are_even_and_in_order(lo, size, count):
+def test_sample_ranges_are_even_and_in_order(lo, size, count):
     parts = (share(size, index, count) for index in range(count))
     shares = [Range(lo + part.lo, lo + part.hi) for part in parts]
     assert [s for share in shares for s in range(*share)] == list(range(lo, lo + size))

@@ -29,7 +29,7 @@ def levelled(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @given(levelled(), st.lists(st.integers(0, 9), max_size=4))
-def test_every_sample_goes_where_the_sum_of_squares_grows_least(case, extra) -> None:
+def test_samples_minimize_the_sum_of_squares(case, extra) -> None:
     sizes, budgets, groups = case
     extra = np.repeat(np.array(extra, float)[:, None], sizes.shape[1], axis=1)
     order = np.argsort(-sizes.sum(1), kind="stable")
@@ -100,7 +100,7 @@ def test_exchanges_stay_in_their_step_and_lower_its_squares(case, candidates, ca
 
 
 @given(steps())
-def test_where_exchanges_end_no_exchange_of_a_heavy_group_helps(case) -> None:
+def test_final_groups_cannot_be_improved_by_exchanges(case) -> None:
     sizes, samples, offsets, ranks, budgets = case
     before = None
     while before is None or (before != samples).any():
@@ -128,7 +128,7 @@ def test_where_exchanges_end_no_exchange_of_a_heavy_group_helps(case) -> None:
                         assert (tried**2).sum() >= squares - 1e-6
 
 
-def test_exchanges_find_the_best_step_there_is() -> None:
+def test_exchanges_find_the_best_step() -> None:
     # All assignments of six samples to two groups of three: none beats the exchanges by more than a
     # tenth of the mean group, and mostly none at all.
     random = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def test_the_fullest_group_with_room(case) -> None:
 
 
 @given(levelled(), st.booleans())
-def test_room_is_made_where_one_other_sample_can_go(case, filled) -> None:
+def test_space_is_made_by_moving_one_sample(case, filled) -> None:
     sizes, budgets, groups = case
     order = np.argsort(-sizes.sum(1), kind="stable")
     group_of = np.full(len(sizes), -2)
@@ -264,7 +264,7 @@ def plain_make_room(sizes, order, budgets, groups, group_of):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_room_is_made_as_by_looking_at_everything(seed):
+def test_making_space_equals_a_full_search(seed):
     random = np.random.default_rng(seed)
     sizes = random.integers(1, 30, (40, 2)).astype(float)
     order = np.argsort(-sizes.sum(1), kind="stable")

@@ -66,7 +66,7 @@ def test_no_set_of_coefficients_is_better(seed, rows):
     assert (found >= 0).all()
 
 
-def test_coefficients_are_found_again():
+def test_coefficients_are_recovered():
     fit, errors = fitted(steps_of(TRUE, 100))
     for name, cost in TRUE.modules.items():
         np.testing.assert_allclose(fit.costs().modules[name], cost, rtol=0.05, atol=1e-12)
@@ -82,7 +82,7 @@ def test_noise_hardly_moves_predictions():
     assert 0.05 < np.mean(errors[-50:]) < 0.12
 
 
-def test_copies_that_are_slower_are_told_apart_from_costs():
+def test_slow_replicas_are_distinguished_from_costs():
     fit, errors = fitted(steps_of(SLOW, 100, noise=0.05), replicas={"text": 2})
     np.testing.assert_allclose(fit.costs().replicas["text"], (0.8, 1.2), atol=0.02)
     units, squares, exact = next(steps_of(SLOW, 1, seed=9))
@@ -92,7 +92,7 @@ def test_copies_that_are_slower_are_told_apart_from_costs():
     assert "text" not in blind.costs().replicas
 
 
-def test_copies_that_share_microbatches_are_told_apart():
+def test_replicas_sharing_microbatches_are_distinguished():
     """Give each a separate part of every microbatch; each has the fixed cost."""
     shared = MeasuredCosts(TRUE.modules, {"text": (0.8, 1.2)}, frozenset({"text"}))
     columns = (Column("vision"), Column("text", 0, 2), Column("text", 1, 2))
@@ -127,7 +127,7 @@ def test_drift_is_followed():
     assert min(kept[-10:]) > 3 * max(errors[-10:])
 
 
-def test_a_moment_of_standstill_is_not_a_cost():
+def test_a_stall_is_not_a_cost():
     fit, _ = fitted(steps_of(TRUE, 60))
     units, squares, seconds = next(steps_of(TRUE, 1, seed=3))
     seconds[2, 1] *= 1000
@@ -136,7 +136,7 @@ def test_a_moment_of_standstill_is_not_a_cost():
     np.testing.assert_allclose(fit.costs().seconds(NAMES, units, squares), exact, rtol=0.15)
 
 
-def test_microbatches_that_are_all_alike_speak_for_units():
+def test_equal_microbatches_fit_unit_costs():
     """Use the planner's microbatches, for which fixed and unit costs are inseparable."""
     fit = CostFit(("text",))
     for _ in range(30):
@@ -145,7 +145,7 @@ def test_microbatches_that_are_all_alike_speak_for_units():
     assert 1000 * cost.linear == pytest.approx(0.5, rel=0.01) and cost.square * 3e5 < 0.01
 
 
-def test_too_little_is_not_said():
+def test_too_few_steps_give_no_costs():
     fit = CostFit(NAMES)
     step = next(steps_of(TRUE, 1, microbatches=LEAST_MICROBATCHES - 1))
     assert fit.observe(*step) is None and fit.costs() is None

@@ -56,7 +56,7 @@ groups_of_samples = st.lists(
 
 
 @given(groups_of_samples, st.integers(1, 3), st.booleans())
-def test_shares_of_copies_are_consecutive_samples(groups, copies, packed):
+def test_shares_of_replicas_are_consecutive_samples(groups, copies, packed):
     """Treat a replica's share as a microbatch, but padded to the longest of all."""
     columns = (Column("vision"), *(Column("text", k, copies) for k in range(copies)))
     found = group_units(SIZES, groups, packed, columns)
@@ -87,7 +87,7 @@ def test_seconds_of_shares_by_hand():
 
 
 @given(groups_of_samples)
-def test_a_microbatch_costs_what_its_samples_add(groups):
+def test_a_microbatch_costs_the_sum_of_its_samples(groups):
     """Add its fixed cost once."""
     of_samples = COSTS.of_samples(NAMES, SIZES.values)
     units, squares = group_units(SIZES, groups, packed=True)
@@ -97,7 +97,7 @@ def test_a_microbatch_costs_what_its_samples_add(groups):
         np.testing.assert_allclose(row, fixed + of_samples[group].sum(0))
 
 
-def test_costs_take_the_place_of_units():
+def test_costs_replace_units():
     levelled, weights = COSTS.in_units(SIZES)
     cost = COSTS.of_samples(NAMES, SIZES.values)
     for column, total in enumerate(SIZES.totals):
@@ -106,7 +106,7 @@ def test_costs_take_the_place_of_units():
     assert weights[0] == 1.0 and weights[1] == pytest.approx(cost[:, 1].sum() / cost[:, 0].sum())
 
 
-def test_what_was_not_measured_counts_by_its_units():
+def test_unmeasured_modules_count_by_their_units():
     levelled, weights = MeasuredCosts({"text": ModuleCost(0, 1.0)}).in_units(SIZES)
     np.testing.assert_array_equal(levelled.values, PARTS * SIZES.values)
     assert 0 < weights[0] < weights[1] == 1.0
@@ -115,7 +115,7 @@ def test_what_was_not_measured_counts_by_its_units():
     assert weights.tolist() == [1.0, 1.0]
 
 
-def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
+def test_json_is_exact_and_drops_other_replicas():
     odd = MeasuredCosts({"text": ModuleCost(1 / 3, 2 / 7, 1e-17)}, {"text": (1 / 3, 5 / 3)})
     again = MeasuredCosts.from_dict(json.loads(json.dumps(odd.to_dict())))
     assert again == odd and again.to_dict() == odd.to_dict()
@@ -140,6 +140,6 @@ def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
         {"modules": {}, "copies": {"text": [0.0, 2.0]}}, {"modules": {}, "copies": {"text": []}},
     ],
 )
-def test_what_are_no_costs(data):
+def test_invalid_costs(data):
     with pytest.raises(PlanError):
         MeasuredCosts.from_dict(data)

@@ -151,7 +151,7 @@ def test_samples_above_half_of_the_budget_need_a_group_each() -> None:
     assert sorted(counts) == [0] * 4 + [1] * 100
 
 
-def test_text_only_samples_level_beside_images_alone() -> None:
+def test_text_only_samples_are_levelled_with_images() -> None:
     # Two kinds of samples without a common modality, which a sum of both could not distinguish.
     values = np.array([[8, 0]] * 256 + [[0, 2000]] * 512)
     of = SampleSizes(("vision", "text"), values)
@@ -189,7 +189,7 @@ def _bad(**change: object) -> Callable[[], object]:
         (lambda: SampleSizes(("a",), np.ones((2, 1), int), padded=("b",)), "padded"),
     ],
 )
-def test_what_cannot_be_planned_is_named(run: Callable[[], object], match: str) -> None:
+def test_unplannable_samples_are_named(run: Callable[[], object], match: str) -> None:
     with pytest.raises(PlanError, match=match):
         run()
 
@@ -203,7 +203,7 @@ def test_every_method_has_its_name() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=400), st.integers(0, 9))
-def test_steps_that_follow_one_another_take_about_as_long(slowest, seed) -> None:
+def test_consecutive_steps_take_similar_times(slowest, seed) -> None:
     slowest = np.array(slowest, float)
     order = _waves(slowest, np.random.default_rng(seed))
     assert sorted(order.tolist()) == list(range(len(slowest)))
@@ -218,7 +218,7 @@ def test_steps_that_follow_one_another_take_about_as_long(slowest, seed) -> None
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_drawn_sizes_take_few_steps_and_are_no_worse_than_isf(name: str, ranks: int) -> None:
+def test_drawn_sizes_are_planned_at_least_as_well_as_isf(name: str, ranks: int) -> None:
     sizes = drawn_sizes(name, 8000, 3)
     plan = plan_balanced(sizes, ranks)
     assert plan.steps <= 1.1 * -(-least_groups(sizes, plan.budgets) // ranks) + 1

@@ -47,7 +47,7 @@ def test_no_partition_has_fewer_groups_than_the_bound(rows, first, second) -> No
         assert bound >= -(-sum(row[column] for row in rows) // budget)
 
 
-def test_the_bound_sees_samples_that_cannot_share_a_group() -> None:
+def test_the_bound_covers_incompatible_samples() -> None:
     of = SampleSizes(("a",), np.array([[6], [6], [6], [5], [5], [3]]))
     # 31 units fill four groups of 10, but each six needs its own, and the fives one.
     assert least_groups(of, (10,)) == 4
@@ -62,7 +62,7 @@ def test_suggested_budgets_hold_every_sample(of: SampleSizes, samples_per_group:
 
 
 @pytest.mark.parametrize("samples_per_group", [3, 4, 6])
-def test_suggested_budgets_are_multiples_of_what_there_is_most_of(samples_per_group) -> None:
+def test_suggested_budgets_fit_the_commonest_size(samples_per_group) -> None:
     # ChartQA has images of 5 tiles, nine out of ten.
     tiles, tokens = suggest_budgets(real("chartqa"), samples_per_group)
     assert tiles == 5 * samples_per_group
@@ -70,6 +70,6 @@ def test_suggested_budgets_are_multiples_of_what_there_is_most_of(samples_per_gr
     assert tokens / tiles == pytest.approx(1.04 * totals[1] / totals[0], rel=0.01)
 
 
-def test_nothing_to_suggest_for_no_samples() -> None:
+def test_no_budgets_are_suggested_without_samples() -> None:
     with pytest.raises(PlanError, match="and 0 samples"):
         suggest_budgets(SampleSizes(("a",), np.zeros((0, 1), int)))

@@ -104,7 +104,7 @@ def test_samples_above_a_budget_are_left_out_and_counted() -> None:
     assert plan.left_out.tolist()[-1] == 10
 
 
-def test_a_search_that_finds_nothing_says_what_it_tried() -> None:
+def test_a_failed_search_reports_its_trials() -> None:
     of = SampleSizes(("v", "t"), np.array([[1, 5000]] * 40))
     with pytest.raises(PlanError, match="no budgets make groups of 4 to 5 samples; tried"):
         search_budgets(of, 32)
@@ -120,13 +120,13 @@ def test_a_search_that_finds_nothing_says_what_it_tried() -> None:
         ({"budgets": (9, 90)}, "fewer than the 2 ranks"),
     ],
 )
-def test_what_isf_cannot_plan_is_named(options: dict, match: str) -> None:
+def test_samples_that_isf_cannot_plan_are_named(options: dict, match: str) -> None:
     of = SampleSizes(("vision", "text"), np.array([[1, 10], [2, 20], [3, 30]]))
     with pytest.raises(PlanError, match=match):
         plan_isf(of, 2, **options)
 
 
-def test_isf_is_a_baseline_like_others() -> None:
+def test_isf_is_a_registered_baseline() -> None:
     plan = MINIBATCHES[0].solve((real("ai2d"), 8))
     assert plan.method == MINIBATCHES[0].name == "isf"
     few = SampleSizes(("vision", "text"), np.array([[1, 10]]))

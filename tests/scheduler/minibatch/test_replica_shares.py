@@ -28,7 +28,7 @@ def text_seconds(plan, sizes, costs):
     return np.array(steps)
 
 
-def test_slow_copies_get_less_and_take_as_long():
+def test_slow_replicas_get_less_and_take_as_long():
     sizes = sizes_of(600)
     costs = MeasuredCosts(MODULES, {"text": (0.75, 1.25)})
     before = plan_balanced(sizes, 4, measured=MeasuredCosts(MODULES))
@@ -57,7 +57,7 @@ def objective(groups, sizes, costs):
 
 
 @given(st.integers(0, 10**6))
-def test_dealing_is_near_the_best(seed):
+def test_distribution_is_near_the_optimum(seed):
     """Try all assignments of seven samples to two groups."""
     sizes = sizes_of(7, seed)
     costs = MeasuredCosts(MODULES, {"text": (0.7, 1.3)})

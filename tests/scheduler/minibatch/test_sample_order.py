@@ -38,7 +38,7 @@ def objective(group, sizes):
 
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(1, 7))
-def test_it_is_near_the_best_of_all_orders(seed, count):
+def test_the_order_is_near_the_optimum(seed, count):
     sizes = sizes_of(count, seed)
     found = order_for_shares(np.arange(count), np.array([0, count]), sizes, SHARED)
     assert sorted(found) == list(range(count))
@@ -46,7 +46,7 @@ def test_it_is_near_the_best_of_all_orders(seed, count):
     assert objective(found, sizes) <= 1.1 * best + 1e-9
 
 
-def test_plans_differ_in_the_order_within_microbatches_alone():
+def test_only_the_order_within_microbatches_changes():
     sizes = sizes_of(600)
     columns = [Column("vision", copy, 2) for copy in range(2)]
     plans = [plan_balanced(sizes, 2, samples_per_group=12, measured=costs)
@@ -63,7 +63,7 @@ def test_plans_differ_in_the_order_within_microbatches_alone():
     assert longest[0] > 0.7 and longest[1] < 0.62
 
 
-def test_without_copies_that_share_microbatches_all_stays():
+def test_without_shared_microbatches_nothing_changes():
     samples = np.array([3, 0, 2, 1])
     costs = MeasuredCosts(MODULES, {"text": (0.5, 1.5)})
     found = order_for_shares(samples, np.array([0, 4]), sizes_of(4), costs)

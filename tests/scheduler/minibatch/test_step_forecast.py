@@ -43,7 +43,7 @@ def real_step(plan, seconds, present):
     return simulate(lower(plan, present), {}, microbatch_costs=costs)
 
 
-def test_a_step_like_those_before_is_predicted_exactly(plan):
+def test_a_repeated_step_is_predicted_exactly(plan):
     forecast = StepForecast(plan, MODULES, "text")
     assert forecast.replicas == {"vision": 1, "text": 2}
     rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_other_shares_are_learnt(plan):
     assert forecast.timeline(seconds).makespan == pytest.approx(now.makespan, rel=0.01)
 
 
-def test_copies_that_share_microbatches_are_predicted_exactly():
+def test_shared_microbatches_are_predicted_exactly():
     """Use an encoder on one rank, then two replicas that have half of each microbatch.
 
     Images are in the first half alone, in the second, or in none.

@@ -33,7 +33,7 @@ def short_of_memory(most: int, pools: tuple[int, ...]):
 
 
 @given(short_of_memory(3, (1, 2, 3)))
-def test_against_trying_everything(problem) -> None:
+def test_iteration_memory_equals_brute_force(problem) -> None:
     """Check that fitting mappings are found or bounded, and that proven ones are optimal."""
     least = brute_force_iteration(problem)
     found = solve(problem, "exact")

@@ -52,7 +52,7 @@ def moves(plan: Plan, program: Program, direction: Direction) -> Counter:
 
 
 @given(cases(), st.integers(1, 3))
-def test_what_travels_is_what_going_through_the_samples_one_by_one_gives(case, microbatches):
+def test_messages_equal_a_loop_over_the_samples(case, microbatches):
     graph, mapping, batch = case
     plan = mapped_plan(graph, mapping, microbatches)
     sizes = [max(1, batch - m) for m in range(microbatches)]
@@ -143,7 +143,7 @@ def test_a_program_in_words():
     assert "send text.0@1 -> loss.0 #0[2:4]" in text and "recv loss.0@1 <- image.0 #0[0:4]" in text
 
 
-def test_gpus_that_nothing_runs_on_are_not_taken():
+def test_idle_gpus_are_not_allocated():
     plan = mapped_plan(clip(), mapping_of(8, {"image": (2,), "text": (5, 7)}))
     assert plan.num_ranks == 3 and [s.rank for s in plan.module_stages("text")] == [1, 2]
     assert [(s.rank, s.quota) for s in plan.module_stages("loss")] == [(1, None), (2, None)]
@@ -163,7 +163,7 @@ def test_mappings_that_cannot_run_are_refused(mapping, message):
         mapped_plan(clip(), mapping)
 
 
-def test_what_runs_before_what_it_reads_is_refused():
+def test_stages_before_their_inputs_are_refused():
     mapping = mapping_of(1, {"loss": (0,)}, {"image": (0,), "text": (0,)})
     with pytest.raises(PlanError, match=r"slot of stage loss\.0 is 0 and of image\.0, which it re"):
         mapped_plan(clip(), mapping)
@@ -194,14 +194,14 @@ def test_slots_are_of_their_schedule_only():
         Plan(graph, (replace(stages[0], slot=0), *stages[1:]), 1)
 
 
-def test_samples_must_be_said_where_they_are_split():
+def test_split_samples_must_be_declared():
     plan = mapped_plan(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}))
     with pytest.raises(ValueError, match="samples are \\[\\]; there are 1 microbatches"):
         lower(plan, [["image", "text"]])
 
 
 
-def test_a_message_that_says_other_samples_than_its_receiver_is_found():
+def test_mismatched_samples_of_a_message_are_detected():
     plan = mapped_plan(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}))
     program = program_of(plan, [4])
 
@@ -226,6 +226,6 @@ def test_a_message_that_says_other_samples_than_its_receiver_is_found():
          "cycle"),
     ],
 )
-def test_graphs_that_make_no_sense_are_refused(nodes, message):
+def test_invalid_mapped_graphs_are_refused(nodes, message):
     with pytest.raises(PlanError, match=message):
         graph_of(nodes)

@@ -75,7 +75,7 @@ class _BruteForce:
 
 
 @given(problems(most=4, pools=(1, 2, 3), steps=(2,)))
-def test_greedy_is_the_same_on_every_evaluation(problem) -> None:
+def test_greedy_is_equal_on_every_evaluator(problem) -> None:
     """Compare Algorithm 1 with brute force, and with pruning and caching on and off."""
     oracle = _BruteForce(problem)
     wanted = sum(oracle.result(stage).seconds for stage in merge_greedily(oracle, prune=False))
@@ -120,7 +120,7 @@ def test_a_merge_must_leave_an_order() -> None:
     assert (0b1000, 0b10) not in mergeable(problem, crossed)
 
 
-def test_parts_are_cut_where_everything_depends() -> None:
+def test_parts_are_cut_at_full_dependencies() -> None:
     star = random_problem(0, "star", 8, 8)
     assert components(star) == [0b111111, 0b1000000, 0b10000000]
     assert components(random_problem(0, "parallel", 5, 8)) == [0b11111]
@@ -150,7 +150,7 @@ def test_strategies_are_ordered_and_reproducible(kind: str, gpus: int) -> None:
     assert again == found
 
 
-def test_where_exact_is_out_of_reach_the_gap_is_told() -> None:
+def test_the_gap_is_reported_if_exact_is_infeasible() -> None:
     problem = random_problem(1, "parallel", 14, 8)
     effort = replace(AUTO, transitions=1000, kicks=1, rounds=1, nodes=2000)
     found = solve(problem, effort=effort)

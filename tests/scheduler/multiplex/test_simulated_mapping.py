@@ -105,7 +105,7 @@ def simulated(
 
 
 @given(problems(limits=(None,)), st.integers(1, 2))
-def test_slots_take_what_the_performance_model_says(problem, microbatches):
+def test_slots_take_the_modelled_time(problem, microbatches):
     mapping = solve(problem)
     plan, timeline = simulated(problem, mapping, microbatches)
     for microbatch in range(microbatches):
@@ -122,7 +122,7 @@ def test_slots_take_what_the_performance_model_says(problem, microbatches):
     assert timeline.makespan <= microbatches * mapping.seconds * (1 + 1e-9)
 
 
-def test_without_surfaces_a_quota_takes_as_many_times_more():
+def test_without_surfaces_time_is_inverse_to_the_quota():
     graph = ModuleGraph(
         (ModuleNode("a", (True,), loss=True), ModuleNode("b", (True,), loss=True)), ()
     )

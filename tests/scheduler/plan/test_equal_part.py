@@ -19,7 +19,7 @@ from tests.scheduler.random_models import models
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), models(most_encoders=2, llm_layers=4))
-def test_it_has_what_the_whole_plan_has(data, model):
+def test_an_equal_part_has_the_whole_plans_costs(data, model):
     graph, profile = model
     network = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), data.draw(st.sampled_from([2, 3, 4])))
     profile = replace(profile, links=network.links)

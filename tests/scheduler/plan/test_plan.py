@@ -135,7 +135,7 @@ def test_edited_json(path: str, value: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "format: 1"])
-def test_what_is_not_json(text: str) -> None:
+def test_invalid_json(text: str) -> None:
     with pytest.raises(PlanError, match="plan is not JSON"):
         Plan.from_json(text)
 

@@ -44,12 +44,12 @@ a_policy = st.builds(
         ({"ahead": ((1, 0),)}, r"ahead is \(\(1, 0\),\); it must be whole numbers, at least 1"),
     ],
 )
-def test_impossible_ones_are_refused(options: dict, message: str) -> None:
+def test_impossible_policies_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Policy(**{"priority": (0, 1, 2, 3), **options})
 
 
-def test_each_is_tried_once() -> None:
+def test_each_policy_is_tried_once() -> None:
     one, several = list(policies(False)), list(policies(True))
     assert len(set(one)) == len(one) and len(set(several)) == len(several)
     # The distance of a gradient matters only if a rank has several stages.
@@ -82,7 +82,7 @@ def test_any_policy_runs_everything_once(data: st.DataObject) -> None:
 
 @settings(max_examples=5, deadline=None)
 @given(profiled_plans())
-def test_a_settled_plan_says_its_policy(plan: Plan) -> None:
+def test_a_settled_plan_has_its_policy(plan: Plan) -> None:
     plan = replace(plan, schedule="zero_bubble")
     settled, seconds = refine(plan)
     assert iteration_time(plan) >= seconds == iteration_time(settled)
@@ -90,7 +90,7 @@ def test_a_settled_plan_says_its_policy(plan: Plan) -> None:
     assert refine(settled) == (settled, seconds)
 
 
-def test_how_far_stages_run_ahead_is_searched_for() -> None:
+def test_the_run_ahead_of_stages_is_searched() -> None:
     """Check that without it no tried policy is within 9% of the lower bound."""
     plan = list(tight_plans(45))[44]
     settled, seconds = refine(plan)
@@ -100,7 +100,7 @@ def test_how_far_stages_run_ahead_is_searched_for() -> None:
     assert Plan.from_json(settled.to_json()) == settled
 
 
-def test_what_is_searched_for_on_a_part_is_of_all_replicas() -> None:
+def test_a_policy_found_on_a_part_fits_all_replicas() -> None:
     plan = list(tight_plans(45))[44]
     settled, seconds = refine(plan)
     whole = EqualPart.of(replace(settled, activation_limits=None), 3).whole()
@@ -112,7 +112,7 @@ def test_what_is_searched_for_on_a_part_is_of_all_replicas() -> None:
     assert seconds > 0
 
 
-def test_a_policy_that_is_none_is_named() -> None:
+def test_an_invalid_policy_is_named() -> None:
     data = replace(chain(2, 2), policy=Policy((0, 1, 2, 3))).to_dict()
     for change, message in (
         ({"patience": 2}, "policy: patience is 2"),

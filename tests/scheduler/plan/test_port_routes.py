@@ -79,7 +79,7 @@ def arrivals(plan: Plan, port: Port, reader: Stage) -> list:
 
 @settings(max_examples=150, deadline=None)
 @given(plans())
-def test_every_reader_gets_a_port_once_and_nobody_else_does(plan):
+def test_only_readers_get_a_port_and_only_once(plan):
     joined = len(plan.replicas("vision")) // min(
         len(plan.replicas("vision")), len(plan.replicas("llm"))
     )
@@ -99,7 +99,7 @@ def test_every_reader_gets_a_port_once_and_nobody_else_does(plan):
 
 @settings(max_examples=100, deadline=None)
 @given(plans(replicas=False))
-def test_no_other_choice_of_sources_is_nearer(plan):
+def test_sources_of_ports_are_the_nearest(plan):
     """Try every reader with every earlier holder."""
     links = plan.profile.links
     base = {e for e, ports in plan.edge_ports.items() if not ports.alone}
@@ -128,7 +128,7 @@ def test_no_other_choice_of_sources_is_nearer(plan):
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.lists(st.booleans(), min_size=2, max_size=2))
-def test_programs_end_and_send_ports_where_they_are_made(plan, present):
+def test_programs_end_and_send_ports_from_their_source(plan, present):
     program = lower(plan, [("vision",) if there else () for there in present])
     check_program(program)
     for instructions in program:

@@ -33,7 +33,7 @@ def least_straddling(widths: tuple[int, ...], rooms: tuple[int, ...]) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_no_rank_straddles_that_need_not(data):
+def test_no_rank_spans_nodes_unnecessarily(data):
     """Compare with all assignments, if degrees are powers of two."""
     power = st.sampled_from([1, 2, 4])
     ranks = [
@@ -58,20 +58,20 @@ def test_no_rank_straddles_that_need_not(data):
         assert not any(astride)
 
 
-def test_tensor_groups_stay_together_where_a_rank_must_straddle():
+def test_tensor_groups_stay_on_one_node():
     # Eight processes on three nodes of 4, 3 and 2 slots: tp 2 lies within nodes.
     placed = rank_nodes([Degrees(cp=4, tp=2)], list("aaaabbbcc"))
     assert placed.nodes[0] == placed.nodes[1] and placed.nodes[2] == placed.nodes[3]
     assert placed.nodes[4] == placed.nodes[5] and placed.nodes[6] == placed.nodes[7]
 
 
-def test_places_that_came_mixed_are_sorted_by_node():
+def test_mixed_placements_are_sorted_by_node():
     placed = rank_nodes([Degrees(tp=2)] * 3, list("abcabc"))
     assert placed.nodes == (0, 0, 1, 1, 2, 2)
     assert placed.places == (0, 3, 1, 4, 2, 5)
 
 
-def test_costs_are_those_of_the_nodes_that_processes_have():
+def test_costs_are_those_of_the_actual_nodes():
     """Use two ranks of two processes, one of them on two nodes."""
     layer = LayerCost(1.0, 1.0, 1.0, 100, 100, 100)
     near, far = Link(0.0, 1e3), Link(1.0, 1e2)
@@ -88,7 +88,7 @@ def test_costs_are_those_of_the_nodes_that_processes_have():
     assert on_nodes(bare, [0, 1, 1, 1]) is bare
 
 
-def test_what_must_straddle_is_said():
+def test_ranks_that_span_nodes_are_reported():
     stages = tuple(Stage("llm", i, (i, i + 1), i, tp=2, cp=2) for i in range(6))
     plan = Plan(ModuleGraph((ModuleNode("llm", (True,) * 6),), ()), stages, 4)
     assert straddling(plan, [p // 4 for p in range(24)]) is None

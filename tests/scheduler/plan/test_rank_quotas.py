@@ -102,7 +102,7 @@ def test_a_plan_file_keeps_quotas_and_an_old_one_has_none():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_all_work_of_both_encoders_is_side_by_side(recompute):
+def test_all_work_of_both_encoders_is_concurrent(recompute):
     plan = colocated(recompute=recompute)
     program = full_program(plan)
     check_program(program)
@@ -114,7 +114,7 @@ def test_all_work_of_both_encoders_is_side_by_side(recompute):
     assert all(i.group < 0 for rank in program.ranks[1:] for i in rank)
 
 
-def test_what_has_nobody_beside_it_has_the_whole_device():
+def test_tasks_alone_have_the_whole_device():
     """Check also the backward, which runs where its forward ran."""
     plan = colocated()
     present = [("vision", "audio"), ("vision",), ("vision", "audio"), ("audio",)]
@@ -177,7 +177,7 @@ def check_groups_of(plan: Plan, program: Program) -> None:
 
 
 @given(st.data())
-def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
+def test_programs_with_groups_do_all_the_work(data):
     plan, present = data.draw(steps(with_quotas(profiled_plans())))
     schedule = data.draw(st.sampled_from([s for s in SCHEDULES if s != "zero_bubble"]))
     plan = replace(plan, schedule=schedule)
@@ -194,7 +194,7 @@ def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
 
 
 @given(st.data())
-def test_zero_bubble_with_turns(data):
+def test_zero_bubble_with_groups(data):
     plan = replace(data.draw(with_quotas(profiled_plans())), schedule="zero_bubble")
     program = full_program(plan)
     check_program(program)
@@ -204,7 +204,7 @@ def test_zero_bubble_with_turns(data):
 # -- time -----------------------------------------------------------------------------------
 
 
-def test_a_turn_takes_as_long_as_its_slowest_module():
+def test_a_group_takes_as_long_as_its_slowest_module():
     program = Program(((
         Instruction(Op.FORWARD_NO_GRAD, StageId("a", 0), 0, group=0, quota=0.25),
         Instruction(Op.FORWARD_NO_GRAD, StageId("b", 0), 0, group=0, quota=0.5),
@@ -230,7 +230,7 @@ def test_a_turn_takes_as_long_as_its_slowest_module():
 
 
 @given(st.data())
-def test_lowering_predicts_what_the_simulator_finds(data):
+def test_lowering_predicts_the_simulated_times(data):
     plan = data.draw(with_quotas(plans()))
     costs = data.draw(costs_of(plan))
     program = lower(plan, [[n.name for n in plan.graph.nodes]] * plan.num_microbatches, costs)
@@ -239,7 +239,7 @@ def test_lowering_predicts_what_the_simulator_finds(data):
     ).makespan
 
 
-def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
+def test_modules_of_a_group_hold_memory_together():
     def sizes(activation, remade):
         return StageCost(0, 0, 0, activation_bytes=activation, remade_bytes=remade)
 
@@ -284,7 +284,7 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
         ),
     ],
 )  # fmt: skip
-def test_turns_that_cannot_run_are_refused(instructions, why):
+def test_groups_that_cannot_run_are_refused(instructions, why):
     with pytest.raises(InternalError, match=why):
         check_program(Program((tuple(instructions),)))
 
@@ -298,7 +298,7 @@ def test_backwards_of_a_pair_stay_a_pair():
 # -- pictures -------------------------------------------------------------------------------
 
 
-def test_a_trace_has_a_thread_for_every_module_beside_others():
+def test_a_trace_has_a_thread_per_concurrent_module():
     plan = colocated()
     costs = {(s.id, op): 1.0 for s in plan.stages for op in COMPUTE}
     timeline = simulate(full_program(plan), costs)

@@ -44,7 +44,7 @@ def test_no_round_is_left_empty(groups) -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, PROCESSES - 1), min_size=2, max_size=2).map(tuple)))
-def test_pairs_take_fewer_than_twice_as_many_rounds_as_a_process_has(pairs) -> None:
+def test_pairs_take_fewer_than_twice_the_rounds(pairs) -> None:
     most = max((sum(p in pair for pair in pairs) for p in range(PROCESSES)), default=0)
     assert longest_chain([pairs[n] for n in rendezvous_order(pairs)]) <= max(0, 2 * most - 1)
 

@@ -9,7 +9,7 @@ degrees = st.integers(1, 12)
 
 
 @given(degrees, degrees, st.integers(0, 300))
-def test_every_element_is_sent_once_by_who_sends_it_to_who_receives_it(senders, receivers, length):
+def test_every_element_is_sent_once(senders, receivers, length):
     plan = Resharding(senders, receivers)
     parts = list(plan.parts(length))
     travelled = sorted(i for part in parts for i in range(part.start, part.stop))
@@ -23,7 +23,7 @@ def test_every_element_is_sent_once_by_who_sends_it_to_who_receives_it(senders, 
 
 
 @given(degrees, degrees, st.integers(0, 300))
-def test_shares_follow_one_another_and_are_alike(senders, receivers, length):
+def test_shares_are_consecutive_and_equal(senders, receivers, length):
     plan = Resharding(senders, receivers)
     share = plan.units // receivers * plan.unit(length)
     assert share * receivers >= length

@@ -69,7 +69,7 @@ def test_processes_and_their_groups(plan: Plan) -> None:
 
 
 @given(plans())
-def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
+def test_p2p_groups_join_processes_of_both_ends_once(plan: Plan) -> None:
     processes = Processes(plan)
     for edge in processes.remote_edges:
         sender, receiver = (plan.by_id[stage] for stage in edge)
@@ -111,7 +111,7 @@ def test_degrees_that_do_not_fit_are_refused() -> None:
         replace(plan, stages=tuple(replace(s, sharding="zero9") for s in plan.stages))
 
 
-def test_what_goes_with_fully_sharded_parameters() -> None:
+def test_combinations_with_fully_sharded_parameters() -> None:
     plan = alignment(microbatches=1)
 
     def of_llm(plan=plan, **fields) -> Plan:

@@ -95,7 +95,7 @@ def test_any_program_ends_one_operation_at_a_time(data, schedule) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_the_oracle_sees_receives_in_an_order_of_their_own(schedule, ahead) -> None:
+def test_the_oracle_detects_reordered_receives(schedule, ahead) -> None:
     """Use the papers' standard job with a single queue.
 
     Receives that are posted when they are awaited, or some messages earlier, block the messages
@@ -107,7 +107,7 @@ def test_the_oracle_sees_receives_in_an_order_of_their_own(schedule, ahead) -> N
     assert not stuck(operations(program, as_awaited(program)), own_queues)
 
 
-def test_a_tied_embedding_is_summed_after_its_gradient_was_sent() -> None:
+def test_a_tied_embedding_is_summed_after_its_send() -> None:
     """Let the sum in the last stage's last backward wait for the first stage.
 
     The first stage waits for the gradient that is sent after it.
@@ -141,7 +141,7 @@ def test_sums_of_replicas_begin_within_their_last_backward(schedule) -> None:
         assert begins.before == max(backwards)
 
 
-def test_receives_are_posted_when_their_message_is_due_not_at_once() -> None:
+def test_receives_are_posted_when_their_message_is_due() -> None:
     program = full_program(chain(4, 16))
     for instructions, issues in zip(program, check_program(program).issues, strict=True):
         posted = taken = 0

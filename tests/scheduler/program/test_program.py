@@ -104,7 +104,7 @@ def test_any_instruction_duplicated(program: Program, op: Op) -> None:
             check_program(edited(program, rank, at, instruction, instruction))
 
 
-def test_the_messages_say_what_is_wrong() -> None:
+def test_errors_name_the_broken_instruction() -> None:
     program = lower(chain(2, 2), [(), ()])  # spelled out in test_one_f_one_b
 
     def message(broken: Program) -> str:
@@ -214,7 +214,7 @@ def collective(*ops: Op) -> tuple[Instruction, ...]:
     ],
     ids=["order", "one less", "none", "one more"],
 )
-def test_collectives_that_do_not_meet(other: tuple[Op, ...]) -> None:
+def test_collectives_that_do_not_match(other: tuple[Op, ...]) -> None:
     program = Program((collective(*OPTIMIZER_OPS), collective(*OPTIMIZER_OPS), collective(*other)))
     with pytest.raises(InternalError, match="rank 2 runs collectives"):
         check_program(program)
@@ -280,11 +280,11 @@ def one_way(microbatches: int, back: bool = False) -> Program:
     # With both directions full, the first rank has sent twice the accepted messages.
     [(64, False, 4), (1, False, 4), (4, True, 4), (8, True, 4), (64, True, None)],
 )
-def test_messages_under_way_are_bounded_where_the_program_ends_so(microbatches, back, bound):
+def test_messages_in_flight_are_bounded_if_possible(microbatches, back, bound):
     assert check_program(one_way(microbatches, back)).bound == bound
 
 
-def test_what_is_stuck_without_a_bound_says_so() -> None:
+def test_deadlocks_without_a_bound_are_reported() -> None:
     program = one_way(64, True)
     broken = Program((program.ranks[0], program.ranks[1][3:]))
     with pytest.raises(InternalError):

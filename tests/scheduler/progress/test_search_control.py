@@ -59,7 +59,7 @@ def whole_search() -> tuple[float, int]:
     return best, control.state.tried
 
 
-def test_lines_say_what_is_searched_and_the_best_so_far():
+def test_lines_report_the_search_and_the_best_plan():
     lines: list[str] = []
     clock = Clock(EVERY / 8)
     find_plans(PROBLEM, control=SearchControl(say=lines.append, clock=clock))
@@ -92,7 +92,7 @@ def test_the_time_limit_ends_with_the_best_so_far():
     assert control.state.tried < tried
 
 
-def test_without_a_plan_there_is_nothing_to_end_with():
+def test_a_time_limit_waits_for_the_first_plan():
     """Wait for the first plan after a time limit, but not after Ctrl-C."""
     control = SearchControl(0.5, clock=Clock(1.0))
     proposal = find_plans(PROBLEM, control=control)
@@ -110,7 +110,7 @@ def test_the_second_ctrl_c_ends_the_program():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_search_that_begins_again_goes_on_to_its_next_plan():
+def test_a_resumed_search_continues_to_its_next_plan():
     """Find that the best plan does not run, after the limit."""
     control = SearchControl(30.0, clock=Clock(1.0))
     find_plans(PROBLEM, control=control)

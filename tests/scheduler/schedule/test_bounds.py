@@ -167,7 +167,7 @@ def test_spelled_out() -> None:
     assert lower_bound(chain(3, 5), dict.fromkeys(edges, 10)) == 22 + 15
 
 
-def test_what_takes_no_memory_may_always_wait() -> None:
+def test_tasks_without_memory_may_always_wait() -> None:
     """Use a profile without activations, for which limits have no effect."""
     nothing = {rank: 0 for rank in range(3)}
     assert lower_bound(chain(3, 5), None, nothing) == lower_bound(chain(3, 5))

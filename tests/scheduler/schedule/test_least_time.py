@@ -96,7 +96,7 @@ class _Least:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_between_the_bound_and_what_is_scheduled(data: st.DataObject) -> None:
+def test_least_time_is_between_bound_and_schedule(data: st.DataObject) -> None:
     plan = data.draw(profiled_plans().filter(lambda plan: len(plan.stages) <= 8))
     plan = replace(plan, num_microbatches=min(plan.num_microbatches, 4), schedule="zero_bubble")
     sizes = stage_costs(plan)

@@ -92,7 +92,7 @@ def test_arrays_of_all_steps_have_one_memory_layout(plan: Plan) -> None:
 
 
 @given(st.data())
-def test_the_same_as_in_python(data) -> None:
+def test_machine_code_equals_python(data) -> None:
     plan = data.draw(with_quotas())
     active = active_stages(plan, data.draw(contents(plan)))
     delays = NETWORK.delays(plan) if data.draw(st.booleans()) else {}

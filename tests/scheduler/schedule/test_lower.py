@@ -204,7 +204,7 @@ def test_memory_over_the_limit_is_refused() -> None:
     assert GIB == 1024**3
 
 
-def test_backwards_of_one_rank_only() -> None:
+def test_full_backwards_on_a_single_rank() -> None:
     """Use one full backward if no rank waits for its halves, even when backwards are split."""
     plan = chain(1, 3, "zero_bubble")
     ops = {i.op for rank in full_program(plan) for i in rank} & BACKWARDS

@@ -278,7 +278,7 @@ def test_on_a_shared_rank_the_oldest_microbatch_comes_first() -> None:
     ]
 
 
-def test_what_takes_an_input_runs_although_it_has_none_of_its_own() -> None:
+def test_modules_with_inputs_run_without_own_data() -> None:
     graph = ModuleGraph(
         tuple(ModuleNode(n, (True,)) for n in ("vision", "audio", "join", "llm")),
         (("vision", "join"), ("audio", "join"), ("join", "llm")),
@@ -300,7 +300,7 @@ def test_fewer_microbatches_than_the_plan() -> None:
 
 
 @given(plans())
-def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
+def test_optimizer_ops_end_every_rank(plan: Plan) -> None:
     program = lower(plan, [()] * plan.num_microbatches)
     closed = program.with_optimizer_ops(OPTIMIZER_OPS)
     check_program(closed)

@@ -80,7 +80,7 @@ def test_older_steps_are_forgotten():
     assert found.rank == 0 and found.excess < 0.05
 
 
-def test_the_scaled_profile_predicts_what_was_measured():
+def test_the_scaled_profile_predicts_the_measurements():
     plan = plan_of()
     slower = {("vision", 0): 0.5, ("llm", 1): 3.0}
     drift = PlanDrift(plan)
@@ -112,14 +112,14 @@ def test_planning_with_it_moves_layers_away_from_slow_ones():
     assert cut(drift.profile({}).at()) == 4
 
 
-def test_a_stage_that_never_ran_is_scaled_as_all_are():
+def test_a_stage_that_never_ran_is_scaled_like_all():
     plan = plan_of()
     drift = PlanDrift(plan)
     drift.observe(measured(plan, {("llm", 0): 2.0, ("llm", 1): 2.0}, [[]] * 4))
     assert drift.profile({}).at().modules["vision"][0].forward == pytest.approx(2.0)
 
 
-def test_what_cannot_be_compared():
+def test_steps_that_cannot_be_compared():
     with pytest.raises(PlanError, match="no profile"):
         PlanDrift(plan_of(None))
     nothing = {name: (LayerCost(0, 0, 0),) * len(c) for name, c in PROFILE.modules.items()}

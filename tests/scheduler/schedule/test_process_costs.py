@@ -72,7 +72,7 @@ def test_tensor_parallel_layers(dtype, payload):
     assert first == second
 
 
-def test_context_parallel_layers_gather_keys_and_values_as_attention_does():
+def test_context_parallel_layers_gather_keys_and_values():
     one = process_layers(profile(), NODE, Degrees(4, 1), NEAR, NEAR)[0]
     # 96 bytes: 12 tokens of one head, of one element each for key and value.
     shape = AttentionShape.even(
@@ -85,7 +85,7 @@ def test_context_parallel_layers_gather_keys_and_values_as_attention_does():
     assert one.activation_bytes == 1000 and one.parameter_bytes == 1000
 
 
-def test_keys_and_values_that_are_not_known_are_as_many_as_queries():
+def test_unknown_keys_and_values_equal_the_queries():
     one = process_layers(profile(key_value_bytes=0), NODE, Degrees(2, 1), NEAR, NEAR)[0]
     assert one.forward == 8 / 2 + 1 + 800 / 2 / 100
 
@@ -117,7 +117,7 @@ def test_state_of_a_process(tp, cp, dp, sharding):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_gradients_are_summed_once_a_step_behind_the_last_backward():
+def test_gradients_are_summed_once_after_the_last_backward():
     """Use two distant replicas: 2000 bytes at 10 bytes a second each way, after 24 + 24 seconds."""
     plan = with_degrees(
         make_plan(GRAPH, {"llm": ((0, 2),)}, 8, profile=replace(profile(), links=None)),
@@ -147,7 +147,7 @@ def two_modules(consumer: ModuleDegrees, producer: ModuleDegrees, per_node: int)
     return with_degrees(plan, {"llm": consumer, "vision": producer})
 
 
-def test_messages_travel_once_over_as_many_links_as_the_smaller_end_has():
+def test_messages_use_the_links_of_the_smaller_end():
     plan = two_modules(ModuleDegrees(cp=2, tp=2), ModuleDegrees(cp=2), 4)
     # llm.0 has processes 0-3, llm.1 4-7, vision 8 and 9: three nodes.
     assert [plan.rank_processes(rank) for rank in range(3)] == [range(4), range(4, 8), range(8, 10)]
@@ -205,7 +205,7 @@ def test_simulation_bounds_and_memory_agree(consumer, producer, per_node, schedu
         assert (f"each of its {width} processes" in str(refused.value)) == (width > 1)
 
 
-def test_profiles_of_before_links_and_keys_were_known():
+def test_old_profiles_without_links_and_keys():
     data = profile().to_dict()
     assert CostProfile.from_dict(data) == profile()
     del data["links"]
@@ -222,7 +222,7 @@ def test_profiles_of_before_links_and_keys_were_known():
 
 
 @pytest.mark.parametrize(("dtype", "whole"), [("fp32", 4096), ("bf16", 2048)])
-def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype, whole):
+def test_fully_sharded_layers_are_gathered_one_by_one(dtype, whole):
     """Check that it is not kept in addition, unlike replicated weights."""
     costs = replace(
         profile(None, replicated_bytes=0, parameter_bytes=4096), dtype=dtype, links=None
@@ -233,7 +233,7 @@ def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype,
     assert cost.state_bytes == 4 * 2 * 4096 // 4 + whole
 
 
-def test_experts_that_stay_are_not_gathered_and_tokens_go_to_them():
+def test_sharded_experts_exchange_tokens():
     """Use layers of 1000 bytes with 600 bytes of experts, and 960 bytes of exchanged tokens."""
     def cost(sent=960, **fields):
         costs = profile(replicated_bytes=0, expert_bytes=600, exchange_bytes=sent)

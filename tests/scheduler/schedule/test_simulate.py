@@ -167,7 +167,7 @@ def test_collectives_take_no_time() -> None:
     assert simulate(program.with_optimizer_ops(OPTIMIZER_OPS), costs) == simulate(program, costs)
 
 
-def test_what_has_no_cost_takes_no_time() -> None:
+def test_tasks_without_cost_take_no_time() -> None:
     timeline = simulate(lower(chain(2, 2), [(), ()]), {(StageId("llm", 1), Op.BACKWARD): 3})
     assert timeline.makespan == 6 and timeline.busy(0) == 0
 

@@ -57,7 +57,7 @@ def test_the_most_of_all_moments(chosen: list[tuple[LayerCost, str]]) -> None:
     )
 
 
-def test_logits_are_gone_when_a_block_is_made_again() -> None:
+def test_logits_are_freed_before_a_block_is_recomputed() -> None:
     """Check that a recomputed block does not coincide with the logits.
 
     The last layer keeps 5 of its input and 60 of its head, whose gradient takes 60 more. Its block
@@ -73,7 +73,7 @@ def test_logits_are_gone_when_a_block_is_made_again() -> None:
     assert of_stage.remade_bytes == 60
 
 
-def test_processes_share_what_an_option_works_with() -> None:
+def test_processes_shard_the_working_memory() -> None:
     options = (LayerOption(ALL, 1.0, 10, 80), LayerOption(MATMULS, 1.0, 20))
     cost = LayerCost(1.0, 1.0, 1.0, 100, working_bytes=40, options=options)
     node = ModuleNode("llm", (True,))
@@ -83,7 +83,7 @@ def test_processes_share_what_an_option_works_with() -> None:
 
 
 @given(SIZES, SIZES, st.sampled_from([1, 2, 4, 8]))
-def test_what_tensor_parallelism_does_not_share_follows_from_two_processes(
+def test_replicated_sizes_follow_from_two_processes(
     whole: int, shared: int, tp: int
 ) -> None:
     """Measure sizes that are partly replicated and partly sharded."""

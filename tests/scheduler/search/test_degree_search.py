@@ -43,7 +43,7 @@ SMALL = {"layouts": ("modality_parallel",), "chunks": (), "schedules": ("1f1b",)
     models(most_encoders=2, llm_layers=3), st.integers(0, 5), st.sampled_from([1, 2, 4, 6]),
     st.one_of(st.none(), st.integers(20, 200)),
 )
-def test_never_slower_and_within_what_there_is(model, more, microbatches, limit):
+def test_degrees_are_never_slower_within_the_limits(model, more, microbatches, limit):
     graph, profile = model
     profile = replace(profile, links=NETWORK.links)
     ranks = len(graph.nodes) + more
@@ -95,7 +95,7 @@ def everything(graph, profile, ranks, microbatches, network=NETWORK, recompute=F
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("bandwidth", [1e1, 1e3])
-def test_as_good_as_trying_everything_on_one_module(microbatches, bandwidth):
+def test_degrees_equal_brute_force_on_one_module(microbatches, bandwidth):
     network = Network(Link(1e-3, bandwidth), Link(1e-2, bandwidth / 10), 4)
     profile = replace(PROFILE, links=network.links)
     best = everything(LLM, profile, 8, microbatches, network)
@@ -201,7 +201,7 @@ def test_bounds_of_estimates_hold(model, more, microbatches, recompute):
         assert one.bound <= best[chosen] * (1 + 1e-9)
 
 
-def test_a_bound_where_a_stage_keeps_what_others_make_again():
+def test_the_bound_with_stages_that_do_not_recompute():
     """Use an encoder of one stage, whose first layer has no backward and recomputes nothing.
 
     Its second layer's forward counts once.
@@ -218,7 +218,7 @@ def test_a_bound_where_a_stage_keeps_what_others_make_again():
         assert one.bound <= best[tuple(one.degrees[n.name] for n in graph.nodes)] * (1 + 1e-9)
 
 
-def test_one_microbatch_shares_layers_and_many_make_copies():
+def test_many_microbatches_favour_replicas():
     few = propose(PlanProblem(
         LLM, PROFILE, 8, 1, network=NETWORK, degrees={"llm": ALL}, **SMALL
     )).best.plan
@@ -233,7 +233,7 @@ def test_one_microbatch_shares_layers_and_many_make_copies():
     assert degrees_of(many, "llm").tp == 1
 
 
-def test_memory_asks_for_tensor_parallelism():
+def test_memory_limits_require_tensor_parallelism():
     """Use four layers of more than 4000 bytes of state, which two devices hold in halves."""
     heavy = CostProfile(
         {"llm": (replace(BLOCK, parameter_bytes=1000, activation_bytes=0, replicated_bytes=0),)},
@@ -247,7 +247,7 @@ def test_memory_asks_for_tensor_parallelism():
     assert degrees_of(plan, "llm").tp == 2
 
 
-def test_optimizer_state_is_shared_out_where_memory_is_limited():
+def test_optimizer_state_is_sharded_if_memory_is_limited():
     heavy = CostProfile(
         {"llm": (replace(BLOCK, parameter_bytes=1000, activation_bytes=0),)}, links=NETWORK.links
     )

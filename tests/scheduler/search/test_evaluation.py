@@ -60,7 +60,7 @@ def test_a_plan_fits_if_every_rank_does(plan: Plan, share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 1.0, 5.0])
-def test_no_policy_is_searched_for_what_is_far_over_the_limit(
+def test_no_policy_is_searched_far_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     plan = chain(3, 6, "zero_bubble")
@@ -81,7 +81,7 @@ def test_no_policy_is_searched_for_what_is_far_over_the_limit(
         assert "memory_limit" in reason and option.plan.policy is None
 
 
-def test_a_proposal_has_the_fastest_first_and_says_what_does_not_fit() -> None:
+def test_a_proposal_lists_the_fastest_first() -> None:
     plan = chain(3, 6, "1f1b")
     found = Candidates(Network(), ("gpipe", "1f1b", "zero_bubble"))
     with pytest.raises(NoPlanError, match="no plan fits: there is none for this model"):

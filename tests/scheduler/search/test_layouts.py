@@ -173,7 +173,7 @@ def test_which_models_have_encoders_into_the_backbone(space: StageSpace) -> None
 
 @settings(deadline=None)
 @given(spaces(most_heads=2, chains=False), st.data())
-def test_what_follows_the_backbone_is_on_its_last_rank(space: StageSpace, data) -> None:
+def test_successors_of_the_backbone_are_on_its_last_rank(space: StageSpace, data) -> None:
     """Check every layout that shares ranks; any modules may have losses."""
     graph = space.graph
     ranks = data.draw(st.integers(1, graph.node(graph.backbone).num_layers))
@@ -219,7 +219,7 @@ def two_encoders(edges: tuple[tuple[str, str], ...]) -> StageSpace:
     return StageSpace(graph, profile, ranks=4, num_microbatches=2)
 
 
-def test_models_they_are_not_for() -> None:
+def test_models_without_these_layouts() -> None:
     tower = two_encoders((("vision", "audio"), ("audio", "llm")))
     both = two_encoders((("vision", "audio"), ("vision", "llm"), ("audio", "llm")))
     for space in (tower, both):
@@ -235,7 +235,7 @@ def test_models_they_are_not_for() -> None:
 
 
 @pytest.mark.parametrize("ranks", [0, 4])
-def test_ranks_they_are_not_for(ranks: int) -> None:
+def test_rank_counts_without_these_layouts(ranks: int) -> None:
     space = two_encoders((("vision", "llm"), ("audio", "llm")))
     for make in (lambda: colocated(space, 1, ranks), lambda: replicated(space, ranks)):
         with pytest.raises(NoPlanError, match=f"'llm' cannot have {ranks} stages; it has 3"):
@@ -253,7 +253,7 @@ def test_impossible_numbers() -> None:
         chunked(space, {"vision": 1, "audio": 1, "llm": 4}, 2)
 
 
-def test_copies_are_not_needed_for_text() -> None:
+def test_replicas_are_not_needed_for_text() -> None:
     plan = replicated(two_encoders((("vision", "llm"), ("audio", "llm"))), 3)
     program = lower(plan, [[], ["audio"]])
     ran = {i.stage for rank in program for i in rank if i.op is not Op.RECV}

@@ -127,7 +127,7 @@ def test_cuts_and_choices_are_the_best_together(space: StageSpace) -> None:
 
 
 @given(tight_spaces(), st.data())
-def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObject) -> None:
+def test_a_plan_has_layer_options_and_fits(space: StageSpace, data: st.DataObject) -> None:
     fitting = within_memory(space, adaptive=True)
     try:
         counts = data.draw(st.sampled_from(list(fitting.combinations()) or [None]))
@@ -154,7 +154,7 @@ def chain(many: int, options: tuple[LayerOption, ...]) -> tuple[ModuleGraph, Cos
     return graph, CostProfile({"llm": (cost,) * many})
 
 
-def test_the_planner_keeps_what_there_is_room_for() -> None:
+def test_the_planner_keeps_activations_that_fit() -> None:
     """Check that the first stages recompute a little, instead of full recomputation or uneven cuts.
     """
     options = (LayerOption("matmuls", 0.1, 60), LayerOption("all", 1.0, 10))
@@ -200,7 +200,7 @@ def test_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch, limit: int) 
     assert len({label for label, _ in plans}) == len(plans)
 
 
-def test_cuts_know_what_is_made_again() -> None:
+def test_cuts_account_for_recomputation() -> None:
     """Use little memory: even stages are not the best, as later ones hold fewer microbatches."""
     graph, profile = chain(16, (LayerOption("all", 1.0, 10),))
     only = {"layouts": ("modality_parallel",), "schedules": ("1f1b",)}

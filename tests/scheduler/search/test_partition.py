@@ -123,7 +123,7 @@ def test_both_solvers_agree_on_long_models(costs, stages):
     assert max(range_costs(costs, probe)) == max(range_costs(costs, programme))
 
 
-def test_spare_room_is_spread_over_the_stages():
+def test_spare_capacity_is_spread_over_the_stages():
     # The bottleneck is the one heavy layer; all later ones could be in one stage.
     costs = [4, 1, 1, 1, 1]
     assert partition_with_cuts(costs, 3) == ((0, 1), (1, 3), (3, 5))
@@ -133,7 +133,7 @@ def test_spare_room_is_spread_over_the_stages():
         assert sorted(hi - lo for lo, hi in solver([1] * 10, 3)) == [3, 3, 4]
 
 
-def test_a_dear_cut_is_avoided():
+def test_an_expensive_cut_is_avoided():
     costs = [1, 1, 1, 1]
     assert partition_with_cuts(costs, 2) == ((0, 2), (2, 4))
     assert partition_with_cuts(costs, 2, [0, 0, 5, 0]) in (
@@ -142,7 +142,7 @@ def test_a_dear_cut_is_avoided():
     )
 
 
-def test_a_limit_that_depends_on_the_place():
+def test_a_limit_that_depends_on_the_stage():
     # The first stage holds twice the activations, so it may have half as many layers.
     ranges = partition_with_cuts(
         [1, 1, 1, 1, 1], 2, feasible=lambda index, lo, hi: (2 - index) * (hi - lo) <= 4
@@ -173,7 +173,7 @@ def test_stages_that_cannot_be_filled_are_refused(stages):
 
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
-def test_costs_that_are_no_costs_are_refused(bad):
+def test_invalid_partition_costs_are_refused(bad):
     with pytest.raises(NoPlanError, match="costs: the entry for layer 1"):
         partition_layers([1, bad], 1)
     with pytest.raises(NoPlanError, match="cut_costs"):

@@ -155,7 +155,7 @@ def test_stage_counts_within_memory(model: Model, more: int, microbatches: int, 
 
 
 @given(models(), st.integers(0, 3), st.integers(1, 5), st.integers(1, 300), st.data())
-def test_what_every_option_promises(
+def test_guarantees_of_every_option(
     model: Model, more: int, microbatches: int, limit: int, data: st.DataObject
 ) -> None:
     graph, profile = model
@@ -337,7 +337,7 @@ def small(parameter_bytes: int = 4, **changes: float) -> Model:
     return graph, CostProfile({"vision": (cost,) * 3, "llm": (cost,) * 4})
 
 
-def test_recomputes_only_where_nothing_else_fits() -> None:
+def test_recomputes_only_if_nothing_else_fits() -> None:
     graph, profile = small()
     plenty = propose(PlanProblem(graph, profile, 4, 8, memory_limit=1000))
     assert not any(s.recompute for o in plenty.options for s in o.plan.stages)
@@ -414,7 +414,7 @@ def test_more_ranks_than_layers() -> None:
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
     ],
 )
-def test_what_it_does_not_accept(options: dict, message: str) -> None:
+def test_rejected_planning_problems(options: dict, message: str) -> None:
     graph, profile = small()
     with pytest.raises(ValueError, match=message):
         propose(PlanProblem(graph, profile, **{"ranks": 4, "num_microbatches": 2, **options}))

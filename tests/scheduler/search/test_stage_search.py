@@ -206,7 +206,7 @@ def test_no_schedule_undercuts_the_bound(space):
 
 
 @given(spaces())
-def test_partitions_balance_what_stages_run(space):
+def test_partitions_balance_the_executed_work(space):
     work = layer_work(space.graph, space.profile)
     for counts in itertools.islice(space.combinations(), 8):
         plan = space.plan(counts)
@@ -234,7 +234,7 @@ def vision_and_llm(trainable: bool = False) -> tuple[ModuleGraph, CostProfile]:
     return graph, CostProfile({"vision": (layer,) * 5, "llm": (layer,) * 6})
 
 
-def test_a_stage_recomputes_only_if_all_of_it_has_a_backward():
+def test_only_stages_with_a_full_backward_recompute():
     graph, profile = vision_and_llm()
     assert has_backward(graph)["vision"] == (False,) * 4 + (True,)
     partitions = {"vision": ((0, 4), (4, 5)), "llm": ((0, 3), (3, 6))}
@@ -299,7 +299,7 @@ def test_loosely_coupled_keeps_the_pace_of_the_llm():
     assert [c["llm"] for c in plans(8, relax=False)] == [1, 2, 6]
 
 
-def test_alternatives_say_what_lost():
+def test_alternatives_include_the_losing_plans():
     graph, profile = vision_and_llm(trainable=True)
     space = StageSpace(graph, profile, ranks=5, num_microbatches=8)
     result = joint_search(space, iteration_time, alternatives=2)

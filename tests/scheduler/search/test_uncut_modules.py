@@ -37,7 +37,7 @@ def models(draw):
 
 
 @given(models(), st.sets(st.sampled_from(["vision", "llm"]), min_size=1))
-def test_a_whole_module_costs_what_its_blocks_cost(model, whole):
+def test_an_uncut_module_costs_as_much_as_its_blocks(model, whole):
     graph, profile = model
     merged_graph, merged = with_uncut_modules(graph, profile, whole)
     before, after = layer_work(graph, profile), layer_work(merged_graph, merged)

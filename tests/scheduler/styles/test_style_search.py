@@ -117,7 +117,7 @@ def everything(problem: StyleProblem):
 
 @given(style_problems())
 @settings(max_examples=25)
-def test_it_is_as_good_as_trying_everything(problem):
+def test_the_style_search_equals_brute_force(problem):
     seconds = list(everything(problem))
     if not seconds:
         with pytest.raises(PlanError, match="no plan fits"):
@@ -156,7 +156,7 @@ def test_the_best_plan_is_never_slower_than_its_1f1b(problem, count, device, sch
 
 @given(style_problems(), st.booleans())
 @settings(max_examples=25)
-def test_it_is_never_slower_than_where_it_begins(problem, stopped):
+def test_the_style_search_is_never_slower_than_its_start(problem, stopped):
     """Check local moves, too, an immediate end, and reproducibility."""
     try:
         start = search_between(problem, {}).best
