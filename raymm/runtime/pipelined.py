@@ -288,7 +288,8 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
 
 
 def model_name(stage: StageId, name: str) -> str:
-    """``(StageId("vision", 0), "module.x")`` -> ``"vision_encoder.module.x"``."""
+    """Return a parameter's name in the model, such as ``"vision_encoder.module.x"`` for
+    ``"module.x"`` of stage ``vision.0``."""
     is_language = module_kind(stage.module) is ModuleKind.LANGUAGE_MODEL
     return f"{'language_model' if is_language else stage.module + '_encoder'}.{name}"
 
