@@ -14,5 +14,5 @@ def test_every_shard_is_on_two_nodes_if_possible(nodes):
     assert all(nodes[rank] != nodes[keeper] for rank, keeper in kept.items())
 
 
-def test_the_keeper_is_the_next_node():
+def test_the_keeper_is_on_the_next_node():
     assert keepers({0: "a", 1: "a", 2: "b", 3: "b"}) == {0: 2, 1: 2, 2: 0, 3: 0}

@@ -246,7 +246,7 @@ def test_blocks_are_skipped_by_any_generator():
         compare(in_stages(model, step, pp), step, due)
 
 
-def test_features_that_contradict_skipped_blocks_are_refused():
+def test_in_place_changes_with_skipped_blocks_are_refused():
     model = noisy(hasty=0.01, in_place=True)
     why = "NoisyEncoder cannot be cut between its blocks in training: .*in place"
     with pytest.raises(ProbeError, match=why):

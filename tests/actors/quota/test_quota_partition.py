@@ -87,7 +87,7 @@ def test_an_h100():
     assert [g for _, g, _ in groups({str(i): 0.1 for i in range(10)})] == [2] * 6 + [1] * 4
 
 
-def test_a_module_alone_gets_the_remaining_multiprocessors():
+def test_a_module_alone_gets_all_multiprocessors():
     (one,) = partition({"llm": 1.0}, H100)
     assert one.whole and one.sms == 132 and one.share == 1.0
     (almost,) = partition({"llm": 0.99}, H100)

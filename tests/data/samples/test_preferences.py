@@ -94,7 +94,7 @@ def test_invalid_samples(tmp_path, row, options, says):
         steps_of(tmp_path, [row], **options)
 
 
-def test_settings_that_fit_preferences():
+def test_preferences_require_random_batching():
     with pytest.raises(ValueError, match="batching 'random'"):
         DataConfig(
             train="a", tokenizer="b", batch_size=1, microbatches=1, preferences=True,

@@ -62,7 +62,7 @@ def test_suggested_budgets_hold_every_sample(of: SampleSizes, samples_per_group:
 
 
 @pytest.mark.parametrize("samples_per_group", [3, 4, 6])
-def test_suggested_budgets_fit_the_commonest_size(samples_per_group) -> None:
+def test_suggested_budgets_follow_the_commonest_size(samples_per_group) -> None:
     # ChartQA has images of 5 tiles, nine out of ten.
     tiles, tokens = suggest_budgets(real("chartqa"), samples_per_group)
     assert tiles == 5 * samples_per_group

@@ -43,7 +43,7 @@ def test_search_finds_the_least_seconds_of_four(problem) -> None:
 
 
 @given(problems(most=3, edges=False), st.floats(0.5, 1.5))
-def test_the_probe_is_exact_at_its_threshold(problem, factor: float) -> None:
+def test_the_probe_decides_if_a_stage_is_faster(problem, factor: float) -> None:
     stage = (1 << len(problem.names)) - 1
     least = brute_force_stage(problem, stage)
     below = factor * (least if math.isfinite(least) else 1.0)
