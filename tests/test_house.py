@@ -10,7 +10,7 @@ def test_the_house_is_in_order() -> None:
     assert house.problems() == []
 
 
-def test_the_table_goes_one_way() -> None:
+def test_the_import_table_is_acyclic() -> None:
     rooms = list(house.TABLE)
     upward = [
         f"{room} -> {other}" for room in rooms for other in house.may_import(room)

@@ -76,7 +76,7 @@ def test_names_are_the_fields_words() -> None:
     assert [text for file in house.files() for text in replaced(file)] == []
 
 
-def test_names_say_what_they_are_of() -> None:
+def test_names_are_not_vague() -> None:
     vague = [
         f"{file}: {name}" for file in house.files() for name in sorted(names(file))
         if name.strip("_").lower() in VAGUE

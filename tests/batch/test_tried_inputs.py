@@ -66,7 +66,7 @@ def test_accepted_inputs_are_tried_once():
     assert calls == [["scale", "x"]]
 
 
-def test_a_loss_that_would_be_dropped_is_refused_before_anything_starts():
+def test_a_loss_that_would_be_dropped_is_refused_early():
     config = hf.DogeConfig(
         **SMALL, is_moe=True, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
         router_aux_loss_coef=0.5,

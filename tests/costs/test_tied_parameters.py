@@ -80,7 +80,7 @@ def test_a_module_that_is_not_cut_holds_a_tied_parameter_once() -> None:
     assert [cost.parameter_bytes for cost in merged.modules["llm"]] == [exact]
 
 
-def test_weight_gradients_of_adapters_move_no_bytes_of_their_base() -> None:
+def test_adapter_gradients_move_no_bytes_of_the_base() -> None:
     """Use a device with instant products, so that B_w takes the time of its bytes."""
     device = find_device("H100")
     slow = type(device)(**{**vars(device), "flops": dict.fromkeys(device.flops, 1e30)})

@@ -73,7 +73,7 @@ GRIDS = st.lists(
 
 @settings(max_examples=4, deadline=None)
 @given(GRIDS, st.booleans())
-def test_a_tower_of_native_sizes_attends_within_items_and_windows(grids, windows):
+def test_native_size_towers_attend_within_items_and_windows(grids, windows):
     module = tiny_qwen(windows).eval()
     # torch's counter does not support the CPU's flash attention
     module.set_attn_implementation("eager")

@@ -195,7 +195,7 @@ def test_loss_annotates_the_gaps_at_the_end(tmp_path) -> None:
     [{"step": 1, "loss": 2.0}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}],
     [{"step": 1, "heldout_loss_shuffled_vision": 2.0}],
 ], ids=["empty", "nothing finite", "one infinite", "shuffled alone"])
-def test_loss_leaves_out_what_it_cannot_draw(tmp_path, rows) -> None:
+def test_the_loss_curve_skips_invalid_values(tmp_path, rows) -> None:
     draw_loss(rows, tmp_path / "loss.svg")
     check_picture(tmp_path, "loss.svg")
 

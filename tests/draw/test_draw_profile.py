@@ -36,7 +36,7 @@ def test_equal_profiles_give_equal_bytes(tmp_path):
     assert labelled.read_bytes() != one
 
 
-def test_it_is_labelled(tmp_path):
+def test_the_profile_picture_has_labels(tmp_path):
     text = draw_profile(profile(4, 3), tmp_path / "p.svg", title="mine").read_text()
     assert "<svg" in text
     for comment in ("mine", "llm, 99 tokens", "B_w: gradient of the weights"):

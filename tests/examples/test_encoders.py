@@ -19,7 +19,7 @@ def test_efficientnet_shape_and_blocks():
     assert sum(p.numel() for p in model.parameters()) == 4_652_008 - 1_281_000
 
 
-def test_frozen_batch_norm_ignores_train_mode_and_trainable_does_not():
+def test_only_frozen_batch_norm_ignores_train_mode():
     model = build()
     x = torch.randn(2, 3, 64, 64)
     model.requires_grad_(False).train()

@@ -34,7 +34,7 @@ def test_values_and_padding(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparency_is_white_whatever_colour_it_hides(tmp_path, mode):
+def test_transparency_is_white_over_any_hidden_colour(tmp_path, mode):
     path = tmp_path / "clear.png"
     if mode == "P":
         image = Image.new("P", (20, 20), 0)

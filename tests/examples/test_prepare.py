@@ -198,7 +198,7 @@ def _tool(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_apt_updates_its_own_lists_only_when_the_package_is_unknown(tmp_path, monkeypatch):
+def test_apt_updates_its_lists_for_unknown_packages_only(tmp_path, monkeypatch):
     """Use an apt-get that knows no package before ``update``."""
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -38,7 +38,7 @@ def test_the_line_shows_pips_progress(progress, capsys, line, state):
     assert printed(progress, capsys, line) == f"installing: {state}"
 
 
-def test_a_failure_shows_what_pip_printed(capfd):
+def test_a_failure_shows_pips_output(capfd):
     assert install.main(["installing", "--no-index", "not-a-package-of-anyone"]) == 1
     output = capfd.readouterr()
     assert "No matching distribution found for not-a-package-of-anyone" in output.err

@@ -43,7 +43,7 @@ def test_contrastive_losses_of_parts_equal_the_whole():
     torch.testing.assert_close(torch.cat(parts), loss(first, second))
 
 
-def test_contrastive_losses_of_towers_of_different_lengths_are_refused():
+def test_contrastive_towers_of_other_lengths_are_refused():
     for first, second in ((3, 2), (2, 3)):
         with pytest.raises(ModelError, match=f"first has {first} samples and second {second}"):
             ContrastiveLoss()(torch.randn(first, 3), torch.randn(second, 3))

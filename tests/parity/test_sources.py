@@ -23,7 +23,7 @@ def assert_same_bits(parallel, model):
     assert [n for n in due if not torch.equal(mine[n], due[n].detach())] == []
 
 
-def test_configs_and_factories_start_from_the_same_bits_in_any_layout(ray_cluster):
+def test_initial_weights_are_bitwise_equal_in_any_layout(ray_cluster):
     model = MultimodalModule(
         {
             "vision": ModalityModule(

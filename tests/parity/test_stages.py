@@ -93,7 +93,7 @@ def check_pair(model, spec, ray_cluster):
         check_training(parallel, oracle, [[step], [[mixed]], [[text, mixed]]])
 
 
-def test_clip_and_gemma3_with_a_projector_on_a_rank_of_its_own(ray_cluster):
+def test_clip_and_gemma3_with_a_projector_on_a_separate_rank(ray_cluster):
     """Tie embeddings; sliding-window layers on both sides of the cut."""
     model = MultimodalModule(
         {"vision": ModalityModule(pm.build(pm.clip(), 1), "mlp")},

@@ -340,7 +340,7 @@ def test_foreign_surfaces_are_refused_by_field(tmp_path, changes, text):
             planned(plan, **changes)
 
 
-def test_lengths_and_surfaces_of_unknown_lengths_are_refused_together():
+def test_lengths_with_surfaces_of_unknown_length_are_refused():
     given = [surface("a"), surface("b")]
     with pytest.raises(PlanError, match="tokens is {'a': 4}, but the given surfaces"):
         raymm.plan_multiplexed(towers(a=64, b=64), gpus=2, surfaces=given, tokens={"a": 4})
@@ -372,7 +372,7 @@ def test_surfaces_without_one_whole_device_refuse_pipelines_only():
     assert "pipelined does not run: surfaces of 'llm' lack one full device" in found.explain()
 
 
-def test_a_given_plan_is_compared_on_its_devices_with_its_microbatches():
+def test_a_given_plan_is_compared_under_its_own_settings():
     model, options = vlm(), {"device": "H100", "tokens": {"vision": 64, "llm": 512}}
     given = MultimodalParallelSpec(num_microbatches=2).plan(model)
     ranks = given.num_ranks

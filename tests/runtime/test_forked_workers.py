@@ -76,7 +76,7 @@ def test_rays_private_constant_exists(ray_cluster):
     assert ray_constants.SETUP_WORKER_FILENAME == name
 
 
-def test_a_worker_is_the_child_of_a_server_that_has_imported_torch(ray_cluster):
+def test_a_worker_is_forked_from_a_server_with_torch(ray_cluster):
     @ray_cluster.remote(num_cpus=0)
     def parent() -> list[str]:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
@@ -181,7 +181,7 @@ def test_invalid_requests_do_not_end_a_server(owner, tmp_path):
     assert worker(address, tmp_path)["parent"] == pid
 
 
-def test_a_worker_has_the_environment_and_outputs_it_was_started_with(owner, tmp_path):
+def test_a_worker_has_its_own_environment_and_outputs(owner, tmp_path):
     _, ((pid, address), _) = owner
     first = worker(address, tmp_path, COLOUR="red")
     second = worker(address, tmp_path)

@@ -20,7 +20,7 @@ ENCODER = ModuleNode("vision", (False,) * 7 + (True,), projector=True)
         (ParallelSpec(pp=2, layers=(7, 1)), ((0, 7), (7, 8))),
     ],
 )
-def test_blocks_are_split_evenly_and_the_projector_goes_with_the_last(spec, ranges):
+def test_blocks_are_split_evenly_with_the_projector_last(spec, ranges):
     assert split_layers(ENCODER, spec) == ranges
 
 

@@ -70,7 +70,7 @@ def test_configuration_sections_are_exported_unchanged(tmp_path, values):
     assert contents(tmp_path / "out") == contents(source)
 
 
-def test_trained_weights_are_rounded_and_a_second_export_is_equal(tmp_path):
+def test_a_second_export_of_trained_weights_is_equal(tmp_path):
     source = folder(tmp_path / "in", **TIED)
     model = read(source)
     with torch.no_grad():

@@ -98,7 +98,7 @@ def early(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EARLY)
-def test_an_early_error_says_what_to_do(early, name):
+def test_an_early_error_names_a_remedy(early, name):
     code, text = early[0][name]
     flat = " ".join(text.split())
     assert code == 2 and not [part for part in EARLY[name][1] if part not in flat], text

@@ -77,7 +77,7 @@ def test_an_installed_package_holds_every_module(copy, tmp_path):
     assert all(Path(file).is_relative_to(target / "raymm") for file in files.values()), files
 
 
-def test_a_checkout_that_is_not_installed_imports_the_same_modules(copy, tmp_path):
+def test_an_uninstalled_checkout_has_the_same_modules(copy, tmp_path):
     files = files_of(python(WHERE, tmp_path, copy))
     for name, file in files.items():
         path = copy.joinpath(*name.split("."))

@@ -105,7 +105,7 @@ def test_a_surface_file_is_accepted_as_profile(raymm, make_config, tmp_path, wid
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
 
 
-def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wide, no_ray):
+def test_auto_compares_styles_and_reports_the_faster(raymm, make_config, tmp_path, wide, no_ray):
     code, text = raymm(
         "plan", "--style", "auto", make_config({"data.microbatches": 2}), "--ranks", "2",
         "--device", "H100", "--out", str(tmp_path / "out"),

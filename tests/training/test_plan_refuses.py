@@ -45,7 +45,7 @@ def sentence(text):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_plan_refuses_what_train_refuses(raymm, make_config, no_new_actors, tmp_path, name):
+def test_plan_and_train_refuse_the_same(raymm, make_config, no_new_actors, tmp_path, name):
     settings, part = WRONG[name]
     overrides = [word for setting in settings for word in ("--set", setting)]
     config = make_config({})

@@ -31,7 +31,7 @@ def changes(inputs, tmp_path):
     }
 
 
-def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
+def test_a_preference_run_resumes(ray_cluster, raymm, changes, make_config, tmp_path):
     config, run = make_config(changes), tmp_path / "run"
     code, text = raymm("train", config)
     assert code == 0, text

@@ -123,7 +123,7 @@ def losses(tmp_path):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_adapters_packing_balance_and_shared_tokens_by_configuration(tmp_path):
+def test_vlm_options_by_configuration(tmp_path):
     folder, data = tiny("gemma3")
     lora = {"lora": {"r": 2, "alpha": 4}}
     file = configuration(

@@ -109,7 +109,7 @@ def test_first_forward_of_a_stage_may_take_long():
         assert "forward llm.0" in where.report().longest
 
 
-def test_whereabouts_know_the_longest_of_each_kind_and_what_waits():
+def test_the_task_tracker_keeps_longest_tasks_and_waits():
     where = TaskTracker()
     with where.during("a step"), where.in_thread("writing"):
         where.enter("forward")

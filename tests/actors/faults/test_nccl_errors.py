@@ -44,7 +44,7 @@ def test_the_error_of_any_group_is_returned(error, groups) -> None:
     assert nccl_error() == ""
 
 
-def test_a_timeout_ends_the_process_unless_its_groups_are_aborted(groups, monkeypatch) -> None:
+def test_a_timeout_spares_processes_with_aborted_groups(groups, monkeypatch) -> None:
     ended, sleeps = threading.Event(), []
 
     def sleep(seconds: float) -> None:

@@ -175,7 +175,7 @@ def test_the_host_waits_once_for_the_state_of_all_parameters(monkeypatch):
     assert len(reads) == 1 and all(len(state) == 3 for state in states.values())
 
 
-def test_work_of_a_step_in_bf16_grows_with_the_number_of_parameters(monkeypatch):
+def test_bf16_step_work_grows_with_the_parameters(monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
 
     def lines(count: int) -> int:

@@ -76,7 +76,7 @@ def test_the_next_token_cross_entropy_and_no_loss_are_accepted():
     check_loss(MultimodalModule({}, ModalityModule(WithoutLabels(hf.LlamaConfig(**SIZES)))))
 
 
-def test_a_class_whose_labels_are_shifted_by_the_caller_is_refused():
+def test_classes_with_labels_shifted_by_the_caller_are_refused():
     bart = hf.BartConfig(
         d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32,
     )  # fmt: skip

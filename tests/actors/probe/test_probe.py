@@ -253,7 +253,7 @@ def test_blocks_that_share_parameters_are_not_separated():
             stage_parameters(encoder, info, lo, hi)
 
 
-def test_a_language_model_that_cannot_be_fed_embeddings_is_refused():
+def test_language_models_without_embeds_input_are_refused():
     config = hf.CpmAntConfig(
         hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=16, num_hidden_layers=2,
         vocab_size=32, prompt_types=2, prompt_length=2, segment_types=2,

@@ -69,7 +69,7 @@ def test_another_loss_is_refused_by_class_and_numbers(llava, loss):
     assert abs(own - due) > 1e-5 * due
 
 
-def test_losses_that_are_the_cross_entropy_or_absent_are_accepted(llava):
+def test_cross_entropy_and_missing_losses_are_accepted(llava):
     class WithoutLoss(transformers.LlavaForConditionalGeneration):
         def forward(self, input_ids=None, pixel_values=None, attention_mask=None, use_cache=None):
             return super().forward(input_ids, pixel_values, attention_mask=attention_mask)

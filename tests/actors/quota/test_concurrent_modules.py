@@ -219,7 +219,7 @@ class Ordered(RecordingBackend):
         return stream
 
 
-def test_streams_wait_for_events_and_keep_what_they_read(side):
+def test_streams_wait_for_events_and_keep_their_inputs(side):
     backend = Ordered()
     streams = StreamPool(backend, {"s": QUOTAS}).select("s")
     x = torch.ones(2)

@@ -107,7 +107,7 @@ def test_failures_name_the_call():
     assert not driver.contexts, "contexts are destroyed all the same"
 
 
-def test_a_context_of_another_size_is_refused_and_still_destroyed():
+def test_a_context_of_another_size_is_refused_and_destroyed():
     class Stingy(FakeDriver):
         def cuDevResourceGenerateDesc(self, resources, count):
             return super().cuDevResourceGenerateDesc(resources[:-1], count - 1)
@@ -157,7 +157,7 @@ def used_functions() -> list[str]:
     return sorted(set(re.findall(r'"(cu[A-Z]\w+)"', source)))
 
 
-def test_every_function_used_is_in_the_bindings_with_these_parameters():
+def test_used_functions_match_the_bindings():
     driver = real_driver()
     fake = FakeDriver()
     names = used_functions()

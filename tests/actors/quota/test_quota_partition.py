@@ -103,7 +103,7 @@ def test_requested_and_granted_quotas_are_reported():
     )
 
 
-def test_fewer_groups_than_the_number_of_multiprocessors_suggests():
+def test_fewer_groups_than_multiprocessors_suggest():
     gpu = Multiprocessors(132, 8, 14)
     found = partition({"a": 0.75, "b": 0.125, "c": 0.125}, gpu)
     assert [one.groups for one in found] == [10, 2, 2]

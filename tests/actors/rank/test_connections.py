@@ -192,7 +192,7 @@ def _links_between_two(rank: int, port: int) -> None:
     dist.barrier()
 
 
-def test_all_links_of_a_process_share_the_thread_that_moves_bytes() -> None:
+def test_links_of_a_process_share_one_thread() -> None:
     with socket.create_server((LOCAL, 0)) as free:
         port = free.getsockname()[1]
     run_processes(_links_between_two, (port,), 2)

@@ -14,7 +14,7 @@ PATIENCE_S = 600
 @pytest.mark.ray
 @pytest.mark.system
 @pytest.mark.timeout(PATIENCE_S + 10)
-def test_a_lost_node_and_a_lost_server_of_the_cluster_end_the_run(tmp_path):
+def test_a_lost_node_or_gcs_ends_the_run(tmp_path):
     """Kill the node's server, then stop the cluster's server.
 
     Without detection, the processes of the node would continue for a quarter of a minute, and steps

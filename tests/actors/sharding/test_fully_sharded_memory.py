@@ -65,6 +65,6 @@ def _run(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def test_blocks_that_are_gathered_in_the_compute_dtype_keep_no_copies():
+def test_blocks_gathered_in_compute_dtype_keep_no_copies():
     """Fail if an assertion in the process fails."""
     run_processes(_run, (), 1)

@@ -53,7 +53,7 @@ def test_wrong_sources_are_named(train, message):
         DataConfig(**FIELDS, train=train)
 
 
-def test_a_run_configurations_errors_list_what_is_accepted():
+def test_configuration_errors_list_accepted_values():
     values = {
         "run": {"storage_path": "x", "steps": 1}, "model": {"language_model": {"path": "x"}},
         "data": FIELDS | {"train": [{"path": "a", "colum": {}}], "modalities": {}},

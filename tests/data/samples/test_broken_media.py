@@ -65,7 +65,7 @@ def test_grey_of_16_bits_is_scaled(tmp_path):
     assert grey_of(tmp_path / "ten_bits.pgm") == [0, 1, 128, 255]
 
 
-def test_grey_of_16_bits_with_a_transparent_level_and_an_orientation(tmp_path):
+def test_16_bit_grey_with_transparency_and_orientation(tmp_path):
     data = struct.pack(">4H", 0, 257, 32768, 65535)
     (tmp_path / "t.png").write_bytes(png(4, 16, 0, data, struct.pack(">H", 257)))
     assert grey_of(tmp_path / "t.png") == [0, 255, 128, 255]

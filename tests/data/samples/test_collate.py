@@ -92,7 +92,7 @@ def test_shuffled_pairs_get_one_other_pairs_items(counts, seed):
     assert stayed == max(0, 2 * max(counts) - sum(counts))
 
 
-def test_shuffle_follows_its_generator_and_ignores_absent_modalities():
+def test_shuffle_follows_its_generator():
     microbatch = collate([encoded(str(i), [1, 2], [i]) for i in range(20)], pad_id=0)
     drawn = [
         tuple(

@@ -31,7 +31,7 @@ def opened(file: Path, *allowed: str, skip: bool = False) -> JsonDataset:
     "../secret.png", "sub/../../secret.png", "/etc/passwd", "{tmp}/secret.png", "..",
     "{tmp}/data-of-others/a.png",
 ])
-def test_paths_that_leave_the_folder_are_refused_when_the_source_is_opened(tmp_path, name):
+def test_paths_outside_the_folder_are_refused_on_opening(tmp_path, name):
     (tmp_path / "secret.png").touch()
     file = rows(tmp_path / "data", "a.png", name.format(tmp=tmp_path))
     with pytest.raises(DataError, match=r"train.jsonl:2: column 'images' names .*media_folders"):

@@ -23,7 +23,7 @@ def ids(tokenizer, text):
     return tokenizer.convert_tokens_to_ids(text.split(" "))
 
 
-def test_assistant_turns_are_labels_to_their_ends():
+def test_assistant_turns_have_labels_to_their_ends():
     tokenizer = build_tokenizer()
     turns = [("user", "what is"), ("assistant", "a cat"), ("user", "is it"), ("assistant", "yes")]
     input_ids, labels = encode_text(tokenizer, sample(turns), 100)

@@ -104,7 +104,7 @@ def test_extractors_take_all_audio_or_are_refused(name):
         WholeSounds(rate).check(sound, features)
 
 
-def test_a_folder_of_an_extractor_refuses_what_it_would_cut(tmp_path):
+def test_extractor_folders_refuse_audio_that_would_be_cut(tmp_path):
     whisper().save_pretrained(tmp_path / "extractor")
     process = load_processor(str(tmp_path / "extractor"))
     for seconds in (1, 3):

@@ -30,7 +30,7 @@ def test_rows_see_the_items_that_they_are_shown(length, items, tokens, share, se
     assert masks[0] is masks[3]
 
 
-def test_what_cannot_be_a_mask_is_refused():
+def test_invalid_cross_masks_are_refused():
     shown = torch.ones(1, 4, 2)
     for wrong, said in (
         (lambda: cross_masks(shown[0], 5), r"must be \(B, T, I\)"),

@@ -89,7 +89,7 @@ def test_kinds_only_hide_pairs_if_bits_are_needed(name):
         assert np.array_equal(mask.dense().numpy(), intervals)
 
 
-def test_equal_neighbours_are_joined_and_tables_cannot_be_written():
+def test_equal_neighbours_are_joined_and_tables_read_only():
     table = query_rows([0, 3, 3, 5], hi=1, hi_slope=1)
     mask = AttentionMask(table, np.array([[0, 1], [4, 1]]), 8, 8)
     assert same_tables(mask, causal(8))
@@ -116,7 +116,7 @@ def test_impossible_tables_are_refused(table, keys, n_queries, said):
         AttentionMask(table, np.array(keys), n_queries, 4)
 
 
-def test_errors_name_what_is_wrong():
+def test_errors_name_the_invalid_value():
     mask = causal(8)
     with pytest.raises(ModelError, match="window must be at least 1"):
         mask.windowed(0)

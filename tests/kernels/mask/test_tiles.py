@@ -62,7 +62,7 @@ def test_tiles_of_patterns(name, blocks):
     assert check(every_pattern(283)[name](), *blocks) == 0
 
 
-def test_a_causal_mask_has_one_full_and_one_partial_run_per_block():
+def test_a_causal_mask_has_two_runs_per_block():
     tiles = key_runs(causal(640), 64, 64)
     assert len(tiles.runs) == 19
     assert tiles.work.tolist() == list(range(1, 11))

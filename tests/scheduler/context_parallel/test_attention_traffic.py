@@ -155,6 +155,6 @@ def test_a_plan_can_show_why():
         (lambda: choose_method(even(8, 8, 8), methods=["ulysses"]), "none can be used: ulysses"),
     ],
 )
-def test_errors_name_field_value_and_what_is_accepted(call, says):
+def test_errors_name_field_value_and_accepted_values(call, says):
     with pytest.raises(PlanError, match=says):
         call()

@@ -122,7 +122,7 @@ LLM = ("modules", "llm", 0)
         (("mood",), 1, r"the profile has unknown keys \['mood'\]"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(path, value, message):
+def test_errors_in_a_table_file_are_named(path, value, message):
     data = copy.deepcopy(json.loads(table().to_json()))
     target = data
     for key in path[:-1]:

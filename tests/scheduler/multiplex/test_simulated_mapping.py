@@ -135,7 +135,7 @@ def test_without_surfaces_time_is_inverse_to_the_quota():
 
 
 @given(problems(limits=(None,)), st.integers(1, 2))
-def test_a_plan_whose_profile_has_surfaces_is_predicted_by_them(problem, microbatches):
+def test_surfaces_of_a_profile_predict_its_plan(problem, microbatches):
     """Compare with the surfaces themselves, not seconds over quota; bytes are those of shares."""
     mapping = solve(problem)
     plan, expected = simulated(problem, mapping, microbatches)
@@ -169,7 +169,7 @@ def test_a_plan_whose_profile_has_surfaces_is_predicted_by_them(problem, microba
         ) == pytest.approx(8400, abs=len(sent))
 
 
-def test_colocated_quotas_of_a_pipeline_are_predicted_by_surfaces():
+def test_surfaces_predict_colocated_quotas_of_a_pipeline():
     graph = ModuleGraph(
         (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("llm", (True,))),
         (("a", "llm"), ("b", "llm")),

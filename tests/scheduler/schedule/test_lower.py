@@ -50,7 +50,7 @@ def ops_of(program: Program) -> dict[tuple[str, int], Counter[Op]]:
 
 
 @given(steps(any_plans()))
-def test_every_schedule_runs_what_1f1b_runs(step: tuple[Plan, list[set[str]]]) -> None:
+def test_every_schedule_runs_the_tasks_of_1f1b(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
     program = lower(plan, present)
     check_program(program)

@@ -81,7 +81,7 @@ def test_messages_spelled_out() -> None:
 
 
 @pytest.mark.parametrize("frozen", [1, 2, 4])
-def test_frozen_stages_in_front_have_no_backward_and_get_no_gradient(frozen: int) -> None:
+def test_leading_frozen_stages_have_no_backward(frozen: int) -> None:
     program = lower(chain(4, 6, frozen), [()] * 6)
     for rank, instructions in enumerate(program):
         if rank < frozen:

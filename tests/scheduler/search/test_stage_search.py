@@ -182,7 +182,7 @@ def check(space: StageSpace, fits=lambda plan: True, **options) -> None:
 
 
 @given(spaces(), st.sampled_from([None, work_bound]), st.booleans())
-def test_joint_is_exhaustive_and_never_worse_than_loosely_coupled(space, bound, trust):
+def test_joint_search_equals_brute_force(space, bound, trust):
     check(space, lower_bound=bound, profile_bound=trust)
 
 
