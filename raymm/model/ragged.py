@@ -46,7 +46,7 @@ def split_rows(
     """
     total = len(batch["input_ids"])
     if total % count:
-        raise DataError(f"the batch has {total} rows, which do not divide into {count}")
+        raise DataError(f"the batch has {total} rows, which is not divisible by {count}")
     size, in_towers = total // count, {entry for entries in towers.values() for entry in entries}
     microbatches: list[dict[str, torch.Tensor]] = []
     for lo in range(0, total, size):

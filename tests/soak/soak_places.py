@@ -94,7 +94,7 @@ def _of_driver(phase: str, kind: str) -> str:
     if kind in ("SIGSTOP", "hang"):
         return "nobody looks after the driver but who started it"
     if kind == "MemoryError":
-        return "a callback that raises is left out, and the run goes on without it"
+        return "a callback that raises is left out, and the run continues without it"
     if "disk" in kind and phase not in COMMIT:
         return "only a checkpoint's files may fail; the run ends by its logs'"
     if kind == STOPPED and phase in ("start", "recovery"):
