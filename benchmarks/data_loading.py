@@ -1,4 +1,4 @@
-"""Claim: data workers decode and collate at the rate of torch's DataLoader.
+"""Claim: data workers decode and collate at least as fast as torch's DataLoader.
 
 Run with `python -m benchmarks.data_loading --json`.
 

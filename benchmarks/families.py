@@ -1,4 +1,4 @@
-"""Claim: raymm cuts every causal language model and encoder of transformers exactly.
+"""Claim: every language model and encoder of transformers is cut exactly or rejected by name.
 
 Run with `python -m benchmarks.families --json`.
 

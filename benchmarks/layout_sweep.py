@@ -1,4 +1,4 @@
-"""Claim: every layout trains every feature and option exactly as one process does.
+"""Claim: layouts train each feature and option exactly as one process does, or reject it.
 
 Run with `python -m benchmarks.layout_sweep --json --results /tmp/cells.json`.
 

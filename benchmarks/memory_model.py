@@ -1,4 +1,4 @@
-"""Claim: planned memory equals the peak bytes of real ranks, on devices and hosts.
+"""Claim: planned memory is within 5 % of the peak bytes of real ranks, on devices and hosts.
 
 Run with `python -m benchmarks.memory_model --json`.
 

@@ -1,4 +1,4 @@
-"""Claim: the slowest context-parallel process takes hardly longer than its even share.
+"""Claim: with full blocks, the slowest context-parallel process is near its even share.
 
 Run with `python -m benchmarks.token_time --json`.
 

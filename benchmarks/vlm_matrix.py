@@ -1,4 +1,4 @@
-"""Claim: raymm splits every vision-, audio- and omni-language class of transformers exactly.
+"""Claim: every vision, audio and omni model of transformers is split exactly or rejected by name.
 
 Run with `python -m benchmarks.vlm_matrix --json`.
 
