@@ -1,10 +1,15 @@
-# `make train` (a real three-modality run on this machine), `make test`, `make test-system` (whole
-# commands, clusters and kernels in processes of their own, which the former leaves out), `make
-# test-sweep` (further layouts and models of tests of which `make test` runs some),
-# `make test-fast` (without Ray and Triton's interpreter), `make explore` (property tests on new
-# examples, and more of them) and `make docs` (the pages for users). All create .venv and install
-# what they need: `make train` what training needs, the others in addition what tests need.
-# `make gpu PYTHON=python3` installs nothing: all that only a GPU can say, in nine minutes; `make gpu-more` is the second part of it.
+# make train        a real three-modality run on this machine
+# make test         tests, without those of the next two lines
+# make test-system  tests of whole commands, clusters and kernels in separate processes
+# make test-sweep   further layouts and models of tests of which `make test` runs some
+# make test-fast    tests that start neither Ray nor Triton's interpreter
+# make test-smoke   a minute of tests from every part, for a first look
+# make explore      property tests on new examples
+# make docs         the pages for users
+# make gpu          measurements that need a GPU, nine minutes; `make gpu-more` is the second part
+#
+# All but the GPU commands create .venv and install what they need; `make gpu PYTHON=python3`
+# installs nothing.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,15 +19,14 @@ STEPS ?=
 # Further settings of `make train`, as section.field=value.
 SET ?=
 RUN_DIR ?= runs/$(DATA)
-# Processes that share the tests, each with a Ray cluster of its own; who is done first takes over
-# some of the others'.
+# Processes that run tests, each with a separate Ray cluster; an idle one takes tests of the others.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --durations 20
-# Of a test while it explores.
+# Timeout of a property test that tries new examples, in seconds.
 EXPLORE_TIMEOUT_S := 3600
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train train-vlm test test-system test-sweep test-fast explore prepare ruff lint docs gpu gpu-more clean
+.PHONY: train train-vlm test test-system test-sweep test-fast test-smoke explore prepare ruff lint docs gpu gpu-more clean
 
 INSTALL := $(BIN)/python -m deploy.install
 $(VENV)/.train: pyproject.toml constraints.txt
@@ -39,13 +43,13 @@ $(VENV)/.dev: $(VENV)/.train
 prepare: $(VENV)/.train
 	$(BIN)/python -m examples.alignment.prepare --data $(DATA)
 
-# Goes on from the last checkpoint of $(RUN_DIR); remove the folder to start anew.
+# Resumes from the last checkpoint of $(RUN_DIR); remove the folder to start from scratch.
 train: prepare
 	$(BIN)/raymm train examples/alignment/$(DATA).yaml \
 	    --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS)) \
 	    $(addprefix --set ,$(SET))
 
-# A whole vision-language model of real weights: assembled, trained, exported and checked.
+# A vision-language model with pretrained weights: assembled, trained, exported and checked.
 train-vlm: RUN_DIR = runs/vlm
 train-vlm: $(VENV)/.train
 	$(BIN)/python -m examples.vlm.real --to $(RAYMM_CACHE)/vlm
@@ -77,7 +81,14 @@ test-sweep: ruff
 test-fast: ruff
 	$(PYTEST) -m "not ray and not triton and not system and not sweep"
 
-# What fails is printed as an example to put over the test, where every run tries it.
+SMOKE := tests/test_house.py tests/test_references.py tests/config tests/scheduler/graph \
+    tests/scheduler/plan tests/scheduler/program tests/kernels/mask/test_mask.py \
+    tests/data/samples/test_row_forms.py tests/parity/test_reference.py \
+    tests/parity/test_mapped_degrees.py tests/training/test_first_command.py
+test-smoke: ruff
+	$(PYTEST) -m "not system and not sweep" $(SMOKE)
+
+# A failing example is printed in the form of a decorator: put it above the test to keep it.
 explore: $(VENV)/.dev
 	$(PYTEST) -m hypothesis --hypothesis-profile explore --timeout $(EXPLORE_TIMEOUT_S)
 
