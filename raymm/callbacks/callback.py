@@ -117,8 +117,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
     Returns:
         Values by path (``"balance/efficiency"``); for a list, such as one value per rank, the
-        largest value as
-        ``"peak_memory_bytes/max"``.
+        largest value as ``"peak_memory_bytes/max"``.
     """
     flat: dict[str, float] = {}
     for name, value in row.items():

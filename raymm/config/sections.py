@@ -178,8 +178,8 @@ class RunConfig(Section):
             a forward) takes.
         nccl_timeout_s: seconds until NCCL's watchdog ends a rank; by default 2 * ``timeout_s``.
         steps_in_flight: steps that are submitted ahead, so that ranks never wait for the driver.
-        max_skipped_steps: consecutive steps with non-finite gradients, which are skipped, after
-            which the run ends.
+        max_skipped_steps: consecutive steps with a non-finite loss or gradient, which are not
+            applied, after which the run ends.
         log_samples: write ``samples.jsonl`` with the samples of every step by microbatch.
         allow_changes: fields, as in the error message, that may differ from those of the checkpoint
             that the run resumes from (:mod:`raymm.storage.resuming`).

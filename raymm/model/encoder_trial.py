@@ -43,7 +43,7 @@ class Taken:
 
     Attributes:
         tokens: tokens of the features of an item; None if the encoder could not be tried.
-        ids: size of the embedding table that indexes with a keyword argument, by keyword.
+        ids: size of the embedding table that a keyword argument indexes, by keyword.
     """
 
     tokens: int | None = None

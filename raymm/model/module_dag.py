@@ -143,7 +143,7 @@ class ModuleDag(nn.Module):
 
     def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the factor of each loss's sum over the samples of all batches. Raises ModelError
-        if ``divide_by`` sums to 0."""
+        for a batch that is not accepted, or whose ``divide_by`` sums to 0 or is not finite."""
         size = sum(self.batch_size(batch) for batch in batches)
         scales = {}
         for name, node in self.nodes.items():

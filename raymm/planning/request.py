@@ -53,8 +53,8 @@ class PlanRequest(PlanOptions):
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> PlanRequest:
-        """Return the request of keyword arguments. Raises TypeError, which lists those accepted,
-        for others."""
+        """Return the request of keyword arguments. Raises TypeError, which lists the accepted
+        options, for an unknown one."""
         accepted = [option.name for option in fields(cls)]
         if unknown := [name for name in options if name not in accepted]:
             raise TypeError(

@@ -31,6 +31,9 @@ def connect(quiet: bool = True) -> bool:
     """Connect to the cluster at ``RAY_ADDRESS`` (set inside ``ray job submit``), keep an existing
     session, or start an embedded Ray on this machine.
 
+    Args:
+        quiet: True to not repeat the output of actors in this process.
+
     Returns:
         True if an embedded Ray was started, which the caller should shut down in the end.
 

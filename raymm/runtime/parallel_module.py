@@ -29,10 +29,13 @@ class StepOutput:
 
     Attributes:
         loss: sum of token cross entropies / label tokens, over all microbatches.
+        label_tokens: label tokens of the step.
+        timeline: measured instructions of all ranks.
         grad_norm: global gradient norm before clipping, if the step clipped.
         learning_rate: rate of the update; None without an update.
         peak_bytes: per rank, the peak memory of one of its processes in bytes.
         skipped: why the optimizer step was not applied; None if it was, or if there was none.
+        losses: summands of ``loss``, by the module that computes them.
         expert_loads: for a mixture of experts, tokens per expert by layer; padding does not count.
         source_losses: source number -> (mean loss over its label tokens, label tokens), if the
             samples come from several sources.

@@ -1,8 +1,8 @@
 """Common base of models that run under a plan: processes, programs and messages of steps.
 
 A step's program is lowered for exactly the modules that each microbatch has input for. A microbatch
-without images has no vision instruction, and each microbatch decides whether a stage has a
-backward. Steps from several threads reach all ranks in the same order.
+without images has no vision instruction. Whether a stage has a backward is decided per microbatch.
+Steps from several threads reach all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class PlannedModule(ParallelModule):
         return None
 
     def _counts_first(self, microbatches: int) -> bool:
-        """Return True if a pass must count the routers' tokens before a training step, which only a
-        single process with a single microbatch can do by itself."""
+        """Return True if a pass must count the routers' tokens before a training step. It is not
+        needed for one stage on one process that gets all tokens in one microbatch."""
         if self.mixture is None or self.mixture.loss is None:
             return False
         stages = self.plan.module_stages(LANGUAGE_MODEL)

@@ -74,6 +74,7 @@ class SkippedStep:
         loss: loss of the step's last batch; None if it was computed in another call.
         grad_norm: global gradient norm before clipping; NaN if a loss was not finite.
         began: origins in the order of data flow, at most :data:`MAX_NAMED`.
+        beginnings: number of all origins.
     """
 
     step: int
@@ -92,8 +93,8 @@ class SkippedStep:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry for ``metrics.jsonl``. Numbers are text, because JSON has no non-finite
-        numbers."""
+        """Return the entry for ``metrics.jsonl``. ``loss`` and ``grad_norm`` are text, because JSON
+        has no non-finite numbers."""
         return {
             "loss": None if self.loss is None else f"{self.loss:g}",
             "grad_norm": f"{self.grad_norm:g}", "beginnings": self.beginnings,

@@ -71,6 +71,8 @@ class CheckpointStore:
     Args:
         check_owner: called before each change and before each commit; raises if the folder belongs
             to another run. Other writers to the folder also call it.
+        before_commit: called before each commit, once the shards are written, to complete files
+            that must exist by then.
 
     Attributes:
         run: description of the run for the manifest (:class:`Manifest`).

@@ -49,6 +49,8 @@ def export_model(
             class, with the same keys, in shards.
         tokenizer: folder of the tokenizer to add to the language model. For a Hugging Face VLM,
             folder of the processor, whose template and files are added to the weights.
+        say: called with a line about each newer checkpoint that is corrupt.
+        trust_remote_code: True to run Python files in the folder of the tokenizer or processor.
         merge: add adapters to the weights of their modules. Otherwise adapters become ``peft``
             folders that name the folder of the module without adapters. A module without a folder
             is also written, as ``{module}_base``. A Hugging Face VLM gets ``model/`` and
@@ -108,8 +110,8 @@ def export_model(
 
 
 def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
-    """Raise CheckpointError for weights that are not finite, and for buffers with NaN, because
-    additive masks are infinite."""
+    """Raise CheckpointError for weights that are not finite. Buffers may be infinite, as additive
+    masks are, but not NaN."""
     tensors = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
     tensors += [
         (name, buffer) for name, buffer in model.named_buffers() if bool(buffer.isnan().any())

@@ -30,6 +30,7 @@ def fingerprint_of_files(files: Iterable[DataPath], root: Path | None = None) ->
     Copying files elsewhere, also to a bucket, changes only ``times``.
 
     Args:
+        files: in a meaningful order, on which ``digest`` and ``times`` depend.
         root: folder that names are relative to; by default names have no folders.
 
     Raises:

@@ -129,7 +129,8 @@ class KeptFeatures:
 def _first_blocks(
     model: MultimodalModule, plan: Plan, data: DataConfig
 ) -> tuple[dict[str, int], list[str]]:
-    """Return :func:`featured_modules` without encoders whose first blocks differ on their own."""
+    """Return :func:`featured_modules` without encoders whose first blocks do not always return the
+    same features for an item."""
     blocks, reasons = featured_modules(model, plan, data.modalities)
     for name in list(blocks):
         if blocks[name] == plan.graph.node(name).num_blocks:

@@ -19,6 +19,8 @@ class Result:
     """Outcome of :meth:`raymm.training.trainer.Trainer.fit`, like ``ray.train.Result``.
 
     Attributes:
+        metrics: row of the last step.
+        history: all rows of ``metrics.jsonl``.
         checkpoint: folder of the last checkpoint, or its URL in a bucket.
         changed: differences from the run that saved the checkpoint, one line per field.
         corrupt: problems of checkpoints that could not be resumed from, newest first.

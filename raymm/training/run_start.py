@@ -118,7 +118,8 @@ def with_commits(data: Any) -> Any:
     commits, so that data workers on all nodes read the same files.
 
     Raises:
-        ConfigError: neither the hub nor the cache has the files, or the hub cannot be reached.
+        ConfigError: the cache does not have the files, and the hub does not have them or cannot be
+            reached.
     """
     if not isinstance(data, DataConfig):
         return data

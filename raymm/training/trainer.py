@@ -86,11 +86,15 @@ class Trainer:
         resources: Ray resources of each rank, or a function of the device (``"cpu"``, ``"cuda"``)
             that returns them. Default: one CPU, and one GPU on CUDA.
         threads: intra-op threads per rank.
+        callbacks: called in addition to those of ``run_config``.
+        console: console for output; None for standard output.
         cache: settings of the feature cache; None for no cache.
         at: modules to freeze or train from given steps on, as in
             :class:`raymm.training.phases.Phases`.
 
     Attributes:
+        plan: plan of the run; None until :meth:`fit` has made it.
+        training: how the training data are taken; empty until then.
         stop: stop request. From any thread, it ends :meth:`fit` after the current step and a
             checkpoint.
 

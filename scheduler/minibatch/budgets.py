@@ -106,7 +106,8 @@ def _budgets(sizes: SampleSizes, modality: int, units: int) -> tuple[int, ...]:
 
 
 def _groups_needed(values: np.ndarray, budgets: tuple[int, ...]) -> int:
-    """Return the number of groups into which levelling fits the samples, or an upper limit."""
+    """Return the number of groups into which levelling fits the samples. The search ends at about
+    ``1 + TRIAL_EXCESS`` times the lower bound, where they may not fit yet."""
     limits = np.array(budgets, np.float64)
     scaled = values / limits
     order = np.argsort(-scaled.sum(1), kind="stable")

@@ -77,7 +77,7 @@ class _Reader(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """StageContext of a stage for a microbatch: its samples (empty for all), its producers on other
+    """Context of a stage for a microbatch: its samples (empty for all), its producers on other
     ranks, each with the reader on its own rank, and other ranks that read its output."""
 
     samples: tuple[Range, ...]

@@ -66,8 +66,8 @@ def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
 
 @dataclass(frozen=True)
 class DegreeChoices:
-    """Accepted degrees of a module, in ascending order. Raises ``PlanError`` if a degree is empty
-    or not a whole number above 0."""
+    """Accepted degrees of a module, in ascending order. Raises ``PlanError`` if a list is empty
+    or a degree is not a whole number above 0."""
 
     tp: Sequence[int] = (1,)
     cp: Sequence[int] = (1,)

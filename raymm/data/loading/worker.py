@@ -87,10 +87,8 @@ class DataWorker(ObservedActor):
 
         Returns:
             The step, then the parts of each microbatch in turn, with None for missing parts. A
-            permanent error is
-            returned in place of the step, because Ray would wrap a raised error. Temporary errors
-            are raised, so
-            that another attempt may succeed.
+            permanent error is returned in place of the step, because Ray would wrap a raised error.
+            Temporary errors are raised, so that another attempt may succeed.
         """
         names = part_names(self._builder.config)
         stored: list[StoredTensors | None] = [None] * (groups * len(names))
