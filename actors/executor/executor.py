@@ -114,7 +114,7 @@ class Executor:
         self._timeout = timeout
         self._reduction = reduction
         self._colocation = colocation
-        self._whereabouts = task_tracker or TaskTracker()
+        self._tracker = task_tracker or TaskTracker()
         self._observer = observer or FiniteObserver(self._device)
         around = StageContext(
             frozenset(stages), self._observer,
@@ -228,7 +228,7 @@ class Executor:
             self._senders[edge].expect([meta.keys[m] for m in microbatches])
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
-        enter, clock = self._whereabouts.enter, step_clock(self._device)
+        enter, clock = self._tracker.enter, step_clock(self._device)
         mark = clock.mark
         timed = _Timed([], [])
         starts, ends = timed

@@ -28,11 +28,11 @@ import torch
 from raymm.actors.rank import rendezvous
 from raymm.actors.rank.rendezvous_store import RendezvousStore
 
-meeting.use_interface(sys.argv[1])
-timeouts = meeting.Timeouts.of(20.0, None)
+rendezvous.use_interface(sys.argv[1])
+timeouts = rendezvous.Timeouts.of(20.0, None)
 store = RendezvousStore(0, timeouts.wait)
 with store.opened({0: (0,)}, {}):
-    meeting.Rendezvous(torch.device("cpu"), store, 0, 1, timeouts)._gloo_devices
+    rendezvous.Rendezvous(torch.device("cpu"), store, 0, 1, timeouts)._gloo_devices
 connections = psutil.Process().net_connections("tcp")
 print(*sorted({each.laddr.ip for each in connections if each.status == "LISTEN"}))
 """
