@@ -84,8 +84,9 @@ def local_folder(path: str, weights: bool = True) -> str:
         raise ConfigError(
             f"{no_folder}, and {name!r} as a model of the hub{suffix} is not in the cache "
             f"({constants.HF_HUB_CACHE}) and cannot be downloaded "
-            f"({type(reason).__name__}: {str(reason).strip().splitlines()[0]}). Where there is a "
-            f"network, `{command}` fills the cache; HF_HOME moves it"
+            f"({type(reason).__name__}: {str(reason).strip().splitlines()[0]}). For a folder, "
+            f"correct the path; for a model of the hub, run `{command}` with a network to fill the "
+            "cache (HF_HOME sets its location)"
         ) from None
 
 
@@ -126,7 +127,8 @@ def dataset_commit(name: str, revision: str | None) -> str:
         raise ConfigError(
             f"{str(Path(name).absolute())!r} is not a file or folder, and {name!r} as a data "
             f"set of the hub is not in the cache ({constants.HF_HUB_CACHE}) and cannot be "
-            f"downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). Where "
-            f"there is a network, `hf download --repo-type dataset {name}` fills the cache; "
-            "HF_HOME moves it"
+            f"downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). For a "
+            "file or folder, correct the path; for a data set of the hub, run `hf download "
+            f"--repo-type dataset {name}` with a network to fill the cache (HF_HOME sets its "
+            "location)"
         ) from None

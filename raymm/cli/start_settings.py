@@ -109,7 +109,8 @@ def first_settings(
         if detected.preferences:
             raise ConfigError(
                 f"{detected.preferences} rows of --data have a chosen and a rejected answer; "
-                "accepted with a model of images or sound: rows of one answer"
+                "accepted with a model of images or sound: rows with one answer. For preferences, "
+                "give a text-only model"
             )
         towers = dict.fromkeys((TOWER_OF[kind] for kind in detected.modalities), "frozen")
         between = {"projector": "full"} if towers else {}

@@ -150,8 +150,8 @@ class FolderStart:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(values, sort_keys=False)
         write_whole(file, text)
-        action = "continuing with" if self.earlier is not None else "wrote"
-        print(f"{text}\n{action} {file}; layouts are planned for the cluster, and saved next to it")
+        action = "resuming with" if self.earlier is not None else "wrote"
+        print(f"{text}\n{action} {file}; the plan of the run is saved next to it as plan.json")
         return str(file)
 
 
@@ -227,8 +227,8 @@ def _source(args: argparse.Namespace) -> dict[str, Any]:
     if not on_hub:
         if options:
             raise ConfigError(
-                f"--{next(iter(options))} is given, but --data is {data!r}, a file; accepted with "
-                "the id of a data set on the hub, ORG/NAME"
+                f"--{next(iter(options))} is given, but --data is {data!r}, a file; accepted only "
+                "with the id of a data set on the hub, ORG/NAME. Remove the option"
             )
         if not is_url(data) and not is_there(data):
             raise ConfigError(
