@@ -15,8 +15,15 @@ _LONGEST_VALUE, _PARAMETERS_PER_CALL = 6000, 100
 
 
 class MLflowCallback(Callback):
-    """Callback that logs to an MLflow server or folder, by default ``MLFLOW_TRACKING_URI``. A
-    resumed run continues its MLflow run. Raises a ``ConfigError`` if mlflow is not installed."""
+    """Callback that logs to an MLflow server or folder. A resumed run continues its MLflow run.
+
+    Args:
+        tracking_uri: server or folder; None for the value of ``MLFLOW_TRACKING_URI``.
+        experiment: name of the experiment.
+
+    Raises:
+        ConfigError: mlflow is not installed.
+    """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "raymm") -> None:
         self._mlflow = require("mlflow", "mlflow", type(self).__name__)

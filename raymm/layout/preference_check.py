@@ -13,7 +13,7 @@ from raymm.scheduler.plan.plan import Plan
 def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
     """Check a model with a :class:`raymm.kernels.preference.PreferenceLoss` before anything starts.
     Raises PlanError if the model without its adapters is not the reference, or a process would have
-    only one answer of a pair."""
+    only one answer of a pair. ``plan`` is None if it is not known yet."""
     if model.preference is None:
         return
     if plan is not None and plan.splits_samples:

@@ -34,7 +34,7 @@ class ProgressBar(Protocol):
         ...
 
     def show(self, done: int, total: int | None, text: str = "") -> None:
-        """Update the bar."""
+        """Update the bar. ``total`` is None if unknown; ``text`` is shown after the bar."""
         ...
 
 

@@ -51,6 +51,11 @@ def training_data(
     """Open, scan and plan the training data as ``data.batching`` configures, and check a data
     position.
 
+    Args:
+        state: data position of the checkpoint that the run resumes from; None for the beginning.
+        console: console for progress; None for no output.
+        dataset: training samples, if they are open already.
+
     Raises:
         DataError: the data cannot be planned, or the position belongs to another batching or other
             data.

@@ -67,6 +67,8 @@ class Batches:
         """Iterate over training data from a position.
 
         Args:
+            state: data position; None for the beginning.
+            steps: maximum number of steps.
             parallel: model that splits batches in memory into microbatches.
             before: steps taken before the first batch, for error messages.
         """

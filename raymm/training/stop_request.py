@@ -42,6 +42,7 @@ class StopReason:
 
     Attributes:
         why: short name, such as ``"SIGTERM"``.
+        number: number of the signal; None for other reasons.
         cause: interruption that the run resumes from in another attempt; None to end the run.
     """
 

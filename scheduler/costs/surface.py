@@ -166,7 +166,8 @@ def _bracket(x: float, samples: np.ndarray) -> tuple[int, int, float]:
 
 @dataclass(frozen=True)
 class SurfaceConditions:
-    """Conditions under which surfaces were measured. They are valid for no others.
+    """Conditions under which surfaces were measured, and for which alone they are valid; raises
+    ``PlanError`` naming an invalid field.
 
     Attributes:
         batch: samples per iteration.

@@ -3,8 +3,8 @@
 from enum import StrEnum
 
 MESSAGE_BOUND = 4
-"""Most messages of one edge that may be in flight, sent but not yet received, in programs with a
-bounded end. The bound keeps a frozen encoder from running ahead by all microbatches of a step."""
+"""Most messages of one edge that may be in flight, sent but not yet received, in programs that end
+with this bound. It keeps a frozen encoder from running ahead by all microbatches of a step."""
 
 
 def posted_receives(in_order: bool) -> int:

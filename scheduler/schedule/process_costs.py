@@ -184,7 +184,8 @@ def gather_seconds(size: float, processes: int, link: Link | None) -> float:
 
 def exchange_seconds(size: float, processes: int, link: Link | None) -> float:
     """Return the seconds of two all-to-all exchanges, of tokens to experts and back, each of half
-    of ``size`` bytes over all processes (including what stays local), split evenly."""
+    of ``size`` bytes over all processes (including what stays local), split evenly. The result is 0
+    without a link."""
     return 2 * gather_seconds(size / (2 * processes), processes, link)
 
 

@@ -71,7 +71,8 @@ class RemotePath:
             return False
 
     def is_dir(self) -> bool:
-        """Return True for a folder in a bucket that contains at least one file."""
+        """Return True for a folder in a bucket that contains at least one file; raise a
+        ``DataError`` if the bucket does not answer."""
         return self.url.in_bucket and bool(self.files())
 
     def files(self) -> list[RemotePath]:

@@ -228,7 +228,7 @@ class DataConfig(Section):
             (``auto_map``); in a configuration, ``model.trust_remote_code`` sets it for all.
         vocabulary: number of token ids with embeddings; by default that of the model.
         chat_template_kwargs: variables for the chat template of every row, such as
-            ``{enable_thinking: false}``; a column of that name overrides them for its row.
+            ``{enable_thinking: false}``; those in a row's column of that name take precedence.
         ignore_message_keys: keys of messages that the chat template need not write. Any other key
             that the template does not write is an error.
         towers: tower of a Hugging Face VLM -> argument -> name of that tensor in the output of the

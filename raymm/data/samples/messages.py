@@ -64,7 +64,8 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
 
 
 def one_or_more_messages(value: object, column: str) -> list[dict]:
-    """Return :func:`read_messages` of a list of messages, or of one message."""
+    """Return :func:`read_messages` of a list of messages, or of one message; raise a
+    ``SampleError`` for other values."""
     is_one = isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str)
     return read_messages([value] if is_one else value, column, True)
 
