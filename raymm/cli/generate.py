@@ -121,8 +121,9 @@ def _items(
         if len(exact) != 1 or not Path(file).is_file():
             ambiguity = f"; {name!r} may be {' or '.join(exact)}" if len(exact) > 1 else ""
             raise ConfigError(
-                f"--item is {item!r}; accepted: NAME=FILE, a file that exists, of "
-                f"{', '.join(modalities) or 'no modality (data.modalities is empty)'}{ambiguity}"
+                f"--item is {item!r}; accepted: NAME=FILE, an existing file of one of these "
+                f"modalities: {', '.join(modalities) or 'none (data.modalities is empty)'}"
+                f"{ambiguity}"
             )
         items[exact[0]] = (*items.get(exact[0], ()), str(Path(file).resolve()))
     return items

@@ -118,8 +118,8 @@ def run_style(
     inputs = PlanInputs.of(model, request, workload)
     if request.style == MULTIPLEXED:
         if plan is not None:
-            console.print("note: the configuration's layouts (parallel) are for a pipelined plan: "
-                          "not used here", highlight=False, soft_wrap=True)  # fmt: skip
+            console.print("note: ignoring the configuration's layouts (parallel), which are for "
+                          "pipelined plans", highlight=False, soft_wrap=True)  # fmt: skip
         multiplexed = plan_step_multiplexed(inputs)
         show(multiplexed, console)
         if multiplexed.unfit:
@@ -127,7 +127,7 @@ def run_style(
         mapped = step_plan(inputs, multiplexed)
         _save(mapped, multiplexed, output, suffix, console)
         return
-    with console.status("planning in both styles, and between them"):
+    with console.status("planning in both styles, pipelined and multiplexed"):
         control = SearchControl(
             request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
         )

@@ -52,7 +52,7 @@ def run_trace(args: argparse.Namespace) -> None:
     if not file.exists():
         raise ConfigError(
             f"run_folder is {args.run_folder!r}; it has no trace.json, which a run writes when it "
-            "ends"
+            "ends; give the folder of a run that has ended"
         )
     Console().print(trace_table(file, read_events(file)))
     print(f"open {file} in Perfetto or chrome://tracing")

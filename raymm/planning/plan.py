@@ -175,14 +175,14 @@ class Planned:
                 lines.append(
                     f"searched {proposal.combinations:,} combinations of stages per module within "
                     f"{self.problem.ranks} ranks: {proposal.simulated:,} simulated, the others "
-                    "cannot be faster than those"
+                    "excluded because they cannot be faster"
                 )
             lines.append(f"chosen      {proposal.best.label}")
             next_best = _others(proposal.options)
             for option in next_best[:SHOWN]:
                 lines.append(f"{_slower(option, proposal.best):>7} slower {option.label}")
             if len(next_best) > SHOWN:
-                lines.append(f"and {len(next_best) - SHOWN} slower ones")
+                lines.append(f"and {len(next_best) - SHOWN} slower plans")
             for label, reason in proposal.refused[:REFUSED_SHOWN]:
                 lines.append(f"does not fit {label}: {reason}")
             if len(proposal.refused) > REFUSED_SHOWN:
@@ -223,8 +223,8 @@ class Planned:
                 rate = tokens * self.plan.num_microbatches / seconds
                 text += f", {rate:,.0f} tokens/s"
             above = max(seconds / bound - 1, 0.0) if bound else 0.0
-            text += f"; at least {time_text(bound)} under any schedule "
-            text += f"(it is {above:.1%} above that)"
+            text += f"; no schedule takes less than {time_text(bound)} "
+            text += f"(this plan takes {above:.1%} more)"
         profile = self.costs.profile
         return f"predicted {text}; {profile.source} costs of {profile.device}, {profile.dtype}"
 

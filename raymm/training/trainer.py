@@ -438,7 +438,7 @@ class Trainer:
         else:
             self._say(
                 f"nothing to do: {checkpoint.folder} has taken {steps_taken} steps, run.steps is "
-                f"{self.run.steps}"
+                f"{self.run.steps}; to train longer, raise run.steps"
             )
         rows = MetricsLog(self.path / METRICS, steps_taken).rows
         return Result(

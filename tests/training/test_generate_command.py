@@ -45,7 +45,7 @@ def test_an_item_has_the_name_of_its_modality_or_tower(
 
 
 @pytest.mark.parametrize(("item", "reason"), [
-    ("audio=a.wav", "accepted: NAME=FILE, a file that exists, of image"),
+    ("audio=a.wav", "accepted: NAME=FILE, an existing file of one of these modalities: image"),
     ("image=nowhere.png", "--item is 'image=nowhere.png'"),
     ("a.png", "accepted: NAME=FILE"),
 ])
