@@ -56,8 +56,8 @@ class ReplayedBatches(Generic[Batch]):
             self._kept.popleft()
 
     def rewind(self, step: int, position: Any, anew: bool = False) -> None:
-        """Continue after an earlier step, from ``position`` in the data. ``anew`` is True if the
-        kept batches were lost, too, and must be loaded again."""
+        """Continue after an earlier step, from ``position`` in the data. The last argument is True
+        if the kept batches were lost, too, and must be loaded again."""
         replayed = [batch for batch in (*self._kept, *self._again) if batch[0] > step and not anew]
         is_replayed = not anew and (
             self._step == step or (bool(replayed) and replayed[0][0] == step + 1)
