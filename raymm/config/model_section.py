@@ -220,17 +220,18 @@ class ModelSection(Section):
     def _whole_or_in_parts(self) -> ModelSection:
         if (self.path is None) == (self.language_model is None):
             raise ValueError(
-                "give exactly one of path (the folder of a whole model) and language_model"
+                "give exactly one of path (the folder of a Hugging Face VLM) and language_model"
             )
         if self.path is None and self.train:
             raise ValueError(
-                "train is given; accepted for a whole model (path). Give each part its own train"
+                "train is given; accepted for a Hugging Face VLM (path). Set train of each part"
             )
         part_fields = {"encoders", "merge", "mask", "router_loss", "loss"}
         extra = self.model_fields_set & part_fields
         if self.path is not None and extra:
             raise ValueError(
-                f"{sorted(extra)[0]} is given, but a whole model (path) has its own; leave it out"
+                f"{sorted(extra)[0]} is given, but a Hugging Face VLM (path) has its own; leave it "
+                "out"
             )
         self.path = path_with_revision(self.path, self.revision)
         return self
@@ -242,7 +243,8 @@ class ModelSection(Section):
             return self
         if self.path is None:
             raise ValueError(
-                "new_tokens is given; accepted for a whole model (path), not for a model in parts"
+                "new_tokens is given; accepted for a Hugging Face VLM (path), not for a model in "
+                "parts"
             )
         if not tokens or isinstance(tokens, tuple) and len(set(tokens)) < len(tokens):
             raise ValueError(

@@ -284,11 +284,12 @@ class TrainConfig(Section):
     def _something_to_evaluate(self) -> TrainConfig:
         if self.run.eval_every is not None and self.data.heldout is None:
             raise ValueError(
-                f"run.eval_every is {self.run.eval_every}, but data.heldout is not given; give it, "
-                "or leave out the first"
+                f"run.eval_every is {self.run.eval_every}, but data.heldout is not given; give "
+                "data.heldout or data.heldout_fraction, or leave out run.eval_every"
             )
         if self.run.evaluate is not None and self.data.heldout is None:
-            raise ValueError("run.evaluate needs data.heldout, which is not given")
+            raise ValueError("run.evaluate needs data.heldout, which is not given; give it, or "
+                             "data.heldout_fraction")
         return self
 
     @model_validator(mode="after")
@@ -303,7 +304,7 @@ class TrainConfig(Section):
             if modality.placeholder not in (None, token):
                 raise ValueError(
                     f"data.modalities.{name}.placeholder is {modality.placeholder!r}, but "
-                    f"model.merge.{name} is {token!r}; leave out the first"
+                    f"model.merge.{name} is {token!r}; leave out the placeholder"
                 )
             modality.placeholder = token
         return self

@@ -86,7 +86,7 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
             chosen.append(index)
             break
         else:
-            raise DataError(f"no example to try the model with: {failure}")
+            raise DataError(f"no sample of data.train can be used to try the model: {failure}")
     batch = builder.processor_batch(list(dict.fromkeys(chosen)))
     return {name: value for name, value in batch.items() if name != LABELS}
 
@@ -103,12 +103,12 @@ def _text_example(builder: ProcessedBuilder) -> dict[str, torch.Tensor]:
             return {name: value for name, value in batch.items() if name != LABELS}
         except SampleError as error:
             failure = str(error)
-    raise DataError(f"no example to try the model with: {failure}")
+    raise DataError(f"no sample of data.train can be used to try the model: {failure}")
 
 
 def whole_layouts(specs: MultimodalParallelSpec, model: WholeModel) -> Plan:
     """Return the plan of layouts. Raises PlanError if they do not fit the model."""
     if specs.elastic:
-        raise PlanError("dp is a range; accepted for modules of a whole model: a number")
+        raise PlanError("dp is a range; accepted for modules of a Hugging Face VLM: a number")
     module_specs = {**specs.encoder_specs, LANGUAGE_MODEL: specs.language_model_spec}
     return whole_plan(model, module_specs, specs.num_microbatches, specs.schedule, specs.recompute)

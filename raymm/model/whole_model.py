@@ -106,7 +106,7 @@ def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModul
     for a :class:`WholeModel`."""
     if isinstance(model, WholeModel):
         raise ModelError(
-            f"{what}; accepted for a model that is described by its parts, not for a whole model"
+            f"{what}; accepted for a model that is given by its parts, not for a Hugging Face VLM"
         )
     return model
 

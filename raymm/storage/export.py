@@ -71,14 +71,17 @@ def export_model(
             when read back.
         ModelError: a folder's format or ``dtype`` cannot be written.
     """
-    destination = Output.new_folder("output", output)
+    destination = Output.new_folder("output (--out)", output)
     destination.check()
     target = destination.target
     writer = _Writer(target, merge, shard_size, dtype)
     writer.check(model)
     checkpoint = CheckpointStore(storage).newest()
     if checkpoint is None:
-        raise CheckpointError(f"{storage!r} has no checkpoint")
+        raise CheckpointError(
+            f"run.storage_path is {storage!r}, which has no checkpoint; run `raymm train` first, "
+            "or set it to the folder of a run"
+        )
     for line in checkpoint.warnings():
         say(line)
     vlm: Any = None

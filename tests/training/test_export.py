@@ -91,7 +91,7 @@ def test_exported_weights_are_the_checkpoints(finished, raymm, tmp_path):
 
 def test_export_overwrites_nothing_and_needs_a_checkpoint(finished, raymm, tmp_path):
     code, text = raymm("export", finished.config, "--out", str(tmp_path))
-    assert code == 2 and "output is" in text and str(tmp_path) in text and "exists" in text
+    assert code == 2 and "output (--out) is" in text and str(tmp_path) in text and "exists" in text
     code, text = raymm(
         "export", finished.config, "--out", str(tmp_path / "x"),
         "--set", f"run.storage_path={tmp_path / 'no-run'}",

@@ -339,5 +339,5 @@ def test_models_of_parts_reject_new_tokens(tmp_path, rows):
     values["model"] = {"language_model": {"path": tiny(UNTIED)[0]}, "new_tokens": NEW}
     values["data"]["tokenizer"] = tiny(UNTIED)[0]
     file.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match="new_tokens is given; accepted for a whole model"):
+    with pytest.raises(ConfigError, match="new_tokens is given; accepted for a Hugging Face VLM"):
         load_config(file)

@@ -270,7 +270,7 @@ def test_a_plan_is_made_of_a_folder_and_its_data(tmp_path, capsys):
     "model, why",
     [
         ({"train": {"vision": "frozen"}}, "give exactly one of path"),
-        ({"path": "x", "merge": "prefix"}, "merge is given, but a whole model"),
+        ({"path": "x", "merge": "prefix"}, "merge is given, but a Hugging Face VLM"),
         ({"path": "x", "train": {"vision": "half"}}, "model.train.vision"),
     ],
 )

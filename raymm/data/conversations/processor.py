@@ -54,7 +54,9 @@ class ModelProcessor:
                 "tokenizer; accepted: the processor of a model (AutoProcessor)"
             )
         if not (self._processor.chat_template or self.tokenizer.chat_template):
-            raise DataError(f"{FIELD}: {folder!r} has no chat template")
+            raise DataError(
+                f"{FIELD}: {folder!r} has no chat template; add one to it (chat_template.jinja)"
+            )
         self.template = ChatTemplate(self.tokenizer, self._processor, options, ignored)
 
     @property

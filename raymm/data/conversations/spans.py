@@ -53,7 +53,7 @@ def learned_spans(
             continue
         start, stop = finder.start(number), finder.stop(number)
         if start > stop or spans and start < spans[-1][1]:
-            raise SampleError(f"messages[{number}] cannot be located in the rendering")
+            raise SampleError(f"messages[{number}] cannot be located in the rendered conversation")
         # A space after the end of a turn is part of the first token of the next one.
         stop = start + len(text[start:stop].rstrip(" "))
         spans.append((start, finder.ending(stop)))
@@ -145,7 +145,9 @@ class _Finder:
         closing = so_far[rendered_end:]
         length = self._common(text_end, closing)
         if self._special.sub("", closing[length:]):
-            raise SampleError(f"messages[{number}] ends otherwise when messages follow")
+            raise SampleError(
+                f"the chat template ends messages[{number}] differently when messages follow"
+            )
         return text_end + length
 
     def _check_end(self, number: int) -> None:
@@ -162,7 +164,9 @@ class _Finder:
         if self._special.sub(
             "", self._text[text_end + self._common(text_end, followed[extended_end:]) :]
         ):
-            raise SampleError(f"messages[{number}] ends otherwise when messages follow")
+            raise SampleError(
+                f"the chat template ends messages[{number}] differently when messages follow"
+            )
 
     def ending(self, stop: int) -> int:
         """Return the end of a turn including its end token. If the template writes no such token,

@@ -117,7 +117,7 @@ def test_contents_that_may_be_dropped_are_ignored_by_name():
 
 def test_an_appended_prompt_has_no_label():
     template = CHATML + "{{ '<|im_start|>assistant\\n' }}"
-    with pytest.raises(SampleError, match=r"messages\[1\] ends otherwise when messages follow"):
+    with pytest.raises(SampleError, match=r"ends messages\[1\] differently when messages follow"):
         chat(byte_tokenizer(template), template, [user("Hi"), said("Hello.")], None)
 
 
