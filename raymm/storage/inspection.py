@@ -120,8 +120,8 @@ def _checkpoints(folder: StorageFolder) -> list[StorageFolder]:
         raise CheckpointError(f"cannot read {folder}: {error.strerror or error}") from None
     if not folders:
         raise CheckpointError(
-            f"{folder} has no checkpoint; expected the folder of a run (run.storage_path) or of a "
-            f"checkpoint in its {CHECKPOINTS}"
+            f"{folder} has no checkpoint; expected the folder of a run (run.storage_path), or one "
+            f"of the folders in its {CHECKPOINTS}/"
         )
     return folders
 

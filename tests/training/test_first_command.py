@@ -50,7 +50,7 @@ EARLY = {
     "a misspelt column": (
         ["--model", ".", "--data", "typo.jsonl"], ["typo.jsonl:1", "it has ['mesages']"],
     ),
-    "a page": (["--model", ".", "--data", "page.html"], ["page.html:1: is not a JSON value"]),
+    "a page": (["--model", ".", "--data", "page.html"], ["page.html:1: the line is not JSON"]),
     "an empty file": (["--model", ".", "--data", "empty.jsonl"], ["empty.jsonl has no samples"]),
     "an empty folder": (["--model", ".", "--data", "tokens"], ["contains no data files; "]),
     "a split of a file": (

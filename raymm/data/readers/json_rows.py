@@ -142,7 +142,7 @@ def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, 
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = SampleError(f"is not a JSON value: {error}{_advice(line, number)}")
+                row = SampleError(f"the line is not JSON: {error}{_advice(line, number)}")
             yield start, stop, number, row
 
 

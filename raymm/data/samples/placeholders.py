@@ -75,8 +75,10 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
             if kind not in types:
                 raise text_error(
                     sample,
-                    f"{where} has type {kind!r}; accepted: {sorted(types) or 'none'}. To accept "
-                    "another type, set data.modalities.NAME.part",
+                    f"{where} has type {kind!r}; accepted: "
+                    f"{sorted(types) or 'none, as data.modalities is empty'}. Add the column of "
+                    "the items to the rows (such as 'images'), or, to accept another type, set "
+                    "data.modalities.NAME.part",
                 )
             media_keys = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
             if media_keys:
@@ -89,7 +91,7 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
             raise text_error(
                 sample,
                 f"the messages have {counts[name]} {name} parts, but the row has {items} {name} "
-                "items",
+                "items; accepted: a part for each item",
             )
 
 

@@ -50,7 +50,7 @@ def test_missing_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', r":3: is not a JSON value"),
+        ('{"text": "a"', r":3: the line is not JSON"),
         ("[1]", r":3: a sample is a JSON object"),
         (
             '{"caption": "a"}',

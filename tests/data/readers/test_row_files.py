@@ -87,7 +87,7 @@ def test_arrays_are_read_in_blocks_of_any_size(tmp_path_factory, values, indent,
 
 
 @pytest.mark.parametrize(("body", "message"), [
-    ('{"id": 1\n', r":1: is not a JSON value: .*cut off"),
+    ('{"id": 1\n', r":1: the line is not JSON: .*cut off"),
     ('{"text": "a"}\n{\'text\': 1}\n', r":2: .*double quotes.*json.dumps"),
     ('{"text": "a"}\nhello\n', r":2: .*Each line must be one JSON object"),
     ('{\n "text": "a"\n}\n', r":1: .*object over several lines"),
