@@ -53,8 +53,8 @@ class StageBytes:
 
 
 def range_maximum(values: Sequence[float]) -> np.ndarray:
-    """Return the (n + 1, n + 1) largest of ``values[lo:hi]``, which must be at least 0; 0 for an
-    empty range."""
+    """Return an (n + 1, n + 1) array with the largest of ``values[lo:hi]`` at (lo, hi); 0 for an
+    empty range. Values must be at least 0."""
     many = len(values)
     result = np.zeros((many + 1, many + 1))
     for lo in range(many):

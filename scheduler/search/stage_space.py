@@ -174,11 +174,11 @@ class StageSpace:
         return self._worst("balanced", module, stages, beyond)
 
     def lower_bound(self, module: str, stages: int, beyond: int = 0) -> float:
-        """Return a lower bound of the iteration time with this partition of the module. A stage
-        cannot start before a microbatch has reached it. Then it does all its work, and its last
-        backward has to travel to the first stages (without backward, its last forward to the loss
-        and from there back). These paths do not depend on partitions, so the largest bound over
-        modules is a bound of the whole plan."""
+        """Return a lower bound of the seconds of an iteration with this partition of the module;
+        ``inf`` if no partition is feasible. A stage cannot start before a microbatch has reached
+        it. Then it does all its work, and its last backward has to travel to the first stages
+        (without backward, its last forward to the loss and from there back). These paths do not
+        depend on partitions, so the largest bound over modules is a bound of the whole plan."""
         return self._worst("bound", module, stages, beyond) * (1 - ROUNDING)
 
     def least_bound(self, module: str, stages: int) -> float:
@@ -253,8 +253,8 @@ class StageSpace:
         return common_replicas(self.graph, self.degrees) if self.by_part else 1
 
     def stage_seconds(self, module: str) -> np.ndarray:
-        """Return the (n + 1, n + 1) seconds of 1F + 1B of layers [lo, hi) as one stage, as balanced
-        by partitions."""
+        """Return the seconds of 1F + 1B of layers [lo, hi) as one stage, as balanced by partitions,
+        in an (n + 1, n + 1) array."""
         return self._tables[module].balanced
 
     @cached_property
@@ -270,8 +270,8 @@ class StageSpace:
 
 @dataclass(frozen=True)
 class _ModuleTable:
-    """(n + 1, n + 1) seconds per possible stage of a module: the work that partitions balance, and
-    the stage's lower bound of an iteration."""
+    """Seconds per possible stage of a module, in (n + 1, n + 1) arrays over (lo, hi): the work that
+    partitions balance, and the stage's lower bound of an iteration."""
 
     balanced: np.ndarray
     bound: np.ndarray
