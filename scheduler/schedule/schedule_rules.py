@@ -15,7 +15,7 @@ from raymm.scheduler.schedule.step_parts import OPS, Part
 
 
 class Task(NamedTuple):
-    """One operation of a stage on a microbatch; ``group`` -1 is no concurrent group."""
+    """One operation of a stage on a microbatch; ``group`` is -1 outside concurrent groups."""
     stage: StageId
     microbatch: int
     op: Op
