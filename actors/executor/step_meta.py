@@ -51,7 +51,7 @@ class StepMeta(NamedTuple):
         offsets: per microbatch, for each module whose outputs do not have one row per sample, the
             first row of each sample, followed by the number of rows.
         decode: texts that the step generates, or None; its scores are then their next tokens.
-        first_samples: if samples have noise, per microbatch the number of its first sample.
+        first_samples: if samples have noise, per microbatch its first sample's number in the batch.
         reference: True to skip adapters and return the log-probability of each row's labels.
         counting: for mixtures of experts, True for the pass before a training step that counts
             where routers send the step's tokens.

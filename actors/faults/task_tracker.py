@@ -136,8 +136,8 @@ def _in_words(kind: Any) -> str:
     return f"{kind[0]} {kind[1]}".strip() if type(kind) is tuple else str(kind)
 
 
-# Tasks that run no user code and wait for nothing but other processes. They are short compared to
-# the process's other operations.
+# Tasks that run no user code and wait for nothing but other processes. They are short, so the
+# longest other operation of a process limits them even before they have run once.
 OWN_TASKS = frozenset({
     "meeting the other ranks", "meeting the other ranks again", "connecting", "leaving a step",
     "copying a snapshot", "going back to a snapshot",

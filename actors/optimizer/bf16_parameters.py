@@ -90,8 +90,8 @@ def rounded_at_random(
     values: torch.Tensor, seed: int, part: ParameterPart | None = None
 ) -> torch.Tensor:
     """Round fp32 values to one of the two neighbouring bf16 values, with probabilities that
-    preserve the mean. Values that bf16 represents exactly are unchanged. ``part`` (None for the
-    whole parameter) rounds as if the whole parameter were here."""
+    preserve the mean. Values that bf16 represents exactly are unchanged. A ``part`` is
+    rounded as it would be within the whole parameter; None if ``values`` are the whole."""
     noise = _noise(part or ParameterPart.from_whole(values.shape), seed, values.device)
     bits = values.contiguous().view(torch.int32) + noise.view(values.shape)
     rounded = (bits >> _DROPPED << _DROPPED).view(torch.float32)

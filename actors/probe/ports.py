@@ -22,8 +22,9 @@ from raymm.kernels.hf.known_masks import no_packed_rows
 def reading_layers(
     module: nn.Module, run: Callable[[nn.Module], Any], ports: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the blocks that read each port; code before or after a block counts as the nearest
-    block.
+    """Return the blocks that read each port; empty if none does.
+
+    Code before the blocks counts as the first block, code after a block as that block.
 
     ``module`` is on the meta device and restored afterwards. ``run`` passes ``ports``, leaves that
     require gradients, to it.

@@ -151,6 +151,7 @@ class RankGroup(ObservedRanks):
         return self.placement.nodes()
 
     def held(self) -> dict[str, dict[str, float]]:
+        """Return the resources that all processes reserve, by Ray node id."""
         return self.placement.held()
 
     @property
@@ -320,7 +321,7 @@ class RankGroup(ObservedRanks):
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
         """Store each rank's part of a snapshot on a rank of another node, without waiting, and drop
         snapshots older than ``newest``. Return references to the step, ready once the parts are
-        stored."""
+        stored; none if all ranks are on one node."""
         nodes = {rank: address.node for rank, address in self._addresses.items()}
         refs = []
         for rank, keeper in keepers(nodes).items():

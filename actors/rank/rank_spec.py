@@ -55,8 +55,8 @@ class RankSpec:
             multiprocessors.
         quota_backend: makes the quotas' streams; by default
             :func:`raymm.actors.executor.colocation.default_backend`.
-        timeout_s: longest wait for another rank.
-        nccl_timeout_s: time after which NCCL's watchdog ends a process; None for twice
+        timeout_s: longest wait for another rank, in seconds.
+        nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None for twice
             ``timeout_s``.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.

@@ -56,7 +56,7 @@ class PartForward:
 
         Raises:
             ForwardLeft: the part ends before the last block.
-            InputError: the forward skipped all blocks of the part.
+            InputError: the module is cut, and the forward skipped all of its blocks.
         """
         self._draw_as(context)
         if self._passage is None:

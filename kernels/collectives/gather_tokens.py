@@ -45,8 +45,8 @@ def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange)
 def gather_for_each(
     local: torch.Tensor, sizes: Sequence[int], exchange: Exchange
 ) -> torch.Tensor:
-    """Gather like :func:`gather_tokens`, for processes that use the result differently. Backward
-    sums the gradients over processes, in their order."""
+    """Gather (B, t, ...) like :func:`gather_tokens`, for processes that use the result
+    differently. Backward sums the gradients over processes, in their order."""
     return _GatherForEach.apply(local, tuple(sizes), exchange)
 
 

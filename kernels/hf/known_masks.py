@@ -56,7 +56,8 @@ class KnownMask(torch.Tensor):
 @contextmanager
 def no_packed_rows(certain: bool) -> Iterator[None]:
     """Context in which transformers does not search position ids for jumps, its sign of sequences
-    packed into one row. With ``certain=False`` it searches."""
+    packed into one row. ``certain`` is True if there are none, or a mask separates them; if it is
+    False, transformers searches."""
     _patch()
     token = _no_packed_rows.set(certain)
     try:

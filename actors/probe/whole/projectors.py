@@ -40,8 +40,8 @@ def encoder_of(model: nn.Module, called: Called, modules: Collection[str]) -> st
     """Return the name of a tower's encoder, one of ``modules``, the outermost ones that the call
     runs.
 
-    It is the largest module that does not read another one's result, or, among those with blocks,
-    another one's with blocks (an encoder may read embedded patches).
+    The encoder is the largest module that reads the call's arguments and no other such module's
+    result. A module with blocks may read the result of a module without (embedded patches).
     """
     inflow = inflows(model, called, modules)
     blocks = {name for name in modules if _block_lists(model.get_submodule(name))}

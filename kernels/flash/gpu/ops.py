@@ -159,7 +159,8 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def capped(scores, inner, SOFTCAP: tl.constexpr):
-    """Return tanh(scores), ``inner`` = 2 log2(e) scale / softcap; without softcap, the scores."""
+    """Return tanh(scores * scale / softcap), given ``inner`` = 2 log2(e) scale / softcap; without
+    softcap, the scores."""
     if SOFTCAP:
         # 1 - 2 / (exp(2 x) + 1); the square of rsqrt takes fewer registers than a division.
         root = tl.rsqrt(tl.exp2(scores * inner) + 1.0)
