@@ -120,7 +120,7 @@ class DeferredWeights:
             torch.autograd.backward(edges, gradients, inputs=self._due)
 
     def _run_level(self, level: list[tuple[int, _Boundary]]) -> None:
-        """Run a level, where no node is above another node, in one engine run."""
+        """Run a level, where no node is above another, in at most two engine runs."""
         for alone in (True, False):
             roots: list[GradientEdge] = []
             gradients: list[torch.Tensor] = []

@@ -55,8 +55,8 @@ class RouterLoss:
     coefficient: float
 
     def of(self, logits: Sequence[torch.Tensor], real: torch.Tensor | None = None) -> RouterSums:
-        """Return the sums over logits (R, E) or (B, T, E) of every router; (R,) ``real`` masks
-        rows."""
+        """Return the sums over logits (R, E) or (B, T, E) of every router; ``real`` (R,) bool
+        is True for rows that count."""
         first = logits[0]
         counts = torch.zeros(self.experts, device=first.device)
         probabilities = torch.zeros(self.experts, device=first.device)

@@ -229,8 +229,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _countable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in a dtype that supports sums, which 8-bit and complex dtypes do
-    not."""
+    """Return the same values in a real dtype that supports sums: complex numbers as pairs, 8-bit
+    floats as fp32."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

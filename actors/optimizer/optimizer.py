@@ -213,6 +213,7 @@ class RankOptimizer:
         self.reduction.send_updates()
 
     def hide_averages(self) -> None:
+        """Restore the parameters; not collective."""
         self._gather_nothing()
         self.averages.hide()
 

@@ -25,7 +25,7 @@ class StreamSet:
 
     def join(self) -> None:
         """Run later work of the calling thread's current stream after all work of the set's
-        streams."""
+        streams. Does not wait on the host."""
         current = self.backend.current()
         for stream in self.streams.values():
             current.wait(stream.record())

@@ -86,6 +86,7 @@ class AccountedStream(HostStream):
 
     @contextmanager
     def use(self) -> Iterator[None]:
+        """Hold the partition for the length of the block; see :meth:`Account.running`."""
         with self._account.running(self.partition):
             yield
 

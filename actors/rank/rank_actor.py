@@ -332,6 +332,7 @@ class RankActor(StoredRank):
 
     @task("the optimizer's step")
     def run_optimizer_ops(self, ops: Sequence[Op]) -> StepResult:
+        """Run collective ops separately, after steps that only accumulated gradients."""
         result = StepResult()
         actions = {
             Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,

@@ -74,7 +74,8 @@ def cross_arguments(
 def recomputes(config: Any, text_tokens: int, visual_tokens: int) -> bool:
     """Return True if cross-attention layers should recompute keys and values (LV-XAttn §3.3).
 
-    This pays off if they would dominate the saved activations. Token counts are per row.
+    This pays off if they would dominate the saved activations. Token counts are per row, and the
+    result is the same on all processes.
     """
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads

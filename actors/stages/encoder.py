@@ -297,7 +297,11 @@ class EncoderStage(StageModule):
         self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """Return the message of the module's last stage."""
+        """Return the message of the module's last stage.
+
+        Raises:
+            ModelError: processes split items, and the output does not have one row per item.
+        """
         hidden = output if self._items is None else self._items.whole(output, side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
             raise ModelError(

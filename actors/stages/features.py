@@ -81,7 +81,11 @@ class Form:
         ]
 
     def packed(self, output: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Return the floating-point tensors to send, and the other tensors by name."""
+        """Return the floating-point tensors to send, and the other tensors by name.
+
+        Raises:
+            ModelError: the output has another structure.
+        """
         tensors, side = [], {}
         values = tree_flatten(_shown(output, self.fields), _is_leaf)[0]
         for n, (value, tensor) in enumerate(zip(values, self.tensors(output), strict=True)):

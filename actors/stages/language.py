@@ -156,8 +156,8 @@ class LanguageStage(StageModule):
             self._use_masks()
 
     def share_samples(self, exchange: Exchange) -> None:
-        """Split samples over processes that get the same inputs; losses and gradients are partial
-        sums."""
+        """Split every microbatch's samples over a group of processes, which get the same inputs.
+        Losses and parameter gradients are partial sums."""
         self._samples, self.is_shared = exchange, True
 
     def shard_parameters(
@@ -340,7 +340,11 @@ class LanguageStage(StageModule):
         return hidden, side
 
     def _ports(self, merged: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Remove and return the merged tensors that layers of any stage read."""
+        """Remove and return the merged tensors that layers of any stage read.
+
+        Raises:
+            ModelError: another tensor has a gradient, which later stages could not return.
+        """
         names = {*getattr(self.spec.merge, "ports", ()), *(port.name for port in self.spec.ports)}
         ports = {name: merged.pop(name) for name in sorted(names) if name in merged}
         for name, value in merged.items():
@@ -355,7 +359,11 @@ class LanguageStage(StageModule):
     def _own_ports(
         self, ports: dict[str, torch.Tensor], side: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return this process's part of cross-attention ports; ``side`` gets their full length."""
+        """Return this process's part of cross-attention ports; ``side`` gets their full length.
+
+        Raises:
+            ModelError: the ports are not for cross attention.
+        """
         if SHOWN not in side:
             raise ModelError(
                 f"the merge policy returned {', '.join(ports)} as ports; with a mask, or cp above "

@@ -132,7 +132,11 @@ class NodeStage(EncoderStage):
         self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """Return the module's floating-point outputs by name, the other outputs as side tensors."""
+        """Return the module's floating-point outputs by name, the other outputs as side tensors.
+
+        Raises:
+            ModelError: the outputs do not fit the module's description.
+        """
         if self.spec.chain and self.node.postprocess is not None:
             output = self.node.postprocess(inputs, output)
         outputs = outputs_of(self.node, output, self._samples_of(side))

@@ -239,7 +239,11 @@ class ConfigSource(ModuleSource):
         self._complete(model, names)
 
     def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
-        """Set parameters that ``_init_weights`` omits to the values of the class's constructor."""
+        """Set parameters that ``_init_weights`` omits to the values of the class's constructor.
+
+        Raises:
+            ModelError: the constructor sets no values, either.
+        """
         unset = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
         if not unset:
             return

@@ -46,7 +46,11 @@ def gather_for_each(
     local: torch.Tensor, sizes: Sequence[int], exchange: Exchange
 ) -> torch.Tensor:
     """Gather (B, t, ...) like :func:`gather_tokens`, for processes that use the result
-    differently. Backward sums the gradients over processes, in their order."""
+    differently. Backward sums the gradients over processes, in their order.
+
+    Raises:
+        ValueError: the number of local tokens differs from ``sizes``.
+    """
     return _GatherForEach.apply(local, tuple(sizes), exchange)
 
 

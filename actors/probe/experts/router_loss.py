@@ -91,6 +91,10 @@ def _fitted(
     """Fit a router loss to a small copy, which is modified; None if it adds no loss.
 
     ``kinds`` are classes of configs that enable the loss; ``cure`` is advice for the error message.
+
+    Raises:
+        NotRunError: the model does not run on the inputs.
+        ProbeError: the model adds another loss.
     """
     for config in configs_of(model):
         if type(config) in kinds and hasattr(config, SWITCH):

@@ -62,7 +62,11 @@ class _Trial:
         self._constants, self._zeros = dict(spec.constants), zeros
 
     def dim(self) -> int:
-        """Return the dimension in which features of items are concatenated; see :func:`probe_root`.
+        """Return the dimension in which features of items are concatenated.
+
+        Raises:
+            ProbeError: see :func:`probe_root`.
+            NotRunError: the copy does not run.
         """
         inputs, name = self._trial.inputs, type(self._model).__name__
         try:

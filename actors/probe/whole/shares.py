@@ -184,7 +184,11 @@ def _of_whole(trial: LanguageTrial) -> torch.Tensor:
 
 
 def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
-    """Return the logits with the model's own attention, then switch the model to raymm's."""
+    """Return the logits with the model's own attention, then switch the model to raymm's.
+
+    Raises:
+        ProbeError: the model cannot use another attention than its own.
+    """
     if not hf_attention.can_use(trial.model):
         raise ProbeError(
             f"{type(trial.model).__name__} does not take its attention from transformers' "
