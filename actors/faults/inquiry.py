@@ -101,7 +101,8 @@ def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True)
 
 
 def visit(processes: Mapping[int, Address], end: Collection[int], look: bool) -> dict[int, Look]:
-    """Inspect processes of this node, all at once, and then kill those in ``end``."""
+    """Inspect processes of this node, all at once, unless ``look`` is False; then kill those in
+    ``end``."""
     looks: dict[int, Look] = {}
     if look:
         with ThreadPoolExecutor(max(1, len(processes))) as threads:
