@@ -223,7 +223,7 @@ class Planned:
                 rate = tokens * self.plan.num_microbatches / seconds
                 text += f", {rate:,.0f} tokens/s"
             above = max(seconds / bound - 1, 0.0) if bound else 0.0
-            text += f"; no schedule takes less than {time_text(bound)} "
+            text += f"; no schedule of these stages takes less than {time_text(bound)} "
             text += f"(this plan takes {above:.1%} more)"
         profile = self.costs.profile
         return f"predicted {text}; {profile.source} costs of {profile.device}, {profile.dtype}"
