@@ -266,7 +266,7 @@ class Failing(nn.Module):
 
     def forward(self, x: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
         if (code == 1).any():
-            raise ArithmeticError("told to fail")
+            raise ArithmeticError("made to fail")
         return x * self.weight
 
 

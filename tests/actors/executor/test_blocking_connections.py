@@ -60,7 +60,7 @@ class Meetings:
             came[who] = value
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: len(came) >= members, self._patience):
-                raise RuntimeError(f"nobody came to {name}")
+                raise RuntimeError(f"no peer came to {name}")
             return [came[member] for member in sorted(came, key=str)]
 
 
@@ -255,7 +255,7 @@ def test_receives_posted_when_awaited_hang(monkeypatch) -> None:
     awaited = [
         [Issue(n, i.edge) for n, i in enumerate(rank) if i.op is Op.RECV] for rank in program
     ]
-    with pytest.raises(RuntimeError, match="nobody came"):  # ChannelError is a subclass
+    with pytest.raises(RuntimeError, match="no peer came"):  # ChannelError is a subclass
         run(plan, program, awaited, patience=0.5)
 
 
@@ -269,5 +269,5 @@ def test_a_sum_in_the_last_backward_of_a_tied_stage_hangs(monkeypatch) -> None:
                 for issue in listed), key=lambda issue: issue.before)
         for at, listed in zip(last, issues, strict=True)
     ]
-    with pytest.raises(RuntimeError, match="nobody came"):
+    with pytest.raises(RuntimeError, match="no peer came"):
         run(plan, program, early, patience=0.5)

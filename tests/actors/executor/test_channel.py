@@ -151,6 +151,6 @@ def test_operation_errors_count_as_lost_processes():
     with pytest.raises(ChannelError, match="a step: Connection closed by peer"):
         with reporting_lost_processes(lambda: "a step"):
             wait(Lost())
-    with pytest.raises(ChannelError, match="a step: nobody there"):
+    with pytest.raises(ChannelError, match="a step: no peer"):
         with reporting_lost_processes(lambda: "a step"):
-            raise dist.DistNetworkError("nobody there")
+            raise dist.DistNetworkError("no peer")

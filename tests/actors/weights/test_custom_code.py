@@ -54,7 +54,7 @@ TINY = {
 @pytest.fixture(autouse=True)
 def nobody_is_asked(monkeypatch):
     def refuse(*_):
-        raise AssertionError("somebody was asked on standard input")
+        raise AssertionError("input was requested on standard input")
 
     monkeypatch.setattr(builtins, "input", refuse)
 
