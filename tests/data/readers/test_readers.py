@@ -320,7 +320,7 @@ def test_malformed_json_rows_are_kept_and_refused_when_read(make_config, tmp_pat
     assert pickle.loads(pickle.dumps(dataset)).counts.keys() == dataset.counts.keys()
     limits = Limits(max_item_bytes=1)
     reader = open_source(tmp_path / "train.jsonl", None, ReaderOptions(skip=True, limits=limits))
-    with pytest.raises(SampleError, match="not a JSON value"):
+    with pytest.raises(SampleError, match="the line is not JSON"):
         reader[7]
 
 
