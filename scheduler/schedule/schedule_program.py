@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.stage import NO_STAGE, StageId
+from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, group_end
 from raymm.scheduler.program.stage_samples import Samples, carried_samples, stage_samples
 from raymm.scheduler.schedule.schedule_rules import Task
@@ -28,17 +28,19 @@ def to_program(
 
     A rank receives the output of a stage once, for all of its stages that read it; the message
     names the first of these stages. Their gradients are summed on that rank and sent back once the
-    last of them has run its backward.
+    last of them has run its backward. Which stages read the output may differ between microbatches,
+    so a later microbatch may be read, or its gradient complete, before an earlier one: the earlier
+    message is then received first, and the later gradient sent after the earlier one.
     """
-    surroundings = _Surroundings(plan, active)
-    return Program(tuple(_with_messages(surroundings, rank, early) for rank in tasks))
+    neighbours = _Neighbours(plan, active)
+    return Program(tuple(_with_messages(neighbours, rank, early) for rank in tasks))
 
 
 def _with_messages(
-    around: _Surroundings, tasks: Sequence[Task], early: bool
+    neighbours: _Neighbours, tasks: Sequence[Task], early: bool
 ) -> tuple[Instruction, ...]:
-    plan = around.plan
-    messages = _RankMessages(around)
+    plan = neighbours.plan
+    messages = _RankMessages(neighbours)
     instructions: list[Instruction] = []
     index = 0
     while index < len(tasks):
@@ -57,7 +59,7 @@ def _with_messages(
             elif op is not Op.BACKWARD_WEIGHT:
                 instructions += messages.inputs(stage, microbatch)
                 sends += messages.outputs(stage, microbatch)
-            samples = around.of(stage, microbatch).samples
+            samples = neighbours.of(stage, microbatch).samples
             computes.append(
                 Instruction(op, stage, microbatch, NO_STAGE, group, quota, samples=samples)
             )
@@ -69,14 +71,16 @@ def _with_messages(
 
 class _Reader(NamedTuple):
     """A rank that reads a stage's output: the first stage that reads it, which names the message;
-    the samples that it reads (empty for all); and the number of its stages that read it."""
+    the samples that it reads (empty for all); the number of its stages that read it; and True in
+    ``shared`` if several of its stages do so in some microbatch."""
 
     stage: StageId
     samples: tuple[Range, ...]
     count: int
+    shared: bool
 
 
-class _Around(NamedTuple):
+class _StageNeighbours(NamedTuple):
     """Context of a stage for a microbatch: its samples (empty for all), its producers on other
     ranks, each with the reader on its own rank, and other ranks that read its output."""
 
@@ -84,24 +88,31 @@ class _Around(NamedTuple):
     producers: tuple[tuple[StageId, _Reader], ...]
     readers: tuple[_Reader, ...]
 
+    def reader(self, producer: StageId, stage: StageId) -> _Reader | None:
+        """Return the reader of a producer's message that ``stage`` names, if there is one."""
+        for other, reader in self.producers:
+            if other == producer and reader.stage == stage:
+                return reader
+        return None
 
-class _Surroundings:
+
+class _Neighbours:
     """Senders and receivers around each stage, cached for microbatches with the same stages."""
 
     def __init__(self, plan: Plan, active: Sequence[ActiveStages]) -> None:
         self.plan, self.active = plan, active
         self._splits = plan.splits_samples
-        self._around: dict[tuple[StageId, int], _Around] = {}
+        self._found: dict[tuple[StageId, int], _StageNeighbours] = {}
 
-    def of(self, stage: StageId, microbatch: int) -> _Around:
+    def of(self, stage: StageId, microbatch: int) -> _StageNeighbours:
         uses = self.active[microbatch]
         key = stage, id(uses)
-        surroundings = self._around.get(key)
-        if surroundings is None:
-            surroundings = self._around[key] = self._surroundings(stage, uses, uses.samples)
-        return surroundings
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(stage, uses, uses.samples)
+        return found
 
-    def _surroundings(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _Around:
+    def _find(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _StageNeighbours:
         plan = self.plan
         rank = plan.by_id[stage].rank
         producers = []
@@ -113,7 +124,7 @@ class _Surroundings:
         ranks = dict.fromkeys(plan.by_id[c].rank for c in plan.stage_consumers[stage])
         rank_readers = (self._readers(stage, peer, uses, samples) for peer in ranks if peer != rank)
         local_samples = stage_samples(plan, plan.by_id[stage], samples) if self._splits else ()
-        return _Around(
+        return _StageNeighbours(
             local_samples, tuple(producers),
             tuple(self._reader(stage, readers, samples) for readers in rank_readers if readers),
         )
@@ -129,37 +140,44 @@ class _Surroundings:
         ]
 
     def _reader(self, producer: StageId, readers: list[StageId], samples: Samples) -> _Reader:
-        read = carried_samples(self.plan, producer, readers, samples) if self._splits else ()
-        return _Reader(readers[0], read, len(readers))
+        plan, first = self.plan, readers[0]
+        read = carried_samples(plan, producer, readers, samples) if self._splits else ()
+        rank = plan.by_id[first].rank
+        shared = sum(plan.by_id[c].rank == rank for c in plan.stage_consumers[producer]) > 1
+        return _Reader(first, read, len(readers), shared)
 
 
 class _RankMessages:
     """Messages of one rank; methods return the sends and receives around tasks, in the order of
-    tasks."""
+    tasks, and on each edge in the order of microbatches."""
 
-    def __init__(self, around: _Surroundings) -> None:
-        self._around = around
-        # For outputs that several stages of the rank read: outputs that have arrived, and the
-        # number of stages that have not yet contributed a gradient.
-        self._arrived: set[tuple[StageId, int]] = set()
-        self._left: dict[tuple[StageId, int], int] = {}
+    def __init__(self, neighbours: _Neighbours) -> None:
+        self._neighbours = neighbours
+        # For outputs that several stages of the rank read, by producer and the stage that names the
+        # message: the next microbatches to receive and to send a gradient for.
+        self._receive: dict[Edge, int] = {}
+        self._return: dict[Edge, int] = {}
+        # Number of stages that have contributed to the gradient of a producer's output.
+        self._contributed: dict[tuple[StageId, int], int] = {}
 
     def inputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
         receives = []
-        for producer, reader in self._around.of(stage, microbatch).producers:
-            if reader.count > 1:
-                if (producer, microbatch) in self._arrived:
-                    continue
-                self._arrived.add((producer, microbatch))
-            receives.append(Instruction(
-                Op.RECV, reader.stage, microbatch, producer, samples=reader.samples
-            ))
+        for producer, reader in self._neighbours.of(stage, microbatch).producers:
+            due = [(microbatch, reader)]
+            if reader.shared:
+                edge = producer, reader.stage
+                due = list(self._on_edge(edge, self._receive.get(edge, 0), microbatch + 1))
+                self._receive[edge] = max(self._receive.get(edge, 0), microbatch + 1)
+            receives += [
+                Instruction(Op.RECV, reader.stage, number, producer, samples=reader.samples)
+                for number, reader in due
+            ]
         return receives
 
     def outputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
         return [
             Instruction(Op.SEND, stage, microbatch, reader.stage, samples=reader.samples)
-            for reader in self._around.of(stage, microbatch).readers
+            for reader in self._neighbours.of(stage, microbatch).readers
         ]
 
     def gradients(self, stage: StageId, microbatch: int) -> list[Instruction]:
@@ -168,22 +186,44 @@ class _RankMessages:
                 Op.RECV, stage, microbatch, reader.stage, direction=Direction.BACKWARD,
                 samples=reader.samples,
             )
-            for reader in self._around.of(stage, microbatch).readers
+            for reader in self._neighbours.of(stage, microbatch).readers
         ]
 
     def handed_back(self, stage: StageId, microbatch: int) -> list[Instruction]:
         sends = []
-        owed = self._around.active[microbatch].needs_backward
-        for producer, reader in self._around.of(stage, microbatch).producers:
-            if producer not in owed:
+        needs = self._neighbours.active[microbatch].needs_backward
+        for producer, reader in self._neighbours.of(stage, microbatch).producers:
+            if producer not in needs:
                 continue
-            if reader.count > 1:
+            due = [(microbatch, reader)]
+            if reader.shared:
                 key = producer, microbatch
-                self._left[key] = self._left.get(key, reader.count) - 1
-                if self._left[key]:
-                    continue
-            sends.append(Instruction(
-                Op.SEND, reader.stage, microbatch, producer, direction=Direction.BACKWARD,
-                samples=reader.samples,
-            ))
+                self._contributed[key] = self._contributed.get(key, 0) + 1
+                due = self._complete((producer, reader.stage))
+            sends += [
+                Instruction(
+                    Op.SEND, reader.stage, number, producer, direction=Direction.BACKWARD,
+                    samples=reader.samples,
+                )
+                for number, reader in due
+            ]
         return sends
+
+    def _complete(self, edge: Edge) -> list[tuple[int, _Reader]]:
+        """Return the next microbatches of an edge as far as their gradients are complete."""
+        producer, complete = edge[0], []
+        active = self._neighbours.active
+        for number, reader in self._on_edge(edge, self._return.get(edge, 0), len(active)):
+            if producer in active[number].needs_backward:
+                if self._contributed.get((producer, number), 0) < reader.count:
+                    break
+                complete.append((number, reader))
+            self._return[edge] = number + 1
+        return complete
+
+    def _on_edge(self, edge: Edge, first: int, end: int) -> Iterator[tuple[int, _Reader]]:
+        """Yield the microbatches in a range that have a message on an edge."""
+        for number in range(first, end):
+            reader = self._neighbours.of(edge[1], number).reader(*edge)
+            if reader is not None:
+                yield number, reader

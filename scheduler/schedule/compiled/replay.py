@@ -52,6 +52,8 @@ class _Messages(NamedTuple):
         counts: (2, 2, E) number of messages sent, and received.
         links: (2, E) time when a link becomes free.
         handed: (E, M) True once a consumer has computed its gradient.
+        next: (2, E) next microbatch whose output to receive, and whose gradient to send: if several
+            stages of a rank read an output, a later one may be read, or complete, first.
         delayed: (1,) True if the bound of messages in flight made a sender wait.
     """
 
@@ -61,6 +63,7 @@ class _Messages(NamedTuple):
     counts: np.ndarray
     links: np.ndarray
     handed: np.ndarray
+    next: np.ndarray
     delayed: np.ndarray
 
 
@@ -82,7 +85,8 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
     messages = _Messages(
         np.full(shape, np.inf), np.zeros(shape, np.bool_), np.zeros(shape),
         np.zeros((2, 2, edges), np.int64), np.zeros((2, edges)),
-        np.zeros((edges, microbatches), np.bool_), np.zeros(1, np.bool_),
+        np.zeros((edges, microbatches), np.bool_), np.zeros((2, edges), np.int64),
+        np.zeros(1, np.bool_),
     )
     clock, position = np.zeros(ranks), starts[:-1].copy()
     computed = np.zeros(ranks, np.bool_)  # True once its task is computed, until all is sent
@@ -138,13 +142,16 @@ def _receive(step, messages, task, early, clock, posted, runnable, queued):
     rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
-            if step.carried[edge, microbatch]:
-                message = _message(step, edge, microbatch)
-                if messages.received[OUTPUT, message, microbatch]:
-                    continue
-                if not _received(messages, OUTPUT, message, microbatch, rank, clock, posted):
-                    return False
-                _wake(step.stages[step.edges[edge, PRODUCER], RANK], runnable, queued)
+            if not step.carried[edge, microbatch]:
+                continue
+            message = _message(step, edge, microbatch)
+            while messages.next[OUTPUT, message] <= microbatch:
+                number = messages.next[OUTPUT, message]
+                if step.carried[message, number] and _message(step, message, number) == message:
+                    if not _received(messages, OUTPUT, message, number, rank, clock, posted):
+                        return False
+                    _wake(step.stages[step.edges[edge, PRODUCER], RANK], runnable, queued)
+                messages.next[OUTPUT, message] += 1
         return True
     # Without early recomputation, the gradient is received before the recomputation.
     first = R if step.stages[stage, RECOMPUTES] > 0 and not early else B
@@ -223,16 +230,21 @@ def _send(step, messages, task, clock, transfers, bound, posted, runnable, queue
             if not step.carried[edge, microbatch] or not step.uses[producer, microbatch] & NEEDS:
                 continue
             messages.handed[edge, microbatch] = True
-            if not _all_handed(step, messages, producer, rank, microbatch):
-                continue  # the rank's last stage that reads the output sends the sum
             message = _message(step, edge, microbatch)
-            if messages.arrivals[GRADIENT, message, microbatch] < np.inf:
-                continue
-            if not _sent(
-                messages, GRADIENT, message, microbatch, rank, clock, transfers, bound, posted
-            ):
-                return False
-            _wake(step.stages[producer, RANK], runnable, queued)
+            while messages.next[GRADIENT, message] < step.uses.shape[1]:
+                number = messages.next[GRADIENT, message]
+                if (
+                    step.carried[message, number] and step.uses[producer, number] & NEEDS
+                    and _message(step, message, number) == message
+                ):
+                    if not _all_handed(step, messages, producer, rank, number):
+                        break  # the rank's last stage that reads the output sends the sum
+                    if not _sent(
+                        messages, GRADIENT, message, number, rank, clock, transfers, bound, posted
+                    ):
+                        return False
+                    _wake(step.stages[producer, RANK], runnable, queued)
+                messages.next[GRADIENT, message] += 1
     return True
 
 

@@ -309,6 +309,25 @@ def test_any_number_of_rows_of_a_sample(case, draws):
     assert all(all(channel.rows) for channel in channels.values())
 
 
+def test_messages_stay_in_order_if_fewer_stages_read_a_later_microbatch():
+    """Of microbatch 1, rank 1 has only one of the two stages that read ``m0``, so that gradient is
+    complete first."""
+    nodes = (
+        ModuleNode("m0", (True,)), ModuleNode("m1", (False,)),
+        ModuleNode("loss0", (False,), loss=True), ModuleNode("loss1", (False, False), loss=True),
+    )
+    edges = (("m0", "m1"), ("m0", "loss0"), ("m0", "loss1"), ("m1", "loss0"))
+    places = [
+        ("m0", 0, 0, 0), ("m1", 0, 0, 0), ("loss0", 0, 0, 1), ("loss1", 0, 0, 1),
+        ("loss1", 1, 0, 0), *(("loss1", index, replica, 0) for replica in (1, 2) for index in (0, 1)),
+    ]
+    plan = Plan(ModuleGraph(nodes, edges), tuple(
+        Stage(module, index, (index, index + 1), rank, replica, split="samples")
+        for module, index, replica, rank in places
+    ), 2)
+    check(plan, [3, 1], [{"m0": (0, 1, 1, 1)}, {"m0": (0, 1)}])
+
+
 def test_shared_inputs_of_a_rank_are_sent_once():
     nodes = (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("c", (True,)))
     graph = ModuleGraph(nodes, (("a", "b"), ("a", "c"), ("b", "c")))

@@ -19,8 +19,10 @@ from random_plans import contents, profiled_plans
 
 from raymm.errors import NoPlanError
 from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.graph.sample_ranges import Range, union
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import policies
+from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.compiled import machine_code
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks
@@ -65,6 +67,18 @@ def with_quotas(draw: st.DrawFn) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+@st.composite
+def samples_of(draw: st.DrawFn, modules: set[str]) -> Samples:
+    """Draw the samples of a microbatch, of which some have no input for a module."""
+    size = draw(st.integers(1, 4))
+    filled = []
+    for module in sorted(modules):
+        numbers = draw(st.sets(st.integers(0, size - 1), min_size=1))
+        if len(numbers) < size:
+            filled.append((module, union(Range(n, n + 1) for n in sorted(numbers))))
+    return Samples(size, tuple(filled))
+
+
 def plain(tasks):
     """Return tasks with group numbers in the order of the rank."""
     ranks = []
@@ -94,7 +108,13 @@ def test_arrays_of_all_steps_have_one_memory_layout(plan: Plan) -> None:
 @given(st.data())
 def test_machine_code_equals_python(data) -> None:
     plan = data.draw(with_quotas())
-    active = active_stages(plan, data.draw(contents(plan)))
+    split = data.draw(st.sets(st.sampled_from([node.name for node in plan.graph.nodes])))
+    plan = replace(plan, stages=tuple(
+        replace(s, split="samples") if s.module in split else s for s in plan.stages
+    ))
+    present = data.draw(contents(plan))
+    samples = [data.draw(samples_of(modules)) for modules in present]
+    active = active_stages(plan, present, samples=samples if plan.splits_samples else ())
     delays = NETWORK.delays(plan) if data.draw(st.booleans()) else {}
     chosen = data.draw(rules(plan))
     step = plan, active, op_seconds(plan), stage_costs(plan), delays
