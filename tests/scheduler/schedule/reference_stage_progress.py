@@ -146,9 +146,9 @@ class StageProgress:
         """
         done = self.recomputed_end if early else self.forward_end
         ready = done.get(microbatch, math.inf)
-        run = self.active[microbatch].stages
+        needs = self.active[microbatch].needs_backward
         for consumer, delay in zip(self.consumers, self.grad_delay, strict=True):
-            if consumer.id in run:
+            if consumer.id in needs:
                 ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
         return ready
 
@@ -158,8 +158,8 @@ class StageProgress:
         for _ in range(hops):
             if not state.consumers:
                 return True
-            run = self.active[microbatch].stages
-            state = next(c for c in state.consumers if c.id in run)
+            needs = self.active[microbatch].needs_backward
+            state = next((c for c in state.consumers if c.id in needs), state)
             if microbatch in state.backward_end:
                 return True
         return not state.consumers and microbatch in state.forward_end
