@@ -271,10 +271,9 @@ def real_table(rows: list[real_model.RealRow]) -> Table:
 def run_real(latency: float, steps: int) -> list[real_model.RealRow]:
     """Run the second part."""
     out = console()
-    costs = real_model.profile()
     rows = []
     for case in real_model.CASES:
-        rows += real_model.run_case(case, costs, latency, steps)
+        rows += real_model.run_case(case, latency, steps)
     for row in rows:
         for op, (profiled, measured) in row.ops.items():
             out.print(f"[dim]{row.case} {row.schedule} {op}: profiled {profiled * 1e3:.1f} ms, "

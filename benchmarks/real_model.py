@@ -2,8 +2,9 @@
 
 The ranks compute at the same time and share the machine's caches and memory, which slows products
 by 10 to 25% on two cores. So layers are profiled while another process computes as well. The
-machine's speed also changes from minute to minute. ``schedule_error`` depends on neither: it
-predicts each step from the durations of the step's own operations.
+machine's speed also changes from minute to minute, so layers are profiled before and after the
+steps, and the prediction is the mean of both. ``schedule_error`` depends on neither: it predicts
+each step from the durations of the step's own operations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from raymm.profiling.layers import profile_model
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
-from raymm.scheduler.program.program import Op
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
@@ -53,10 +55,10 @@ class RealRow:
     """Results of one case and schedule.
 
     Attributes:
-        predicted: seconds of a step by the profile.
+        predicted: seconds of a step, the mean of the profiles before and after the steps.
         measured: median seconds of a step.
         steps: seconds of each step.
-        ops: (profiled, measured) seconds by stage and operation.
+        ops: (profiled before, measured) seconds by stage and operation.
         schedule_errors: per step, relative error of the prediction from the mean durations of the
             step's own operations.
     """
@@ -129,12 +131,11 @@ def compute() -> None:
         model(tokens).last_hidden_state.sum().backward()
 
 
-def run_case(case: str, costs: CostProfile, latency: float, steps: int) -> list[RealRow]:
+def run_case(case: str, latency: float, steps: int) -> list[RealRow]:
     """Predict and measure a step with each schedule.
 
     Args:
         case: key of :data:`CASES`.
-        costs: result of :func:`profile`.
         latency: seconds per message.
         steps: measured steps per schedule, after a warm-up.
     """
@@ -142,36 +143,41 @@ def run_case(case: str, costs: CostProfile, latency: float, steps: int) -> list[
     spec = MultimodalParallelSpec(
         {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(1,)), MICROBATCHES
     )
-    plan = replace(spec.plan(model), profile=costs)
+    before = profile()
+    plan = replace(spec.plan(model), profile=before)
     batch = microbatches(MICROBATCHES)
-    rows = []
+    runs = []
     with MultimodalParallelModule(model, plan, threads=1) as parallel:
         for schedule in SCHEDULES:
             parallel.reschedule(replace(plan, schedule=schedule))
             program = parallel.program([["vision"]] * MICROBATCHES, update=False)
-            expected = op_seconds(parallel.plan)
-            predicted = simulate(
-                program, expected, latency, posted=plan.posted_receives
-            ).makespan
             timelines = [parallel.execute(batch).timeline for _ in range(WARM_UP_STEPS + steps)]
-            timelines = timelines[WARM_UP_STEPS:]
-            spans = tuple(timeline.makespan for timeline in timelines)
-            errors = []
-            for timeline in timelines:
-                own = {**expected, **{
-                    op: statistics.mean(values) for op, values in _op_seconds([timeline]).items()
-                }}
-                replayed = simulate(program, own, latency, posted=plan.posted_receives)
-                errors.append(replayed.makespan / timeline.makespan - 1)
-            rows.append(
-                RealRow(case, schedule, predicted, statistics.median(spans), spans,
-                        _compare_ops(expected, timelines), tuple(errors))
-            )
+            runs.append((parallel.plan, program, timelines[WARM_UP_STEPS:]))
+    after = profile()
+    rows = []
+    for schedule, (scheduled, program, timelines) in zip(SCHEDULES, runs, strict=True):
+
+        def simulated(costs: dict[tuple[StageId, Op], float], program: Program = program) -> float:
+            return simulate(program, costs, latency, posted=plan.posted_receives).makespan
+
+        expected = op_seconds(scheduled)
+        predicted = [simulated(op_seconds(replace(scheduled, profile=p))) for p in (before, after)]
+        spans = tuple(timeline.makespan for timeline in timelines)
+        errors = tuple(
+            simulated({**expected, **{
+                op: statistics.mean(values) for op, values in _op_seconds([timeline]).items()
+            }}) / timeline.makespan - 1
+            for timeline in timelines
+        )
+        rows.append(RealRow(
+            case, schedule, statistics.mean(predicted), statistics.median(spans), spans,
+            _compare_ops(expected, timelines), errors,
+        ))
     return rows
 
 
 def _compare_ops(
-    expected: dict[tuple[str, Op], float], timelines: list[Timeline]
+    expected: dict[tuple[StageId, Op], float], timelines: list[Timeline]
 ) -> dict[str, tuple[float, float]]:
     return {
         f"{stage} {op.value}": (expected[stage, op], statistics.median(values))
@@ -179,8 +185,8 @@ def _compare_ops(
     }
 
 
-def _op_seconds(timelines: list[Timeline]) -> dict[tuple[str, Op], list[float]]:
-    durations: dict[tuple[str, Op], list[float]] = {}
+def _op_seconds(timelines: list[Timeline]) -> dict[tuple[StageId, Op], list[float]]:
+    durations: dict[tuple[StageId, Op], list[float]] = {}
     for timeline in timelines:
         for span in timeline.compute():
             durations.setdefault((span.stage, Op(span.op)), []).append(span.end - span.start)
