@@ -129,7 +129,7 @@ def test_auto_compares_styles_and_reports_the_faster(raymm, make_config, tmp_pat
     ((), "on 2 GPUs, multiplexed"),  # as many as in the layouts, without an option
     (("--ranks", "8"), "ranks is 8, but the given plan (parallel) is for 2"),
     (("--layouts", "colocated"), "--layouts is for plans that raymm makes"),
-    (("--style", "multiplexed", "--ranks", "2"), "layouts (parallel), which are for pipelined plans"),
+    (("--style", "multiplexed", "--ranks", "2"), "(parallel), which are for pipelined plans"),
 ])  # fmt: skip
 def test_styles_are_compared_on_the_devices_of_the_layouts(
     raymm, make_config, tmp_path, wide, no_ray, options, words

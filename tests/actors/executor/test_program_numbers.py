@@ -319,7 +319,8 @@ def test_messages_stay_in_order_if_fewer_stages_read_a_later_microbatch():
     edges = (("m0", "m1"), ("m0", "loss0"), ("m0", "loss1"), ("m1", "loss0"))
     places = [
         ("m0", 0, 0, 0), ("m1", 0, 0, 0), ("loss0", 0, 0, 1), ("loss1", 0, 0, 1),
-        ("loss1", 1, 0, 0), *(("loss1", index, replica, 0) for replica in (1, 2) for index in (0, 1)),
+        ("loss1", 1, 0, 0), ("loss1", 0, 1, 0), ("loss1", 1, 1, 0), ("loss1", 0, 2, 0),
+        ("loss1", 1, 2, 0),
     ]
     plan = Plan(ModuleGraph(nodes, edges), tuple(
         Stage(module, index, (index, index + 1), rank, replica, split="samples")

@@ -192,7 +192,8 @@ def test_a_sample_that_kills_workers_is_named_alone(make_config):
         text = str(caught.value)
         if error is RunFailedError:
             assert re.search(
-                r"died while loading step (5, samples \[0, 1,|6, samples \[6, 7, 8, 9, 10, 11\])", text
+                r"died while loading step (5, samples \[0, 1,|6, samples \[6, 7, 8, 9, 10, 11\])",
+                text,
             )
     assert text.startswith("sample 's8'") and "every data worker that loads this" in text
     assert isinstance(caught.value, DataError)  # the run ends, and must not be restarted
