@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raymm.monitor.step_clock import StepClock
+from raymm.training.training_loop import StepClock
 
 TOKENS = 100
 
