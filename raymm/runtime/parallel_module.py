@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from raymm.data import MicrobatchMeta
-from raymm.errors import ModelError, RankFailedError
-from raymm.runtime.interruption import holds_nothing_when_interrupted
+from raymm.errors import InputError, ModelError, RankFailedError
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
 from raymm.scheduler.program.timeline import Timeline
@@ -85,6 +86,29 @@ class StepOutput:
         modules = {str(stage): stage.module for stage in busy}
         shares = {str(stage): seconds / makespan for stage, seconds in busy.items()}
         return bars_html("  ·  ".join(facts) + "  ·  busy:", shares, modules)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def holds_nothing_when_interrupted(method: Method) -> Method:
+    """Wrap a method so that the traceback of an interruption or of a wrong input does not hold its
+    object.
+
+    An interactive session keeps the last error with all frames and their arguments. Without this,
+    ranks would outlive the variable of their model.
+    """
+
+    @wraps(method)
+    def called(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except (KeyboardInterrupt, InputError) as error:
+            traceback.clear_frames(error.__traceback__)
+            del args, options
+            raise
+
+    return cast(Method, called)
 
 
 class PendingOutput(Protocol):
