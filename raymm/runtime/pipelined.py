@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, repeat
 from typing import Any
 
 import torch
+from torch import nn
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.actors.experts.router_loss import Mixture
@@ -19,13 +20,13 @@ from raymm.batch.tried_inputs import TriedInputs, check_loss
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
-from raymm.errors import DataError
+from raymm.errors import DataError, ModelError
+from raymm.kernels.flash.gpu.launch_configs import LARGEST_HEAD_DIM
 from raymm.layout.preference_check import check_preference
 from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.plan_module import PlannedModule
@@ -314,3 +315,39 @@ def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
         *(len(rows) for _, rows in items), len(lengths), longest, sum(lengths),
     ]
     return LayoutKey(hash((tuple(tensors), items, lengths)), hash(repr(structure)), tuple(sizes))
+
+
+_HEAD_DIMS = ("head_dim", "qk_head_dim", "v_head_dim", "attention_head_size")
+
+
+def check_head_dims(
+    model: MultimodalModule, options: RuntimeOptions, modules: Iterable[str]
+) -> None:
+    """Reject attention heads that raymm's kernels cannot compute, unless another kernel may be
+    used.
+
+    Args:
+        modules: names of modules whose attention raymm computes: with a mask, packed, or with
+            tokens split over processes.
+
+    Raises:
+        ModelError: a head is too wide. Names module, attention layer and width.
+    """
+    if options.device != "cuda" or options.kernels == "auto":
+        return
+    for name in modules:
+        for layer, head_dim in _head_dims(model.spec(name).source.skeleton()):
+            if head_dim > LARGEST_HEAD_DIM:
+                raise ModelError(
+                    f"{name}: {layer} has head dimension {head_dim}; accepted on cuda: at most "
+                    f"{LARGEST_HEAD_DIM}, or run.kernels: auto, which selects a suitable kernel"
+                )
+
+
+def _head_dims(module: nn.Module) -> Iterable[tuple[str, int]]:
+    """Yield (name, head dimension) of attention modules that state it."""
+    for layer, child in module.named_modules():
+        if "attention" in type(child).__name__.lower():
+            for name in _HEAD_DIMS:
+                if isinstance(head_dim := getattr(child, name, None), int):
+                    yield layer, head_dim

@@ -9,10 +9,9 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.errors import ClusterError, ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_dag import DagParallelModule
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.pipelined import MultimodalParallelModule, check_head_dims
 
 CLASSES = (MultimodalParallelModule, DagParallelModule)
 
