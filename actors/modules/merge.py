@@ -23,7 +23,7 @@ Optional attributes of a policy:
   ``attention_mask``, ``labels`` and ``sample_index``; ``tokens[name]`` is the token count per item
   of each encoder that has items. It raises :class:`ModelError` where the policy would, and returns
   the merged length. Policies without it are tried with features of zeros
-  (:mod:`raymm.batch.merge_trial`).
+  (:mod:`raymm.batch.check`).
 
 If the model has a mask policy, ``inputs`` also has ``encoder_kinds``, a number from 1 per encoder,
 and the result must have ``token_layout`` (:mod:`raymm.actors.modules.token_layout`).
