@@ -18,9 +18,9 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import FORWARDS, Op
 from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.search.find_plans import time_shared_plans
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_backbone, replicated
 from raymm.scheduler.search.stage_space import StageSpace
-from raymm.scheduler.search.time_shared_plans import time_shared_plans
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents
 
