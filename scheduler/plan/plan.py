@@ -13,10 +13,10 @@ from typing import Any
 from raymm.errors import PlanError
 from raymm.scheduler.costs.device_memory import receives_ahead
 from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.strict_json import json_value
 from raymm.scheduler.plan.field_checks import check_number
-from raymm.scheduler.plan.layer_options import check_layer_options
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy, check_policy
 from raymm.scheduler.plan.port_routes import EdgePorts, edge_ports
@@ -397,3 +397,28 @@ class Plan:
         if not isinstance(data, dict):
             raise PlanError(f"plan is {data!r:.80}; it must be an object")
         return cls.from_dict(data)
+
+
+def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
+    """Raise ``PlanError`` if the layer options of a stage with ``blocks`` blocks (without projector
+    and head) are invalid or do not work with the schedule."""
+    options = stage.layer_options
+    if not options:
+        return
+    if len(options) != max(blocks, 0) or not set(options) <= set(OPTIONS):
+        raise PlanError(
+            f"layer_options of stage {stage.id} are {list(options)}; each of its "
+            f"{max(blocks, 0)} blocks needs one of {', '.join(OPTIONS)}"
+        )
+    if set(options) == {OPTIONS[0]}:
+        return
+    if stage.recompute:
+        raise PlanError(
+            f"stage {stage.id} has layer_options and recompute, which recomputes the whole stage; "
+            "set only one of them"
+        )
+    if schedule == "zero_bubble":
+        raise PlanError(
+            f"stage {stage.id} has layer_options, but schedule is 'zero_bubble', whose two "
+            "backward passes would each recompute; use '1f1b' or 'gpipe', or set recompute"
+        )
