@@ -18,8 +18,10 @@ Assumptions:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,12 +29,13 @@ from torch import nn
 from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, is_adapter
 from raymm.actors.experts.routing import experts
 from raymm.actors.modules.blocks import block_list
+from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module
 from raymm.actors.weights.model_part import is_within
 from raymm.costs.attention_count import Attention, AttentionCounter
 from raymm.costs.forward_run import ForwardRun
-from raymm.costs.load import Load, LoadedModule
+from raymm.costs.load import HEADS, Load, LoadedModule, config_number
 from raymm.costs.matmul_count import MatmulCounter, expanded_elements
-from raymm.costs.parameter_shares import parameter_shares
+from raymm.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -363,3 +366,32 @@ class _LayerCounter:
             window = attention.window
             flops[window] = flops.get(window, 0.0) + attention.pair_flops
         return flops
+
+
+_SHARES: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
+
+
+def parameter_shares(module: nn.Module) -> Mapping[str, int]:
+    """Return the number of different shards of every split parameter, by name.
+
+    The degree is the largest that the module's plan accepts. Keys and values with few heads have
+    fewer shards than there are processes. Parameters that are absent are replicated.
+    """
+    if module not in _SHARES:
+        plan = _largest_plan(module)
+        shards = {} if plan is None else plan.shards
+        _SHARES[module] = {name: len(set(dims)) for name, dims in shards.items()}
+    return _SHARES[module]
+
+
+def _largest_plan(module: nn.Module) -> TensorPlan | None:
+    config: Any = getattr(module, "config", None)
+    texts = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = config_number(HEADS, config, texts) or 2
+    for tp in range(heads, 1, -1):
+        if heads % tp == 0:
+            try:
+                return plan_module(module, tp, "module")
+            except PlanError:
+                continue
+    return None
