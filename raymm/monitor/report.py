@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raymm.config.build import write_json
+from raymm.data import MicrobatchMeta
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.planning.plan import rank_names
 from raymm.scheduler.graph.direction import posted_receives
@@ -25,17 +26,26 @@ COST_STEPS = 8
 
 
 class RunReport:
-    """Collects timelines during a run and draws the report at its end."""
+    """Collects timelines during a run and draws the report at its end.
 
-    def __init__(self, folder: Path, plan: Plan, device: str = "cpu") -> None:
-        self._folder = folder
+    Args:
+        program: returns the program of a step from the metadata of its microbatches.
+    """
+
+    def __init__(
+        self, folder: Path, plan: Plan, program: Callable[[Sequence[MicrobatchMeta]], Program],
+        device: str = "cpu",
+    ) -> None:
+        self._folder, self._program = folder, program
         self._plan = plan
         self._posted = posted_receives(in_order=device != "cpu")
-        self._recent: deque[tuple[int, Program, Timeline]] = deque(maxlen=COST_STEPS + 1)
+        self._recent: deque[tuple[int, Sequence[MicrobatchMeta], Timeline]] = deque(
+            maxlen=COST_STEPS + 1
+        )
 
-    def add(self, step: int, program: Program, timeline: Timeline) -> None:
+    def add(self, step: int, meta: Sequence[MicrobatchMeta], timeline: Timeline) -> None:
         """Add a step. The report shows the last steps."""
-        self._recent.append((step, program, timeline))
+        self._recent.append((step, meta, timeline))
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
         """Write plan, pictures and trace. Return the files by description."""
@@ -48,10 +58,10 @@ class RunReport:
             files["loss curve"] = folder / "loss.png"
             draw_loss(history, files["loss curve"])
         if self._recent:
-            step, program, measured = self._recent[-1]
+            step, meta, measured = self._recent[-1]
             costs = self._predicting_costs()
             predicted = simulate(
-                program, costs, posted=self._posted,
+                self._program(meta), costs, posted=self._posted,
                 group_seconds=group_seconds(self._plan, costs),
             )
             names = rank_names(self._plan)
@@ -69,7 +79,7 @@ class RunReport:
         fitted."""
         earlier = list(self._recent)[:-1] or list(self._recent)
         samples: dict[tuple[StageId, Op], list[float]] = {}
-        for _, program, timeline in earlier:
-            for key, seconds in device_costs(self._plan, program, timeline).items():
+        for _, meta, timeline in earlier:
+            for key, seconds in device_costs(self._plan, self._program(meta), timeline).items():
                 samples.setdefault(key, []).append(seconds)
         return {key: statistics.median(values) for key, values in samples.items()}

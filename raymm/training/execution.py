@@ -109,7 +109,9 @@ class StepObserver:
 
     def __init__(self, run: ObservedRun, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._report = RunReport(run.folder, plan, run.parallel.options.device)
+        self._report = RunReport(
+            run.folder, plan, run.parallel.step_program, run.parallel.options.device
+        )
         self._rebalancing = rebalancing(
             run.data, run.training.sampler, plan, run.model.packing, run.folder,
             run.parallel.steps_taken, run.say,
@@ -121,8 +123,7 @@ class StepObserver:
         """Return the step's ``balance``, ``straggler`` if there is one, and ``plan_drift`` if the
         plan has a profile, for ``metrics.jsonl``."""
         run, timeline = self._run, step.timeline
-        program = run.parallel.step_program(step.meta)
-        self._report.add(step.number, program, timeline)
+        self._report.add(step.number, step.meta, timeline)
         fitted = self._rebalancing and self._rebalancing.after_step(
             step.number, step.state_after, len(step.meta), step.complete, timeline
         )

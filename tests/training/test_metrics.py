@@ -2,6 +2,7 @@
 
 import json
 import resource
+from functools import partial
 
 import pytest
 
@@ -135,20 +136,20 @@ def plan():
 
 
 def measured(plan, factor):
-    """Return a program and a timeline in which every operation takes ``factor`` times its stage's
-    ms.
+    """Return the modalities of two microbatches, and a timeline of a step with them in which every
+    operation takes ``factor`` times its stage's ms.
     """
-    program = lower(plan, [["vision"], ["vision"]])
+    present = [["vision"], ["vision"]]
     costs = {
         (stage.id, op): factor * (number + 1) / 1000
         for number, stage in enumerate(plan.stages) for op in (Op.FORWARD, Op.BACKWARD)
     }
-    return program, simulate(program, costs)
+    return present, simulate(lower(plan, present), costs)
 
 
 def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
     """Run three steps of factors 1, 1, 3: the last is shown, and predicted from the first two."""
-    report = RunReport(tmp_path, plan)
+    report = RunReport(tmp_path, plan, partial(lower, plan))
     for step, factor in enumerate((1, 1, 3), start=1):
         report.add(step, *measured(plan, factor))
     files = report.write(rows(1, 2, 3))
@@ -166,14 +167,30 @@ def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
 
 def test_the_report_keeps_the_last_steps(plan, tmp_path):
     """Check that only recent steps count: the last ones took twice as long."""
-    report = RunReport(tmp_path, plan)
+    report = RunReport(tmp_path, plan, partial(lower, plan))
     for step in range(1, 3 * COST_STEPS):
         report.add(step, *measured(plan, 1 if step < 2 * COST_STEPS - 1 else 2))
     costs = report._predicting_costs()
     assert costs[StageId("llm", 1), Op.FORWARD] == pytest.approx(2 * 3 / 1000)
 
 
+def test_programs_are_lowered_when_the_report_is_written(plan, tmp_path):
+    lowered = []
+
+    def program(present):
+        lowered.append(present)
+        return lower(plan, present)
+
+    report = RunReport(tmp_path, plan, program)
+    for step in (1, 2):
+        report.add(step, *measured(plan, 1))
+    assert lowered == []
+    report.write(rows(1, 2))
+    assert lowered == 2 * [[["vision"], ["vision"]]]
+
+
 def test_a_report_without_steps_has_no_loss_curve(plan, tmp_path):
-    files = RunReport(tmp_path, plan).write([{"step": 0, "heldout_loss": 2.0}])
+    report = RunReport(tmp_path, plan, partial(lower, plan))
+    files = report.write([{"step": 0, "heldout_loss": 2.0}])
     assert "loss curve" not in files and "schedule" not in files
     assert Plan.from_json(files["plan"].read_text()) == plan
