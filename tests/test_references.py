@@ -2,7 +2,8 @@
 
 Files are parsed, never imported. Checked are paths that begin in a folder of this repository,
 ``python -m module``, dotted names of ``raymm``, names of Python files, links and imports on pages,
-and roles such as ``:class:`` in docstrings.
+roles such as ``:class:`` in docstrings, and on pages links of functions to the files that define
+them.
 """
 
 import ast
@@ -26,6 +27,7 @@ _DOTTED = re.compile(r"(?<![\w/.@:-])(raymm(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 _FILE = re.compile(r"(?<![\w/.*<-])([\w/*]+\.py)\b")
 _IMPORT = re.compile(r"from (raymm[\w.]*) import (\w+(?:, \w+)*)")
 _LINK = re.compile(r"\]\(([\w./-]+)(?:#([\w-]+))?\)")
+_DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)\)")
 _ROLE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?([\w.]+)`")
 # Files of other projects and users, and names with a blank in them.
 _OTHERS = {
@@ -123,6 +125,18 @@ def dotted_exists(name: str) -> bool:
     return False
 
 
+def defines(path: Path, name: str) -> bool:
+    """Return True if a file defines a function, a class, or a method by ``Class.method``."""
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        named = [node for node in body if isinstance(node, kinds) and node.name == part]
+        if not named:
+            return False
+        body = named[0].body
+    return True
+
+
 def role_exists(name: str, file: str) -> bool:
     """Return True if a docstring's reference exists: in its file, by its full name, or in Python.
     """
@@ -169,6 +183,10 @@ def dangling(text: str, file: str) -> list[str]:
                 continue
             if not path.exists() or (heading and heading not in headings(path)):
                 found.append(f"{target}#{heading}")
+        for name, target in _DEFINED.findall(text):
+            path = (ROOT / file).parent / target
+            if path.is_file() and not defines(path, name):
+                found.append(f"{name} of {target}")
     if file in house.files():
         found += [name for name in _ROLE.findall(text) if not role_exists(name, file)]
     return [name for name in found if name not in _OTHERS]
@@ -198,6 +216,8 @@ def test_references_exist() -> None:
     ("raymm.scheduler.plan.plan.Plan.from_json", "raymm.scheduler.plan.plan.Plan.of_json"),
     ("from raymm.kernels.hf import self_attention", "from raymm.kernels.hf import none"),
     ("[](docs/architecture.md)", "[](docs/architecture.md#no-such-heading)"),
+    ("[`Plan.from_json`](scheduler/plan/plan.py)", "[`Plan.of_json`](scheduler/plan/plan.py)"),
+    ("[`lower`](scheduler/schedule/lower.py)", "[`Plan`](scheduler/schedule/lower.py)"),
     ("python -m benchmarks.planner", "python -m benchmarks.planners"),
 ])  # fmt: skip
 def test_missing_references_are_found(right: str, wrong: str) -> None:

@@ -14,7 +14,10 @@ from tests.docs.pages import PAGES, ROOT
 @pytest.fixture
 def checkout(tmp_path):
     """Copy the pages and their link targets to another folder."""
-    for name in ("README.md", "mkdocs.yml", "deploy", "benchmarks", "examples"):
+    for name in (
+        "README.md", "mkdocs.yml", "deploy", "benchmarks", "examples", "raymm", "actors",
+        "scheduler",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     return tmp_path
