@@ -32,15 +32,15 @@ def to_program(
     so a later microbatch may be read, or its gradient complete, before an earlier one: the earlier
     message is then received first, and the later gradient sent after the earlier one.
     """
-    neighbours = _Neighbours(plan, active)
-    return Program(tuple(_with_messages(neighbours, rank, early) for rank in tasks))
+    peers = _Peers(plan, active)
+    return Program(tuple(_with_messages(peers, rank, early) for rank in tasks))
 
 
 def _with_messages(
-    neighbours: _Neighbours, tasks: Sequence[Task], early: bool
+    peers: _Peers, tasks: Sequence[Task], early: bool
 ) -> tuple[Instruction, ...]:
-    plan = neighbours.plan
-    messages = _RankMessages(neighbours)
+    plan = peers.plan
+    messages = _RankMessages(peers)
     instructions: list[Instruction] = []
     index = 0
     while index < len(tasks):
@@ -59,7 +59,7 @@ def _with_messages(
             elif op is not Op.BACKWARD_WEIGHT:
                 instructions += messages.inputs(stage, microbatch)
                 sends += messages.outputs(stage, microbatch)
-            samples = neighbours.of(stage, microbatch).samples
+            samples = peers.of(stage, microbatch).samples
             computes.append(
                 Instruction(op, stage, microbatch, NO_STAGE, group, quota, samples=samples)
             )
@@ -80,7 +80,7 @@ class _Reader(NamedTuple):
     shared: bool
 
 
-class _StageNeighbours(NamedTuple):
+class _StagePeers(NamedTuple):
     """Context of a stage for a microbatch: its samples (empty for all), its producers on other
     ranks, each with the reader on its own rank, and other ranks that read its output."""
 
@@ -96,23 +96,23 @@ class _StageNeighbours(NamedTuple):
         return None
 
 
-class _Neighbours:
+class _Peers:
     """Senders and receivers around each stage, cached for microbatches with the same stages."""
 
     def __init__(self, plan: Plan, active: Sequence[ActiveStages]) -> None:
         self.plan, self.active = plan, active
         self._splits = plan.splits_samples
-        self._found: dict[tuple[StageId, int], _StageNeighbours] = {}
+        self._cached: dict[tuple[StageId, int], _StagePeers] = {}
 
-    def of(self, stage: StageId, microbatch: int) -> _StageNeighbours:
+    def of(self, stage: StageId, microbatch: int) -> _StagePeers:
         uses = self.active[microbatch]
         key = stage, id(uses)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._find(stage, uses, uses.samples)
-        return found
+        stage_peers = self._cached.get(key)
+        if stage_peers is None:
+            stage_peers = self._cached[key] = self._find(stage, uses, uses.samples)
+        return stage_peers
 
-    def _find(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _StageNeighbours:
+    def _find(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _StagePeers:
         plan = self.plan
         rank = plan.by_id[stage].rank
         producers = []
@@ -124,7 +124,7 @@ class _Neighbours:
         ranks = dict.fromkeys(plan.by_id[c].rank for c in plan.stage_consumers[stage])
         rank_readers = (self._readers(stage, peer, uses, samples) for peer in ranks if peer != rank)
         local_samples = stage_samples(plan, plan.by_id[stage], samples) if self._splits else ()
-        return _StageNeighbours(
+        return _StagePeers(
             local_samples, tuple(producers),
             tuple(self._reader(stage, readers, samples) for readers in rank_readers if readers),
         )
@@ -151,8 +151,8 @@ class _RankMessages:
     """Messages of one rank; methods return the sends and receives around tasks, in the order of
     tasks, and on each edge in the order of microbatches."""
 
-    def __init__(self, neighbours: _Neighbours) -> None:
-        self._neighbours = neighbours
+    def __init__(self, peers: _Peers) -> None:
+        self._peers = peers
         # For outputs that several stages of the rank read, by producer and the stage that names the
         # message: the next microbatches to receive and to send a gradient for.
         self._receive: dict[Edge, int] = {}
@@ -162,7 +162,7 @@ class _RankMessages:
 
     def inputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
         receives = []
-        for producer, reader in self._neighbours.of(stage, microbatch).producers:
+        for producer, reader in self._peers.of(stage, microbatch).producers:
             due = [(microbatch, reader)]
             if reader.shared:
                 edge = producer, reader.stage
@@ -177,7 +177,7 @@ class _RankMessages:
     def outputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
         return [
             Instruction(Op.SEND, stage, microbatch, reader.stage, samples=reader.samples)
-            for reader in self._neighbours.of(stage, microbatch).readers
+            for reader in self._peers.of(stage, microbatch).readers
         ]
 
     def gradients(self, stage: StageId, microbatch: int) -> list[Instruction]:
@@ -186,13 +186,13 @@ class _RankMessages:
                 Op.RECV, stage, microbatch, reader.stage, direction=Direction.BACKWARD,
                 samples=reader.samples,
             )
-            for reader in self._neighbours.of(stage, microbatch).readers
+            for reader in self._peers.of(stage, microbatch).readers
         ]
 
     def handed_back(self, stage: StageId, microbatch: int) -> list[Instruction]:
         sends = []
-        needs = self._neighbours.active[microbatch].needs_backward
-        for producer, reader in self._neighbours.of(stage, microbatch).producers:
+        needs = self._peers.active[microbatch].needs_backward
+        for producer, reader in self._peers.of(stage, microbatch).producers:
             if producer not in needs:
                 continue
             due = [(microbatch, reader)]
@@ -212,7 +212,7 @@ class _RankMessages:
     def _complete(self, edge: Edge) -> list[tuple[int, _Reader]]:
         """Return the next microbatches of an edge as far as their gradients are complete."""
         producer, complete = edge[0], []
-        active = self._neighbours.active
+        active = self._peers.active
         for number, reader in self._on_edge(edge, self._return.get(edge, 0), len(active)):
             if producer in active[number].needs_backward:
                 if self._contributed.get((producer, number), 0) < reader.count:
@@ -224,6 +224,6 @@ class _RankMessages:
     def _on_edge(self, edge: Edge, first: int, end: int) -> Iterator[tuple[int, _Reader]]:
         """Yield the microbatches in a range that have a message on an edge."""
         for number in range(first, end):
-            reader = self._neighbours.of(edge[1], number).reader(*edge)
+            reader = self._peers.of(edge[1], number).reader(*edge)
             if reader is not None:
                 yield number, reader
