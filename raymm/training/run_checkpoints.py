@@ -14,9 +14,11 @@ from raymm.runtime.parallel_module import ParallelModule
 from raymm.storage.background_save import Saved
 from raymm.storage.checkpoint import CheckpointStore
 
-# Consecutive failed background writes after which the run ends. A full disk may be freed in time; a
-# lost disk does not return by itself.
+# Consecutive failed background writes after which the run ends, and seconds since the first of them
+# that must have passed: a run that saves every few seconds survives a short shortage, too. A full
+# disk may be freed in time; a lost disk does not return by itself.
 MOST_UNWRITTEN = 3
+SHORTAGE_S = 60.0
 
 
 class RunCheckpoints:
@@ -39,14 +41,14 @@ class RunCheckpoints:
         self.saved = parallel.steps_taken
         self._stood_still = 0.0
         self._committed = False
-        self._unwritten = 0
+        self._unwritten, self._unwritten_since = 0, 0.0
 
     def take(self, position: Any) -> None:
         """Save the current state. No step may be in flight; steps may continue when this returns.
 
         Raises:
             RunFileError: the checkpoint cannot be written, or :data:`MOST_UNWRITTEN` writes in a
-                row have failed.
+                row, over :data:`SHORTAGE_S`, have failed.
             NotFiniteError: the state, or the previously written one, has non-finite values.
         """
         self.finish()
@@ -106,8 +108,11 @@ class RunCheckpoints:
         try:
             return ask()
         except RunFileError as error:
+            now = time.monotonic()
+            if not self._unwritten:
+                self._unwritten_since = now
             self._unwritten += 1
-            if self._unwritten >= MOST_UNWRITTEN:
+            if self._unwritten >= MOST_UNWRITTEN and now - self._unwritten_since >= SHORTAGE_S:
                 raise
             self._say(f"{error}. The run continues and saves at the next checkpoint")
             return None

@@ -16,6 +16,7 @@ from killed_saves import Running, newest_step, write_copies
 from raymm.errors import CheckpointError, NotFiniteError, RankFailedError, RunFileError
 from raymm.storage import checkpoint
 from raymm.storage.checkpoint import CheckpointStore
+from raymm.training import run_checkpoints
 from raymm.training.run_checkpoints import RunCheckpoints
 
 KILLS = 12
@@ -129,13 +130,15 @@ def test_a_failed_write_is_reported_and_loses_nothing(
 
 
 def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatch):
-    """Check that a successful save in between resets the count."""
+    """Check that a successful save in between resets the count, and that a short shortage is
+    survived even if the run saves often."""
     ranks.set()
+    monkeypatch.setattr(run_checkpoints, "SHORTAGE_S", 0.0)
     said, told = [], []
 
     def write(group, method, folder):
         parts = write_copies(group, method, folder)
-        if group.steps_taken != 3:
+        if group.steps_taken not in (3, 13):
             raise CheckpointError(f"cannot write {folder}/model-rank1.safetensors: No space left")
         return parts
 
@@ -159,6 +162,10 @@ def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatc
     assert told == [3] and checkpoints.saved == 3 and len(store.committed()) == 1
     lines = [line for line in said if "could not be saved" in line]
     assert len(lines) == 4 and all("The run continues and saves at" in line for line in lines)
+    monkeypatch.setattr(run_checkpoints, "SHORTAGE_S", 60.0)
+    for step in range(7, 14):
+        save(step)
+    assert told == [3, 13]
 
 
 def test_a_save_counts_if_an_old_checkpoint_cannot_be_removed(
