@@ -105,7 +105,9 @@ class StageProgress:
             delays: seconds per message, per directed edge; 0 if missing.
         """
         self.producers = [stages[name] for name in plan.stage_producers[self.id]]
-        self.consumers = [stages[name] for name in plan.stage_consumers[self.id]]
+        consumers = [stages[name] for name in plan.stage_consumers[self.id]]
+        ranks = [consumer.rank for consumer in consumers]
+        self.consumers = sorted(consumers, key=lambda consumer: ranks.index(consumer.rank))
         self.edge_delay = [delays.get((p.id, self.id), 0.0) for p in self.producers]
         self.grad_delay = [delays.get((c.id, self.id), 0.0) for c in self.consumers]
         self.consumed = {c.module: 0 for c in self.consumers}
