@@ -125,8 +125,9 @@ def check_experts(module: nn.Module) -> None:
     (count, *further) = sorted(counts) or [0]
     if further or (declared is not None and declared != count):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
+        number = "the same number of" if declared is None else declared
         raise ModelError(
-            f"its parameters do not all have {declared} experts in dimension 0: {shapes}"
+            f"its parameters do not all have {number} experts in dimension 0: {shapes}"
         )
     if list(module.buffers()) or any("." in name for name in parameters):
         raise ModelError("it has buffers, or submodules with parameters")

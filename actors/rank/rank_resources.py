@@ -15,6 +15,7 @@ from raymm.actors.placement.node_types import (
 )
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.errors import ClusterError
+from raymm.plural import plural
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def check_capacity(
                 suffix = f" with {options.spares} spares (run.spares){suffix}"
             at_most = " at most, including all nodes that its autoscaler can add" if scales else ""
             raise ClusterError(
-                f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
-                f"total{suffix}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
+                f"the plan has {plural(num_ranks, 'rank')} of {amount:g} {name} each, {needed:g} "
+                f"{name} in total{suffix}; the cluster has {has.get(name, 0.0):g} "
+                f"{name}{at_most}. Use fewer "
                 "ranks (parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or "
                 "connect to a larger cluster"
             )

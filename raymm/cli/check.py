@@ -12,6 +12,7 @@ from rich.table import Table
 
 from raymm.actors.storage.location import check_location
 from raymm.errors import ConfigError
+from raymm.plural import plural
 
 if TYPE_CHECKING:  # imports torch
     from raymm.storage.inspection import CheckpointReport, Comparison
@@ -76,7 +77,7 @@ def _line(report: CheckpointReport) -> str:
     manifest = report.manifest
     return (
         f"whole  {report.folder}: step {manifest.step}, {report.tensors} tensors in "
-        f"{len(manifest.files)} files, {report.nbytes / 1e6:,.1f} MB"
+        f"{plural(len(manifest.files), 'file')}, {report.nbytes / 1e6:,.1f} MB"
     )
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm.errors import ConfigError
+from raymm.plural import plural
 
 _CPU_PROCESSES = 2
 _REPEATS = 5
@@ -62,8 +63,8 @@ def run_doctor(args: argparse.Namespace) -> None:
         finally:
             group.shutdown()
     backend = "NCCL" if device == "cuda" else "gloo"
-    on = "1 node" if len(set(hosts)) == 1 else f"{len(set(hosts))} nodes"
-    console.print(f"{count} processes on {on}, {device}, over {backend}")
+    processes, nodes = plural(count, "process", "es"), plural(len(set(hosts)), "node")
+    console.print(f"{processes} on {nodes}, {device}, over {backend}")
     console.print(_nodes_table(hosts, nodes))
     console.print(_processes_table(hosts, nodes, transfers))
     if count > 1:

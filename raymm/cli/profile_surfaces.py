@@ -10,6 +10,7 @@ from rich.table import Table
 
 from raymm.files.output import Output
 from raymm.files.run_files import write_whole
+from raymm.plural import plural
 from raymm.profiling.surfaces import SurfaceProfile, profile_surfaces
 from raymm.scheduler.costs.interference import colocations_to_json
 from raymm.scheduler.costs.surface import surfaces_to_json
@@ -68,7 +69,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
 def surfaces_table(profile: SurfaceProfile) -> Table:
     """Return a table of every module's milliseconds by degree and quota."""
     table = Table(
-        title=f"forward and backward of {profile.conditions.batch} samples on "
+        title=f"forward and backward of {plural(profile.conditions.batch, 'sample')} on "
         f"{profile.conditions.device}, ms",
         box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
     )

@@ -29,6 +29,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
+from raymm.plural import plural
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import read_file
 from raymm.scheduler.plan.plan import Plan
@@ -221,7 +222,7 @@ def _plan_of_file(
         )
     if plan.num_microbatches != config.data.microbatches:
         raise ConfigError(
-            f"parallel.plan has {plan.num_microbatches} microbatches, "
+            f"parallel.plan has {plural(plan.num_microbatches, 'microbatch', 'es')}, "
             f"data.microbatches is {config.data.microbatches}; they must be equal"
         )
     return plan

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raymm.draw.save import new_figure, text_width
+from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.stage_costs import StageCost
@@ -42,8 +43,8 @@ def heading(plan: Plan) -> str:
     """Return the default heading of a plan, such as ``"4 ranks, 8 microbatches, 1f1b"``."""
     devices = f"{plan.num_processes} devices, " if plan.num_processes > plan.num_ranks else ""
     return (
-        f"{_count(plan.num_ranks, 'rank', 's')}, {devices}"
-        f"{_count(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}"
+        f"{plural(plan.num_ranks, 'rank')}, {devices}"
+        f"{plural(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}"
     )
 
 
@@ -198,7 +199,3 @@ def _size(number: int) -> str:
         if number >= factor:
             return f"{number / factor:.{0 if number >= 100 * factor else 1}f} {unit}"
     return f"{number} B"
-
-
-def _count(number: int, noun: str, plural: str) -> str:
-    return f"{number} {noun if number == 1 else noun + plural}"

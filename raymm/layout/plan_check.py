@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from raymm.actors.quota import Multiprocessors, partition
 from raymm.errors import PlanError
+from raymm.plural import plural
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import full_program
@@ -46,7 +47,8 @@ def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
         in_plan = nodes[name]
         if in_plan.num_blocks != node.num_blocks:
             texts.append(
-                f"{name!r} has {in_plan.num_blocks} blocks in the plan, {node.num_blocks} in the "
+                f"{name!r} has {plural(in_plan.num_blocks, 'block')} in the plan, "
+                f"{node.num_blocks} in the "
                 "model"
             )
         elif in_plan.projector != node.projector:

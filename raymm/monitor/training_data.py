@@ -25,6 +25,7 @@ from raymm.errors import SampleError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.progress import ScanProgress
+from raymm.plural import plural
 
 # Number of samples that are tried to find one whose item can be decoded.
 TRIED = 16
@@ -111,6 +112,6 @@ def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any
 def _summary(sampler: GroupSampler) -> str:
     planner = sampler.planner
     return (
-        f"batching {planner['method']}: {len(sampler.sizes)} samples, about "
+        f"batching {planner['method']}: {plural(len(sampler.sizes), 'sample')}, about "
         f"{planner['samples']} in each of {planner['groups']} microbatches"
     )

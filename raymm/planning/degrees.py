@@ -17,6 +17,7 @@ from raymm.errors import PlanError, ProbeError
 from raymm.layout.whole_stages import probe_shared_tokens_of, probe_tensor_of
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
+from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
 
@@ -119,7 +120,8 @@ class DegreeRequest:
                     raise PlanError(
                         f"degrees has {module}.{kind}={self.fixed[module, kind]}, which "
                         + (
-                            f"does not divide {num_microbatches} microbatches" if kind == "dp"
+                            f"does not divide {plural(num_microbatches, 'microbatch', 'es')}"
+                            if kind == "dp"
                             else "the model's code does not allow"
                         )
                     )

@@ -23,6 +23,7 @@ from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.mapping_inputs import MappedBatch, MappingInputs, mapping_inputs
 from raymm.planning.request import PlanRequest
+from raymm.plural import plural
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.graph.strict_json import MOST_GPUS, whole
 from raymm.scheduler.multiplex.iteration_memory import iteration_memory
@@ -123,7 +124,7 @@ class PlannedMultiplexed:
     def explain(self) -> str:
         """Return a text on the predicted time of an iteration and how the mapping was found."""
         mapping = self.mapping
-        samples = f" of {self.batch} samples" if self.batch else ""
+        samples = f" of {plural(self.batch, 'sample')}" if self.batch else ""
         lines = [f"predicted {time_text(mapping.seconds)} per iteration{samples}; {self.source}"]
         if mapping.bound:
             proof = "proven optimal (of whole modules)" if mapping.optimal else (

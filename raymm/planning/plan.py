@@ -14,6 +14,7 @@ from raymm.draw import draw_timelines
 from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.inputs import Costs
+from raymm.plural import plural
 from raymm.scheduler.costs.recomputation import KEEP
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.program.program import Program
@@ -139,8 +140,8 @@ class Planned:
         marks += ["r recomputed"] if any(" r" in row["layers"] for row in rows) else []
         return row_table(
             rows,
-            title=f"{len(plan.stages)} stages on {places_text(plan)}, {plan.num_microbatches} "
-            f"microbatches, {plan.schedule}",
+            title=f"{plural(len(plan.stages), 'stage')} on {places_text(plan)}, "
+            f"{plural(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}",
             caption="F, B_d, B_w in ms, memory in GiB" + (
                 ", of each device" if plan.num_processes > plan.num_ranks else ""
             ) + "".join(f"; {mark}" for mark in marks),
@@ -158,7 +159,7 @@ class Planned:
         if next_best:
             lines.append(
                 f"best of {len(next_best) + 1} plans that were simulated to the end; the next is "
-                f"{_slower(next_best[0], best)} slower: {next_best[0].label}"
+                f"{_slower(next_best[0], best)}: {next_best[0].label}"
             )
         elif self.problem is not None:
             lines.append("the only plan for so few ranks")
@@ -174,15 +175,16 @@ class Planned:
             if proposal.combinations:
                 lines.append(
                     f"searched {proposal.combinations:,} combinations of stages per module within "
-                    f"{self.problem.ranks} ranks: {proposal.simulated:,} simulated, the others "
+                    f"{plural(self.problem.ranks, 'rank')}: {proposal.simulated:,} simulated, the "
+                    "others "
                     "excluded because they cannot be faster"
                 )
-            lines.append(f"chosen      {proposal.best.label}")
+            lines.append(f"{'chosen':>14} {proposal.best.label}")
             next_best = _others(proposal.options)
             for option in next_best[:SHOWN]:
-                lines.append(f"{_slower(option, proposal.best):>7} slower {option.label}")
+                lines.append(f"{_slower(option, proposal.best):>14} {option.label}")
             if len(next_best) > SHOWN:
-                lines.append(f"and {len(next_best) - SHOWN} slower plans")
+                lines.append(f"and {plural(len(next_best) - SHOWN, 'slower plan')}")
             for label, reason in proposal.refused[:REFUSED_SHOWN]:
                 lines.append(f"does not fit {label}: {reason}")
             if len(proposal.refused) > REFUSED_SHOWN:
@@ -204,7 +206,8 @@ class Planned:
             timelines.insert(0, ("1f1b, the same stages", plain.timeline))
         return draw_timelines(
             timelines, path, rank_names=rank_names(plan),
-            title=f"a step on {places_text(plan)}, {plan.num_microbatches} microbatches",
+            title=f"a step on {places_text(plan)}, "
+            f"{plural(plan.num_microbatches, 'microbatch', 'es')}",
         )
 
     def _repr_html_(self) -> str:
@@ -281,11 +284,12 @@ def _module_text(plan: Plan, name: str) -> str:
     stages = len(replicas[0])
     copies = f" x{len(replicas)}" if len(replicas) > 1 else ""
     shared = f" ({degrees})" if degrees else ""
-    return f"{name} {stages} stage{'s' * (stages != 1)}{shared}{copies}"
+    return f"{name} {plural(stages, 'stage')}{shared}{copies}"
 
 
 def _slower(option: Option, best: Option) -> str:
-    return f"{option.seconds / best.seconds - 1:.1%}"
+    text = f"{option.seconds / best.seconds - 1:.1%}"
+    return "as fast" if text == "0.0%" else f"{text} slower"
 
 
 def _ms(seconds: float) -> str:

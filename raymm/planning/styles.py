@@ -32,6 +32,7 @@ from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
 from raymm.planning.request import PlanRequest
 from raymm.planning.search import cut_modules, refused_cuts, search_pipelines
+from raymm.plural import plural
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.sharing import DeviceSharing
@@ -100,11 +101,11 @@ class StyleComparison:
             lines.append(
                 f"{best} is predicted to be {by_style[slower] / by_style[best]:.2f} times as fast: "
                 f"{time_text(by_style[best])} against {time_text(by_style[slower])} per step of "
-                f"{self.batch} samples"
+                f"{plural(self.batch, 'sample')}"
             )
         elif best is not None:
             seconds = time_text(by_style[best])
-            lines.append(f"{best} runs: {seconds} per step of {self.batch} samples")
+            lines.append(f"{best} runs: {seconds} per step of {plural(self.batch, 'sample')}")
         return "\n".join([*lines, *self._between_lines(), *self.common_lines])
 
     @property
@@ -113,7 +114,8 @@ class StyleComparison:
         return [
             "the same for both: batch, devices, memory limit, frozen rules, the costs of layers "
             "(modules too small to fill a device are slower by the same rule)",
-            f"pipelined: {self.microbatches} microbatches through cut modules; bubbles and "
+            f"pipelined: {plural(self.microbatches, 'microbatch', 'es')} through cut modules; "
+            "bubbles and "
             "messages between stages are counted, gradient all-reduces where the backward does not "
             "hide them; may recompute activations",
             "multiplexed: the whole batch at once through whole modules, so weights are read once; "

@@ -16,6 +16,7 @@ from raymm.batch.dag_check import DagCheck
 from raymm.errors import DataError, PlanError
 from raymm.layout.plan_check import differences
 from raymm.model.module_dag import ModuleDag
+from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.plan_module import PlannedModule
@@ -80,7 +81,8 @@ class DagParallelModule(PlannedModule):
             batches = list(batch)
             if not 1 <= len(batches) <= most:
                 raise DataError(
-                    f"a step has {len(batches)} microbatches; accepted: 1 to {most}, as in the plan"
+                    f"a step has {plural(len(batches), 'microbatch', 'es')}; accepted: 1 to "
+                    f"{most}, as in the plan"
                 )
         for microbatch in batches:
             self._check.check(microbatch)

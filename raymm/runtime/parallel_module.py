@@ -14,6 +14,7 @@ import torch
 
 from raymm.data import MicrobatchMeta
 from raymm.errors import InputError, ModelError, RankFailedError
+from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
 from raymm.scheduler.program.timeline import Timeline
@@ -310,12 +311,13 @@ class ParallelModule(ABC):
         self.group.shutdown()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.group.num_ranks} processes, step {self._step})"
+        processes = plural(self.group.num_ranks, "process", "es")
+        return f"{type(self).__name__}({processes}, step {self._step})"
 
     def _repr_html_(self) -> str:
         from raymm.draw.row_table import html_table
 
-        text = f"{self.steps_taken} steps taken"
+        text = f"{plural(self.steps_taken, 'step')} taken"
         if (reason := self.group.ended) is not None:
             text += f"; the processes have ended: {reason}"
             return html_table([{"processes": "none"}], text)

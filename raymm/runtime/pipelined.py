@@ -27,6 +27,7 @@ from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
+from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.plan_module import PlannedModule
@@ -160,7 +161,8 @@ class MultimodalParallelModule(PlannedModule):
         for number, microbatch in enumerate(prepared[1]):
             if microbatch.num_samples % 2:
                 raise DataError(
-                    f"microbatch {number} has {microbatch.num_samples} rows; accepted: an "
+                    f"microbatch {number} has {plural(microbatch.num_samples, 'row')}; accepted: "
+                    "an "
                     "even number, each chosen answer followed by its rejected answer"
                 )
         loss, meta = self.model.preference, prepared[1]

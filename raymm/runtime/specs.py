@@ -12,6 +12,7 @@ from raymm.errors import PlanError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.plural import plural
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -320,7 +321,8 @@ def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
     if len(options) != node.num_blocks or not set(options) <= set(OPTIONS):
         raise PlanError(
             f"recompute_layers of {node.name!r} is {recompute!r}; accepted: one of "
-            f"{', '.join(OPTIONS)}, or a list of one for each of its {node.num_blocks} blocks"
+            f"{', '.join(OPTIONS)}, or a list of one for each of its "
+            f"{plural(node.num_blocks, 'block')}"
         )
     return () if set(options) == {"keep"} else options
 
@@ -336,14 +338,14 @@ def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:
         if any(count < 1 for count in spec.layers) or sum(spec.layers) != node.num_layers:
             raise PlanError(
                 f"layers of {node.name!r} is {tuple(spec.layers)}; it must add up to the module's "
-                f"{node.num_layers} layers, each at least 1"
+                f"{plural(node.num_layers, 'layer')}, each at least 1"
             )
         return tuple(pairwise(accumulate(spec.layers, initial=0)))
     if spec.stages > node.num_blocks:
         option = "pp" if spec.chunks == 1 else "pp * chunks"
         raise PlanError(
             f"{option} of {node.name!r} is {spec.stages}, but it can be cut into at most "
-            f"{node.num_blocks} stages"
+            f"{plural(node.num_blocks, 'stage')}"
         )
     *first, (last, _) = even_layers(node.num_blocks, spec.stages)
     return (*first, (last, node.num_layers))

@@ -18,6 +18,7 @@ from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
 from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import TOTAL
+from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.whole.pipelined import WholeParallelModule
@@ -60,7 +61,8 @@ class Execution:
         microbatches = data.microbatches if isinstance(data, DataConfig) else None
         if microbatches is not None and self.plan.num_microbatches != microbatches:
             return (
-                f"the checkpoint's plan has {self.plan.num_microbatches} microbatches, but "
+                f"the checkpoint's plan has "
+                f"{plural(self.plan.num_microbatches, 'microbatch', 'es')}, but "
                 f"data.microbatches is {microbatches}"
             )
         return None
@@ -70,13 +72,16 @@ class Execution:
         plan, count = self.plan, self.plan.num_microbatches
         extra = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
         slots = len({stage.slot for stage in plan.stages})
-        stages = f"{len(plan.stages)} stages" + (f" in {slots} slots" if _mapped(plan) else "")
+        stages = plural(len(plan.stages), "stage")
+        stages += f" in {plural(slots, 'slot')}" if _mapped(plan) else ""
         lines = [
-            f"{stages} on {plan.num_ranks} ranks ({extra}{device}), {count} microbatches per step"
+            f"{stages} on {plural(plan.num_ranks, 'rank')} ({extra}{device}), "
+            f"{plural(count, 'microbatch', 'es')} per step"
         ]
         if count > 1 and _mapped(plan):
             lines.append(
-                f"note: data.microbatches is {count}, so the mapping runs {count} times per step; "
+                f"note: data.microbatches is {count}, so the mapping runs {plural(count, 'time')} "
+                "per step; "
                 "set data.microbatches: 1 and run `raymm plan` to plan for all samples at once"
             )
         return [*lines, *self._notes]

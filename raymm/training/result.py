@@ -11,6 +11,7 @@ from typing import Any
 
 from raymm.draw.notebook import pictures_html
 from raymm.evaluation.best_evaluation import BEST
+from raymm.plural import plural
 from raymm.storage.step_folders import folder_name
 
 
@@ -62,7 +63,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         last = self.metrics
-        lines = [f"{self.path}: {last.get('step', 0)} steps"]
+        lines = [f"{self.path}: {plural(last.get('step', 0), 'step')}"]
         if last.get("loss") is not None:
             lines[0] += f", loss {last['loss']:.4f}, {last['tokens_per_s']:,.0f} tokens/s"
         lines += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []

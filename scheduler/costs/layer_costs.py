@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from raymm.errors import PlanError
+from raymm.plural import plural
 from raymm.scheduler.costs.device_memory import compute_copy_share
 from raymm.scheduler.costs.devices import Links
 from raymm.scheduler.costs.recomputation import (
@@ -221,7 +222,8 @@ class CostProfile:
                 )
             if len(self.modules[node.name]) != node.num_layers:
                 raise PlanError(
-                    f"the profile of {node.name!r} has {len(self.modules[node.name])} layers, "
+                    f"the profile of {node.name!r} has "
+                    f"{plural(len(self.modules[node.name]), 'layer')}, "
                     f"the module {node.num_layers}"
                 )
 

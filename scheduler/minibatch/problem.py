@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 
 from raymm.errors import PlanError
+from raymm.plural import plural
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,8 @@ def checked(sizes: SampleSizes, ranks: int) -> None:
         raise PlanError(f"ranks must be at least 1, got {ranks}")
     if len(sizes) < ranks:
         raise PlanError(
-            f"{len(sizes)} samples are fewer than the {ranks} ranks, which each need one"
+            f"{ranks} ranks need a sample each; there {'is' if len(sizes) == 1 else 'are'} only "
+            f"{plural(len(sizes), 'sample')}"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from raymm.errors import NoPlanError, PlanError
+from raymm.plural import plural
 from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
@@ -72,8 +73,8 @@ def module_text(plan: Plan, module: str) -> str:
 def places_text(plan: Plan) -> str:
     """Return e.g. ``"6 ranks"``, or ``"6 ranks, 24 devices"`` if some ranks are several
     processes."""
-    text = f"{plan.num_ranks} ranks"
-    return text if plan.num_processes == plan.num_ranks else f"{text}, {plan.num_processes} devices"
+    text, processes = plural(plan.num_ranks, "rank"), plan.num_processes
+    return text if processes == plan.num_ranks else f"{text}, {plural(processes, 'device')}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from raymm.errors import NoPlanError
+from raymm.plural import plural
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.search.partition import Ranges, partition_matrix
@@ -147,7 +148,8 @@ def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
     layers = graph.node(module).num_layers
     if not 1 <= stages <= layers:
         raise NoPlanError(
-            f"module {module!r} cannot have {stages} stages; it has {layers} layers"
+            f"module {module!r} cannot have {plural(stages, 'stage')}; it has "
+            f"{plural(layers, 'layer')}"
         )
 
 

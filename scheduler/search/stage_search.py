@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raymm.errors import NoPlanError
+from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.stage_space import ROUNDING, Counts, StageSpace
@@ -162,7 +163,7 @@ def search_result(
     if not evaluated:
         more = "" if space.recompute else ", or turn recomputation on"
         raise NoPlanError(
-            f"no plan found with at most {space.ranks} ranks that fits in memory; "
+            f"no plan found with at most {plural(space.ranks, 'rank')} that fits in memory; "
             f"give it more ranks or memory{more}"
         )
     evaluated.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))

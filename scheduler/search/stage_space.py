@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from raymm.errors import NoPlanError, PlanError
+from raymm.plural import plural
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, has_backward, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
@@ -219,7 +220,7 @@ class StageSpace:
             if 1 <= count <= node.num_layers:
                 ranges = self.partition(node.name, count, self.beyond(node.name, counts))
             if ranges is None:
-                raise NoPlanError(f"module {node.name!r} cannot have {count} stages")
+                raise NoPlanError(f"module {node.name!r} cannot have {plural(count, 'stage')}")
             partitions[node.name] = ranges
         plan = self.made_of(partitions)
         if self.memory is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from raymm.errors import NoPlanError
+from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option, evaluate, limit_text
@@ -96,9 +97,9 @@ def _place(plan: Plan, module: str) -> str:
     stages = len(replicas[0])
     texts: list[str] = []
     if stages > 1:
-        texts.append(f"a pipeline of {stages} stages")
+        texts.append(f"a pipeline of {plural(stages, 'stage')}")
     if len(replicas) > 1:
-        texts.append(f"{len(replicas)} replicas")
+        texts.append(plural(len(replicas), "replica"))
     first = plan.module_stages(module)[0]
     if (way := way_of(plan, module)) == QUOTA:
         neighbors = sorted({

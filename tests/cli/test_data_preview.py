@@ -28,7 +28,7 @@ def test_learned_tokens_are_marked(tokenizer, tmp_path, capsys):
     file = write(tmp_path, ROW | {"source": "web"}, ROW, ROW)
     assert main(["data", "preview", file, "--model", tokenizer, "--rows", "2"]) == 0
     out = capsys.readouterr().out
-    assert "3 rows (messages 3); not used: source" in out
+    assert "3 rows of the form messages; not used: source" in out
     assert out.count("[[<think>↵\n↵\n</think>↵\n↵\nIt is sunny.<|im_end|>↵\n]]") == 2
     assert "<|im_start|>assistant\n[[" in out
     assert "row 0, one: 26 tokens (26 text, 0 media), 12 learned\n" in out
@@ -40,7 +40,7 @@ def test_items_have_sizes_and_numbers_of_tokens(tmp_path, capsys):
     file = write(tmp_path, {"messages": [asked, ANSWER], "images": ["a.png"]}, ROW)
     assert main(["data", "preview", file, "--model", tiny("qwen2_5_vl")[0]]) == 0
     out = capsys.readouterr().out
-    assert "1 image items in column 'images'" in out
+    assert "1 image item in column 'images'" in out
     assert "<|image_pad|> x 6<|vision_end|>" in out  # 2 x 3 patches of 28 x 28 pixels
     # The item is the text of the template, with the item's start and end tokens.
     title = next(line for line in out.splitlines() if line.startswith("row 0, rows.jsonl:1: "))

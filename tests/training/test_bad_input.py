@@ -165,7 +165,7 @@ BAD_SETTINGS = {
     ),
     "a degree of no number": (
         ["parallel.encoders={vision: {cp: true}}"],
-        ["parallel.encoders.vision.cp", "valid integer", "True"],
+        ["parallel.encoders.vision.cp", "a whole number", "True"],
     ),
     "no processes": (
         ["parallel.encoders={vision: {cp: 0}}"],
@@ -266,7 +266,7 @@ def broken_plans(good):
             json.dumps(full), ["rank 0 (vision.0, llm.0) needs", "memory_limit is 100,000 bytes"],
         ),
         "plan with costs of another model": (
-            json.dumps(other_costs), ["profile", "'llm' has 1 layers, the module 2"],
+            json.dumps(other_costs), ["profile", "'llm' has 1 layer, the module 2"],
         ),
         "plan of a frozen encoder": (
             json.dumps(unfrozen), ["another model", "layer 0 of 'vision' is frozen in the plan"],

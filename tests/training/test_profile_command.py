@@ -110,7 +110,7 @@ def test_a_rank_that_does_not_fit_the_cluster_is_refused(raymm, make_config, tmp
     config = make_config({"resources.cpus": 1000})
     code, output = raymm("profile", config, "--out", str(tmp_path / "p.json"))
     assert code == 2
-    assert "the plan has 1 ranks of 1000 CPU each" in output
+    assert "the plan has 1 rank of 1000 CPU each" in output
 
 
 def test_a_failing_module_is_named(make_config, ray_cluster):

@@ -8,6 +8,7 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import ModelError, ProbeError
+from raymm.plural import plural
 
 
 @plain_torch()
@@ -30,8 +31,8 @@ def probe_experts(source: ModuleSource, ep: int, name: str) -> tuple[str, ...]:
     for where, module in holders.items():
         if (count := expert_count(module)) < ep:
             raise ProbeError(
-                f"ep of {name!r} is {ep}, but {where!r} has {count} experts; accepted: 1, or at "
-                f"most {count}"
+                f"ep of {name!r} is {ep}, but {where!r} has {plural(count, 'expert')}; accepted: "
+                f"1, or at most {count}"
             )
     for where, module in experts(small_model(source)).items():
         try:

@@ -16,6 +16,7 @@ from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.template import RenderedChat
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.sample import Sample
+from raymm.plural import plural
 
 Media = Mapping[str, Sequence[Any]]
 # Number of tokens without a label that are compared on each side of the learned tokens.
@@ -130,8 +131,8 @@ def conversation(
     for kind, items in media.items():
         if items and not processor.markers.get(kind):
             raise text_error(
-                sample, f"the row has {len(items)} items of kind {kind!r}, which the model's "
-                "processor does not accept; accepted: "
+                sample, f"the row has {plural(len(items), 'item')} of kind {kind!r}, which the "
+                "model's processor does not accept; accepted: "
                 f"{', '.join(k for k, marker in processor.markers.items() if marker) or 'text'}"
             )
     marker_spans: list[tuple[int, int]] = []
@@ -141,14 +142,16 @@ def conversation(
         matches = [match.span() for match in re.finditer(re.escape(marker), chat.text)]
         if len(matches) < items:
             raise text_error(
-                sample, f"the chat template writes {len(matches)} of the row's {items} items "
+                sample, f"the chat template writes {len(matches)} of the row's "
+                f"{plural(items, 'item')} "
                 f"({', '.join(kinds)}); put them into messages of a role whose items it writes, "
                 "such as 'user'",
             )
         if len(matches) > items:
             raise text_error(
                 sample, f"its text contains {marker!r}, which stands for an item "
-                f"({', '.join(kinds)}), {len(matches)} times, but the row has {items} such items; "
+                f"({', '.join(kinds)}), {plural(len(matches), 'time')}, but the row has "
+                f"{plural(items, 'such item')}; "
                 "remove the rest from texts of the row",
             )
         marker_spans += matches

@@ -12,6 +12,7 @@ from raymm.data.conversations.template import ChatTemplate
 from raymm.data.samples.config import KINDS, ModalityDataConfig
 from raymm.data.samples.placeholders import check_parts, part_types, text_error
 from raymm.data.samples.sample import Sample
+from raymm.plural import plural
 
 
 def template_messages(
@@ -88,7 +89,8 @@ def _place_items(
             mark = next(mark for mark, mark_kind in marks.items() if mark_kind == kind)
             raise text_error(
                 sample,
-                f"the messages have places for {counts[kind]} items of kind {kind!r}, but the row "
+                f"the messages have places for {plural(counts[kind], 'item')} of kind {kind!r}, "
+                "but the row "
                 f"has {items}; a place is a part {{'type': {kind!r}}}, or {mark!r} in the text "
                 f"('\\{mark}' is literal text)",
             )

@@ -12,6 +12,7 @@ from raymm.data.readers import format_of, open_source
 from raymm.data.readers.base import Reader, ReaderOptions
 from raymm.data.readers.row_index import MEDIA_COLUMNS, MEDIA_SUFFIXES, Progress
 from raymm.errors import DataError
+from raymm.plural import plural
 
 # Kinds of media, and the types of message parts that hold them.
 _PARTS = {"image": "image", "video": "video", "audio": "audio"}
@@ -64,16 +65,18 @@ class Detected:
     @property
     def summary(self) -> str:
         """Summary in one line for the terminal."""
+        forms = list(self.forms)
+        counts = ", ".join(f"{count:,} of {form}" for form, count in self.forms.items())
         phrases = [
-            f"{self.rows:,} rows ("
-            + ", ".join(f"{form} {count:,}" for form, count in self.forms.items()) + ")"
+            plural(self.rows, "row")
+            + (f" of the form {forms[0]}" if len(forms) == 1 else f" ({counts})")
         ]
         phrases += [
-            f"{self.items[kind]:,} {kind} items "
-            + ("in messages" if column is None else f"in column {column!r}")
+            plural(self.items[kind], f"{kind} item")
+            + (" in messages" if column is None else f" in column {column!r}")
             for kind, column in self.modalities.items()
         ]
-        phrases += [f"{self.tools:,} rows with tools"] if self.tools else []
+        phrases += [f"{plural(self.tools, 'row')} with tools"] if self.tools else []
         names = [
             f"{name} (names {self.names_media[name]} files; to use it, call the column "
             f"{self.names_media[name]!r} or name it in data.modalities)"

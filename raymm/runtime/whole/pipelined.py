@@ -23,6 +23,7 @@ from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
 from raymm.model.whole_batch import TEXT, TextShares, text_parts
 from raymm.model.whole_model import WholeModel
+from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.plan_module import PlannedModule
@@ -118,7 +119,7 @@ class WholeParallelModule(PlannedModule):
         batches = self._split(batch) if isinstance(batch, Mapping) else list(batch)
         if not 1 <= len(batches) <= self.plan.num_microbatches:
             raise DataError(
-                f"a step has {len(batches)} microbatches; accepted: 1 to "
+                f"a step has {plural(len(batches), 'microbatch', 'es')}; accepted: 1 to "
                 f"{self.plan.num_microbatches}, as in the plan"
             )
         microbatches, meta = [], []

@@ -147,6 +147,9 @@ def test_experts_that_cannot_be_sharded():
     odd.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(ModelError, match=r"do not all have 4 experts .*: .*scale \(3,\)"):
         check_experts(odd)
+    del odd.num_experts
+    with pytest.raises(ModelError, match="do not all have the same number of experts"):
+        check_experts(odd)
     together = copy.deepcopy(layer("Mixtral", 4))
     forward = together.forward
     together.forward = lambda *args: forward(*args) * together.gate_up_proj.mean()

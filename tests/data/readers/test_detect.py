@@ -41,8 +41,8 @@ def test_all_rows_decide(tmp_path):
     assert found.modalities == {"image": "images", "video": "videos", "audio": None}
     assert found.items == {"image": 2, "video": 1, "audio": 1}
     assert (found.tools, found.template, found.unused) == (1, 1, ("score",))
-    for part in ("205 rows (messages 204, alpaca 1)", "2 image items in column 'images'",
-                 "1 audio items in messages", "1 rows with tools", "not used: score"):
+    for part in ("205 rows (204 of messages, 1 of alpaca)", "2 image items in column 'images'",
+                 "1 audio item in messages", "1 row with tools", "not used: score"):
         assert part in found.summary
 
 

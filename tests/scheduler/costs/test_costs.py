@@ -139,7 +139,7 @@ def test_not_json() -> None:
 
 def test_of_another_model() -> None:
     graph = ModuleGraph((ModuleNode("llm", (True, True)),), ())
-    with pytest.raises(PlanError, match="the profile of 'llm' has 1 layers, the module 2"):
+    with pytest.raises(PlanError, match="the profile of 'llm' has 1 layer, the module 2"):
         CostProfile({"llm": (LayerCost(1, 1, 1),)}).check(graph)
     with pytest.raises(PlanError, match="the profile lacks module 'llm'"):
         CostProfile({"lm": (LayerCost(1, 1, 1),)}).check(graph)

@@ -170,7 +170,7 @@ def _bad(**change: object) -> Callable[[], object]:
     ("run", "match"),
     [
         (_bad(ranks=0), "ranks must be at least 1, got 0"),
-        (_bad(ranks=4), "3 samples are fewer than the 4 ranks"),
+        (_bad(ranks=4), "4 ranks need a sample each; there are only 3 samples"),
         (_bad(method="best"), "method must be one of"),
         (_bad(budgets=(2, 30)), "sample 2 has 3 units of vision, above the budget of 2"),
         (_bad(budgets=(3,)), "budgets must be 2"),
