@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from rich.console import Console
+
 from raymm.data.samples.config import TOWER_OF, ModalityDataConfig
 from raymm.data.samples.placeholders import part_types
 from raymm.errors import ConfigError
+from raymm.plural import plural
+from raymm.training.under_way import UnderWay
 
 _MAX_TOKENS = 64
 
@@ -69,36 +73,43 @@ def run_generate(args: argparse.Namespace) -> int:
             f"run.storage_path is {config.run.storage_path!r}, which has no checkpoint; accepted: "
             f"the folder of a run. `raymm train {args.config}` trains one"
         )
-    model = build_model(config)
-    phases = Phases(model, config.at, config.run.steps)
-    phases.enter_before(checkpoint)  # the checkpoint has what was trained at its step
-    optimizer = config.optimizer.build(config.run.steps)
-    # A prompt is a user's turn, even in a run on pairs of answers.
-    data = with_vocabulary(config.data, model).model_copy(update={"preferences": False})
-    builder, prompts = _prompts(data, args.prompt, items)
-    with connected():
-        device = pick_device(config.run.device, config.resources.for_device)
-        precision = resolve_precision(config.run.precision, device)
-        resources = config.resources.for_device(device)
-        plan = phases.plan(build_plan(config, model)) or RunPlanner(
-            PlanRequest.of_config(config), model, config.data, precision, optimizer, print,
-        ).plan(checkpoint, device, resources, _nothing_beside())
-        with Execution(plan).start(
-            model, optimizer=optimizer, precision=precision, device=device,
-            exact_autocast=config.run.exact_autocast, kernels=config.run.kernels,
-            resources=resources, threads=config.resources.threads, seed=config.run.seed,
-            timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
-        ) as parallel:
-            restore(parallel, checkpoint.folder)
-            rules = WritingRules.of(model, builder.tokenizer, builder.answer_ends)
-            if rules.note is not None:
-                print(rules.note)
-            running = cast(WritingModule, parallel)  # generate() refuses other modules
-            written_ids = generate(running, prompts, args.max_tokens, rules.ends)
-            skip = args.skip_special_tokens
-            for text, ids in zip(args.prompt, written_ids, strict=True):
-                written = builder.tokenizer.decode(ids, skip_special_tokens=skip).strip()
-                print(f"> {text}\n{written}\n")
+    with UnderWay(Console(stderr=True), "reading the model") as work:
+        model = build_model(config)
+        phases = Phases(model, config.at, config.run.steps)
+        phases.enter_before(checkpoint)  # the checkpoint has what was trained at its step
+        optimizer = config.optimizer.build(config.run.steps)
+        # A prompt is a user's turn, even in a run on pairs of answers.
+        data = with_vocabulary(config.data, model).model_copy(update={"preferences": False})
+        builder, prompts = _prompts(data, args.prompt, items)
+        work.update("connecting to Ray")
+        with connected():
+            device = pick_device(config.run.device, config.resources.for_device)
+            precision = resolve_precision(config.run.precision, device)
+            resources = config.resources.for_device(device)
+            work.update("planning")
+            plan = phases.plan(build_plan(config, model)) or RunPlanner(
+                PlanRequest.of_config(config), model, config.data, precision, optimizer, work.line,
+            ).plan(checkpoint, device, resources, _nothing_beside())
+            execution = Execution(plan)
+            work.update(f"starting {plural(execution.num_processes, 'process', 'es')}")
+            with execution.start(
+                model, optimizer=optimizer, precision=precision, device=device,
+                exact_autocast=config.run.exact_autocast, kernels=config.run.kernels,
+                resources=resources, threads=config.resources.threads, seed=config.run.seed,
+                timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
+            ) as parallel:
+                work.update("loading the checkpoint")
+                restore(parallel, checkpoint.folder)
+                rules = WritingRules.of(model, builder.tokenizer, builder.answer_ends)
+                if rules.note is not None:
+                    print(rules.note)
+                running = cast(WritingModule, parallel)  # generate() refuses other modules
+                work.update(f"generating {plural(len(prompts), 'text')}")
+                written_ids = generate(running, prompts, args.max_tokens, rules.ends)
+                skip = args.skip_special_tokens
+                for text, ids in zip(args.prompt, written_ids, strict=True):
+                    written = builder.tokenizer.decode(ids, skip_special_tokens=skip).strip()
+                    print(f"> {text}\n{written}\n")
     return 0
 
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from raymm.errors import InputError, RunError
+from raymm.files.config_file import with_overrides
 from raymm.files.field_errors import closest
 from raymm.packages import explained_imports
 from raymm.version import __version__
+
+if TYPE_CHECKING:
+    from raymm.config.sections import TrainConfig
+    from raymm.training.trainer import Trainer
 
 COMMANDS = {
     "train": "train, or continue from the run's last checkpoint",
@@ -65,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with stop.listening(), _notes_in_a_line(), explained_imports("raymm"):
             code = args.run(args)
     except InputError as error:
-        if getattr(args, "config", None) and args.config not in str(error):
-            error.add_note(f"(in the configuration {args.config})")
+        config, is_of_option = getattr(args, "config", None), str(error).startswith("--")
+        if config and config not in str(error) and not is_of_option:
+            error.add_note(f"(in the configuration {with_overrides(config, args.overrides)})")
         console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -215,40 +222,86 @@ def _train(args: argparse.Namespace) -> int:
     with single_threaded():
         from raymm.cli.without_config import FolderStart
         from raymm.config.check_files import check_files
-        from raymm.config.sections import load_config
-    start = FolderStart.of(args)
+        from raymm.config.sections import load_config, parse_config
+    start, trial = FolderStart.of(args), None
     if start is None:
         config = load_config(args.config, args.overrides)
         check_files(config, with_data=True)
+    elif start.overrides and (trial := start.trial()) is not None:
+        check_files(trial)
+    # Settings of the other sections are checked without a model.
+    needs_model = trial is not None and trial.parallel.plan is None and any(
+        not override.startswith(("run", "data")) for override in args.overrides
+    )
     if os.environ.get("RAY_ADDRESS"):
         from raymm.runtime.cluster import check_address
 
         check_address()
-    if start is not None and start.earlier is None:
+    if start is not None and start.earlier is None and not needs_model:
         with single_threaded():
             start.read_rows()
     # The following imports of torch, transformers and Ray take seconds.
+    console = Console(stderr=True)
+    if start is not None:
+        console.print("loading torch, transformers and Ray")
     start_servers_early()
+    from raymm.training.under_way import UnderWay
+
+    if needs_model:
+        assert trial is not None
+        with UnderWay(console, "checking the settings against the model"):
+            _check_model(trial)
+    if start is not None:
+        config = parse_config(start.values)
+        check_files(config, with_data=True)
+    with UnderWay(console, "checking the settings against the model"):
+        trainer = _trainer(config)
+    if start is not None:
+        args.config = start.write()
+    result = trainer.fit()
+    if result.stopped:
+        return EXIT_START_AGAIN
+    overrides = [] if start is not None else args.overrides  # run.yaml has them
+    words = ["raymm", "export", args.config, *(w for o in overrides for w in ("--set", o))]
+    print(f"to export it:  {shlex.join([*words, '--out', str(result.path / 'export')])}")
+    return 0
+
+
+def _check_model(config: TrainConfig) -> None:
+    """Check layouts, planning and optimizer against the model. Leaves out what may depend on rows:
+    the number of steps, the metrics, and whether the model runs on its inputs."""
+    from raymm.config.build import build_model, build_plan
+    from raymm.files.section import MOST_COUNT
+    from raymm.planning.request import PlanRequest
+    from raymm.training.run_start import check_updates
+
+    try:
+        model = build_model(config)
+    except InputError:  # raised again with the inputs of the rows, if they do not help
+        return
+    plan = build_plan(config, model)
+    if plan is None:
+        PlanRequest.of_config(config).check(model)
+    run = config.run.model_copy(update={"steps": 1, "evaluate": None})
+    check_updates(config.optimizer.build(MOST_COUNT), run, model, plan)
+
+
+def _trainer(config: TrainConfig) -> Trainer:
     from raymm.config.build import build_layouts, build_model, build_plan
     from raymm.planning.request import PlanRequest
     from raymm.training.trainer import Trainer
 
-    if start is not None:
-        args.config = start.write()
-        config = load_config(args.config)
-        check_files(config, with_data=True)
     model = build_model(config)
     plan, layouts = build_plan(config, model), build_layouts(config)
     parallel = layouts if layouts is not None and layouts.elastic else plan
-    result = Trainer(
+    return Trainer(
         model, PlanRequest.of_config(config) if parallel is None else parallel,
         config.data, config.run,
         optimizer=config.optimizer.build(config.run.steps),
         resources=config.resources.for_device,
         threads=config.resources.threads,
         cache=config.cache, at=config.at,
-    ).fit()
-    return EXIT_START_AGAIN if result.stopped else 0
+    )
 
 
 def _export(args: argparse.Namespace) -> None:

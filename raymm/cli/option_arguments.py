@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from typing import Any, get_origin, get_type_hints
 
-from raymm.errors import ConfigError
+from raymm.errors import ConfigError, InputError
 
 
 def _shown(options: type) -> dict[str, Field]:
@@ -40,6 +42,28 @@ def _leaves(hint: Any) -> tuple[Any, ...]:
 def given_options(args: argparse.Namespace, options: type) -> list[str]:
     """Return the fields of the dataclass that the command line sets."""
     return [name for name in _shown(options) if getattr(args, name) is not None]
+
+
+@contextmanager
+def options_in_errors(args: argparse.Namespace, options: type) -> Iterator[None]:
+    """Name options of the command line in errors about their values: the option in place of its
+    field, or else a note with all given options."""
+    try:
+        yield
+    except InputError as error:
+        text, given = str(error), given_options(args, options)
+        for name in given:
+            if re.match(rf"{name}\b", text):
+                error.args = (f"{_flag(name)}{text.removeprefix(name)}",)
+                raise
+        values = {_flag(name): getattr(args, name) for name in given}
+        words = [
+            f"{flag} {value}" for flag, shown in values.items()
+            for value in (shown if isinstance(shown, list) else [shown])
+        ]
+        if words and not text.startswith("--"):
+            error.add_note(f"(with {' '.join(words)})")
+        raise
 
 
 def read_options(

@@ -13,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm.actors.storage.location import is_bucket
-from raymm.cli.option_arguments import add_option_arguments, read_options
+from raymm.cli.option_arguments import (
+    add_option_arguments,
+    options_in_errors,
+    read_options,
+)
 from raymm.cli.plan_styles import (
     check_style,
     given_plan,
@@ -27,6 +31,8 @@ from raymm.cli.plan_styles import (
 from raymm.config.planning_options import PIPELINED, PlanOptions
 from raymm.errors import ConfigError
 from raymm.files.output import Output
+from raymm.plural import plural
+from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
@@ -53,6 +59,11 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 def run_plan(args: argparse.Namespace) -> None:
     """Make or evaluate a plan; print, draw and save it. Raises ConfigError, PlanError or
     ClusterError, which name what is wrong."""
+    with options_in_errors(args, PlanOptions):
+        _run_plan(args)
+
+
+def _run_plan(args: argparse.Namespace) -> None:
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
 
@@ -79,13 +90,14 @@ def run_plan(args: argparse.Namespace) -> None:
 
     if args.microbatches is not None:
         config = _with_microbatches(config, args.microbatches)
-    model = build_model(config)
-    config = config.model_copy(update={"data": with_vocabulary(config.data, model)})
-    plan = given_plan(config, model)
-    _check_runs(config, model, plan)
     console = Console()
     if not console.is_terminal:  # a file has no limited width
         console = Console(width=max(console.width, FILE_WIDTH))
+    with UnderWay(console, "reading the model"):
+        model = build_model(config)
+        config = config.model_copy(update={"data": with_vocabulary(config.data, model)})
+        plan = given_plan(config, model)
+        _check_runs(config, model, plan)
     console.print(counts_text(model.parameter_counts()), highlight=False, soft_wrap=True)
     request = _request(args, config)
     if style != PIPELINED:
@@ -180,15 +192,14 @@ def _planned(
         else:
             costs = costs_of(model, request, workload)
         return Planned.evaluated(plan, costs, costs.memory_limit(request.memory_gib))
-    text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
+    modules = plural(len(model.encoder_names) + 1, "module")
+    text = f"planning {modules} for {plural(request.ranks or 0, 'device')}"
     if not console.is_terminal:
         console.print(f"{text} ...")
     notes = () if note is None else (note,)
-    inputs = PlanInputs.of(model, request, workload, notes=notes)
-    with console.status(text):
-        control = SearchControl(
-            request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
-        )
+    with UnderWay(console, text) as work:
+        control = SearchControl(request.time_limit, work.line)
+        inputs = PlanInputs.of(model, request, workload, notes=notes)
         with control.interruptible():
             return search_pipelines(inputs, control)
 
@@ -228,7 +239,7 @@ def _measured(
 
     options = distinct_options(planned.proposal.options, count)
     device = pick_device(config.run.device, config.resources.for_device)
-    console.print(f"running {len(options)} plans on {device} ...")
+    console.print(f"running {plural(len(options), 'plan')} on {device} ...")
     results = measure_options(
         of_parts(model, "--measure is given"), options,
         full_microbatch(config.data, model.encoder_names), device=device,

@@ -17,7 +17,9 @@ from raymm.config.planning_options import (
 )
 from raymm.errors import ConfigError
 from raymm.files.output import Output
+from raymm.plural import plural
 from raymm.scheduler.search.options import SearchOptions
+from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
@@ -115,22 +117,22 @@ def run_style(
     precision = planned_precision(config, request)
     workload = Workload.of_config(config.data, model.encoder_names, precision)
     _say_what_is_mapped(workload, request, model, note, console)
-    inputs = PlanInputs.of(model, request, workload)
+    with UnderWay(console, "computing the costs of the model"):
+        inputs = PlanInputs.of(model, request, workload)
     if request.style == MULTIPLEXED:
         if plan is not None:
             console.print("note: ignoring the configuration's layouts (parallel), which are for "
                           "pipelined plans", highlight=False, soft_wrap=True)  # fmt: skip
-        multiplexed = plan_step_multiplexed(inputs)
+        with UnderWay(console, "planning"):
+            multiplexed = plan_step_multiplexed(inputs)
         show(multiplexed, console)
         if multiplexed.unfit:
             raise PlanError(multiplexed.unfit)
         mapped = step_plan(inputs, multiplexed)
         _save(mapped, multiplexed, output, suffix, console)
         return
-    with console.status("planning in both styles, pipelined and multiplexed"):
-        control = SearchControl(
-            request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
-        )
+    with UnderWay(console, "planning in both styles, pipelined and multiplexed") as work:
+        control = SearchControl(request.time_limit, work.line)
         with control.interruptible():
             comparison = compare_styles(inputs, plan, control=control)
     for planned in (comparison.pipelined, comparison.multiplexed):
@@ -154,7 +156,7 @@ def run_style(
 
 def _microbatches_note(planned: int, configured: int) -> str:
     return (
-        f"note: the plan has {planned} microbatch{'es' * (planned != 1)} per step and "
+        f"note: the plan has {plural(planned, 'microbatch', 'es')} per step and "
         f"data.microbatches is {configured}: train it with data.microbatches: {planned}"
     )
 
@@ -164,8 +166,8 @@ def _say_what_is_mapped(
     console: Console,
 ) -> None:
     if not console.is_terminal:
-        console.print(f"mapping {len(model.encoder_names) + 1} modules to {request.ranks} devices "
-                      "...")  # fmt: skip
+        modules = plural(len(model.encoder_names) + 1, "module")
+        console.print(f"mapping {modules} to {plural(request.ranks or 0, 'device')} ...")
     if note is not None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if workload.microbatches > 1:
@@ -215,7 +217,7 @@ def _save(
     from raymm.scheduler.search.evaluation import step_timeline
 
     names = plan_files(suffix)
-    with output.writing() as folder:
+    with UnderWay(console, "drawing the plan"), output.writing() as folder:
         files = [folder / name for name in names]
         write_json(files[0], plan.to_dict())
         planned.draw(files[1])
@@ -224,7 +226,8 @@ def _save(
         else:
             draw_timelines(
                 [("predicted", step_timeline(plan, Network()))], files[2],
-                rank_names=rank_names(plan), title=f"a step on {plan.num_ranks} GPUs, multiplexed",
+                rank_names=rank_names(plan),
+                title=f"a step on {plural(plan.num_ranks, 'GPU')}, multiplexed",
             )
     for written in files:
         console.print(f"wrote {written}", highlight=False, soft_wrap=True)
@@ -243,7 +246,7 @@ def save_pipelined(
     from raymm.config.build import write_json
     from raymm.draw import draw_plan
 
-    with output.writing() as folder:
+    with UnderWay(console, "drawing the plan"), output.writing() as folder:
         files = [folder / name for name in plan_files(suffix)]
         write_json(files[0], planned.plan.to_dict())
         draw_plan(planned.plan, files[1])

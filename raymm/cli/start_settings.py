@@ -16,6 +16,8 @@ from raymm.config.model_section import LoraSection
 from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
 from raymm.files.field_errors import closest, explain
+from raymm.plural import plural
+from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:  # imports numpy
     from raymm.data.readers.detect import Detected
@@ -77,6 +79,27 @@ def _lora(words: list[str]) -> dict[str, Any]:
     }
 
 
+def settings_without_rows(
+    model: str, source: dict[str, Any], folder: Path, options: Options
+) -> dict[str, Any]:
+    """Return the configuration values of a new run that do not depend on its rows; see
+    :func:`first_settings`."""
+    path, revision = split_id(model) if is_hub_id(model) else (model, None)
+    reference = {"path": path} | ({"revision": revision} if revision else {})
+    text_only = is_text_only(model)
+    values: dict[str, Any] = {
+        "run": {"storage_path": str(folder), "steps": 1},
+        "model": {"language_model": {**reference, "train": "full"}} if text_only
+        else {**reference, "train": {"language_model": "full"}},
+        "data": {
+            "train": [source] if len(source) > 1 else source["path"],
+            "tokenizer" if text_only else "processor": model,
+        },
+    }
+    apply_options(values, Options(options.lora, options.lr, None, None))
+    return values
+
+
 def first_settings(
     model: str, source: dict[str, Any], detected: Detected, folder: Path, options: Options
 ) -> dict[str, Any]:
@@ -91,38 +114,35 @@ def first_settings(
     from raymm.data import DataConfig, open_split, row_lengths
     from raymm.data.samples.config import TOWER_OF
 
-    train = [source] if len(source) > 1 else source["path"]
-    data = {**detected.data_section, "train": train}
-    path, revision = split_id(model) if is_hub_id(model) else (model, None)
-    reference = {"path": path} | ({"revision": revision} if revision else {})
-    if is_text_only(model):
+    known = settings_without_rows(model, source, folder, options)
+    data = {**detected.data_section, **known["data"]}
+    sections: dict[str, Any] = known["model"]
+    if "language_model" in sections:
         if detected.modalities:
+            path = sections["language_model"]["path"]
             raise ConfigError(
                 f"--data has items of {', '.join(detected.modalities)}, and --model {path!r} is a "
                 "text-only model (its folder has no processor); give a model that takes them"
             )
-        sections: dict[str, Any] = {"language_model": {**reference, "train": "full"}}
         if detected.preferences:
             sections["loss"] = {"dpo": {"reference": "base" if options.lora else "initial"}}
-        data["tokenizer"] = model
     else:
         if detected.preferences:
             raise ConfigError(
-                f"{detected.preferences} rows of --data have a chosen and a rejected answer; "
-                "accepted with a model of images or sound: rows with one answer. For preferences, "
-                "give a text-only model"
+                f"--data has {plural(detected.preferences, 'row')} with a chosen and a rejected "
+                "answer; accepted with a model of images or sound: rows with one answer. For "
+                "preferences, give a text-only model"
             )
         towers = dict.fromkeys((TOWER_OF[kind] for kind in detected.modalities), "frozen")
         between = {"projector": "full"} if towers else {}
-        sections = {**reference, "train": {**towers, **between, "language_model": "full"}}
-        data["processor"] = model
+        sections["train"] = {**towers, **between, "language_model": "full"}
     config = DataConfig.model_validate({
         **data, "batch_size": 1, "microbatches": 1, "preferences": bool(detected.preferences),
     })
-    with Console(stderr=True).status("counting tokens") as status:
+    with UnderWay(Console(stderr=True), "counting tokens") as work:
         lengths = row_lengths(
             config, open_split(config, "train"),
-            lambda rows, total: status.update(f"counting tokens: {rows:,} of {total:,} rows"),
+            lambda rows, total: work.update(f"counting tokens: {rows:,} of {total:,} rows"),
         )
     data.pop("processor", None)  # the default is the model's
     longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE

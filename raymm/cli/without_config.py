@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
 from raymm.actors.weights.hub_folder import (
     dataset_commit,
@@ -17,17 +20,28 @@ from raymm.actors.weights.hub_folder import (
     pinned,
     split_id,
 )
-from raymm.cli.start_settings import WARMUP, Options, apply_options, first_settings
+from raymm.cli.start_settings import (
+    WARMUP,
+    Options,
+    apply_options,
+    first_settings,
+    settings_without_rows,
+)
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.source_config import HUB
 from raymm.errors import ConfigError
-from raymm.files.config_file import apply_override, read_sections
+from raymm.files.config_file import apply_override, expand_variables, read_sections
+from raymm.files.field_errors import explain
 from raymm.files.run_files import write_whole
+from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:  # imports numpy
+    from raymm.config.sections import TrainConfig
     from raymm.data.readers.detect import Detected
 
 CONFIG = "run.yaml"
+# Microbatches of a trial configuration, a multiple of most numbers of replicas.
+_TRIAL_MICROBATCHES = 55_440
 # Options without a configuration, and the corresponding settings.
 _SETTINGS = {
     "model": "model.path", "data": "data.train",
@@ -77,6 +91,36 @@ class FolderStart:
     overrides: tuple[str, ...]
     earlier: dict[str, Any] | None
 
+    def trial(self) -> TrainConfig | None:
+        """Check ``--set`` before rows are read. Return a configuration with placeholders for the
+        values that depend on rows; None if the result of the check depends on rows. Raises
+        ConfigError, which names every wrong field."""
+        from raymm.config.sections import TrainConfig, parse_config
+
+        if self.earlier is not None:
+            return parse_config(self._overridden(copy.deepcopy(self.earlier)))
+        values = self._overridden(
+            settings_without_rows(self.model, self.source, self.folder, self.options)
+        )
+        if isinstance(data := values["data"], dict):
+            count = data.get("microbatches", data.get("batch_size", _TRIAL_MICROBATCHES))
+            data |= {"batch_size": count, "microbatches": count, **data}
+            if "heldout" not in data:
+                data.setdefault("heldout_fraction", 0.5)
+        try:
+            return TrainConfig.model_validate(expand_variables(values))
+        except ValidationError as error:
+            paths = [override.partition("=")[0].split(".") for override in self.overrides]
+            text = explain(error, TrainConfig, lambda item: _is_of_override(item, paths))
+            if text:
+                raise ConfigError(text) from None
+            return None
+
+    def _overridden(self, values: dict[str, Any]) -> dict[str, Any]:
+        for override in self.overrides:
+            apply_override(values, override)
+        return values
+
     @classmethod
     def of(cls, args: argparse.Namespace) -> FolderStart | None:
         """Check a command line without slow imports; None if it names a configuration. Raises
@@ -118,41 +162,56 @@ class FolderStart:
         from raymm.data.readers.detect import detect
 
         options = {key: value for key, value in self.source.items() if key != "path"}
-        with Console(stderr=True).status("reading rows") as status:
+        with UnderWay(Console(stderr=True), "reading rows") as work:
             detected = detect(
                 self.source["path"], options=ReaderOptions(**options),
-                progress=lambda rows, part: status.update(f"reading rows: {rows:,} ({part:.0%})"),
+                progress=lambda rows, part: work.update(f"reading rows: {rows:,} ({part:.0%})"),
             )
         print(detected.summary)
         return detected
 
-    def write(self) -> str:
-        """Write the configuration, print it, and return its file. Reads all rows of a new run.
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Values of the configuration. Reads all rows of a new run.
 
         Raises:
             ConfigError, DataError: settings or rows cannot be used.
         """
         from raymm.config.sections import parse_config
 
-        values = self.earlier
-        if values is None:
+        if self.earlier is None:
             values = first_settings(
                 self.model, self.source, self.read_rows(), self.folder, self.options
             )
         else:
+            values = copy.deepcopy(self.earlier)
             apply_options(values, self.options)
-        for override in self.overrides:
-            apply_override(values, override)
-        steps = parse_config(values).run.steps
+        steps = parse_config(self._overridden(values)).run.steps
         values.setdefault("optimizer", {}).setdefault("warmup_steps", round(WARMUP * steps))
         parse_config(values)
+        return values
+
+    def write(self) -> str:
+        """Write the configuration, print it, and return its file."""
         file = self.folder / CONFIG
+        text = yaml.safe_dump(self.values, sort_keys=False)
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(values, sort_keys=False)
         write_whole(file, text)
         action = "resuming with" if self.earlier is not None else "wrote"
         print(f"{text}\n{action} {file}; the plan of the run is saved next to it as plan.json")
         return str(file)
+
+
+def _is_of_override(item: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> bool:
+    """Return True if a validation error is about the value of an override, or about a section with
+    an override that does not depend on rows."""
+    where = [str(key) for key in item["loc"]]
+    is_own = len(where) > 1 or where and where[0] not in ("model", "data")
+    return any(
+        where == path[:len(where)] and (is_own or item["type"] == "extra_forbidden")
+        or where[:len(path)] == path
+        for path in map(list, paths)
+    )
 
 
 def _run_folder(args: argparse.Namespace) -> Path:

@@ -16,7 +16,7 @@ from raymm.config.optimizer_section import OptimizerSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
 from raymm.errors import ConfigError
-from raymm.files.config_file import expand_variables, read_sections
+from raymm.files.config_file import expand_variables, read_sections, with_overrides
 from raymm.files.field_errors import explain
 from raymm.files.output import with_home
 from raymm.files.section import (
@@ -317,7 +317,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     try:
         return parse_config(data)
     except ConfigError as error:
-        raise ConfigError(f"{path}:\n{error}") from None
+        raise ConfigError(f"{with_overrides(path, overrides)}:\n{error}") from None
 
 
 def parse_config(data: dict[str, Any]) -> TrainConfig:

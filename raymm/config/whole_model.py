@@ -69,6 +69,10 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
     """Return the processor's output for a few of the first training samples, with items of all
     ``data.modalities``, or for synthetic items if there are none. Raises DataError if no sample
     with items of a modality can be used, or the data cannot be read."""
+    if not data.modalities:  # synthetic items need no rows
+        processor = ProcessedBuilder(data, None).processor  # type: ignore[arg-type]
+        if items := list(example_items(processor)):
+            return processor(*map(list, zip(*items, strict=True)))
     dataset = open_split(data, "train")
     builder = ProcessedBuilder(data.model_copy(update={"on_error": "raise"}), dataset)
     if not data.modalities:
@@ -92,10 +96,7 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
 
 
 def _text_example(builder: ProcessedBuilder) -> dict[str, torch.Tensor]:
-    """Return the processor's output for a synthetic item of each kind that it accepts, so that the
-    forward calls the towers. A processor of text alone gets the first usable sample."""
-    if items := list(example_items(builder.processor)):
-        return builder.processor(*map(list, zip(*items, strict=True)))
+    """Return the output of a processor of text alone for the first usable sample."""
     failure = ""
     for index in range(min(_TRIED, len(builder.dataset))):
         try:

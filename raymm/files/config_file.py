@@ -207,6 +207,11 @@ def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     return data
 
 
+def with_overrides(path: str | os.PathLike[str], overrides: Sequence[str]) -> str:
+    """Return the name of a configuration and its overrides for an error."""
+    return " ".join([str(path), *["with"][:len(overrides)], *(f"--set {o}" for o in overrides)])
+
+
 def expand_variables(value: Any, where: str = "") -> Any:
     """Replace ``${NAME}`` and ``${NAME:-default}`` in strings by environment variables, and a
     leading ``~`` by the home folder.

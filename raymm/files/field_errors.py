@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 # Maximum number of characters of a value in an error.
 _SHOWN = 200
 
 
-def explain(error: ValidationError, section: type[BaseModel]) -> str:
-    """Return a line per wrong field: its path, what is accepted, and its value."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(key) for key in item["loc"]) or "config"
+def explain(
+    error: ValidationError, section: type[BaseModel],
+    is_shown: Callable[[ErrorDetails], bool] = lambda item: True,
+) -> str:
+    """Return a line per wrong field: its path, what is accepted, and its value.
+
+    Args:
+        is_shown: returns False for errors to leave out.
+    """
+    branches = _model_names(section)
+    lines: list[tuple[str, str | None, str]] = []  # where, text, value
+    accepted: dict[str, list[str]] = {}  # alternatives of a field without a text
+    for item in filter(is_shown, error.errors()):
+        path = [key for key in item["loc"] if not _is_branch(key, branches)]
+        where = ".".join(map(str, path)) or "config"
         if item["type"] == "extra_forbidden":
-            accepted = _fields_at(section, item["loc"][:-1])
-            suggestion = _meant(item["loc"], accepted, section)
-            lines.append(f"{where}: unknown key; {suggestion}accepted: {', '.join(accepted)}")
+            names = _fields_at(section, path[:-1])
+            text = f"unknown key; {_meant(path, names, section)}accepted: {', '.join(names)}"
         elif item["type"] == "missing":
-            lines.append(f"{where}: required, but not given")
-        elif item["type"] == "model_type":
-            lines.append(f"{where}: must be a section of keys (got {shown(item['input'])})")
-        elif item["type"] == "invalid_key" or item["loc"][-1:] == ("[key]",):
-            lines.append(f"{where}: keys must be strings; put this one in quotes")
+            text = "required, but not given"
+        elif item["type"] == "invalid_key" or path[-1:] == ["[key]"]:
+            text = "keys must be strings; put this one in quotes"
+        elif (kind := _kind(item)) is not None:
+            if where not in accepted:
+                lines.append((where, None, f" (got {shown(item['input'])})"))
+            accepted.setdefault(where, []).append(kind)
+            continue
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            value = item["input"]
-            got = "" if isinstance(value, dict) else f" (got {shown(value)})"
-            lines.append(f"{where}: {message}{got}")
-    return "\n".join(lines)
+            text = item["msg"].removeprefix("Value error, ")
+            if not isinstance(item["input"], dict):
+                text += f" (got {shown(item['input'])})"
+        lines.append((where, text, ""))
+    return "\n".join(
+        f"{where}: {text or 'accepted: ' + ' or '.join(dict.fromkeys(accepted[where]))}{value}"
+        for where, text, value in lines
+    )
+
+
+def _kind(item: ErrorDetails) -> str | None:
+    """Return the accepted values of a field, e.g. ``"a whole number"``; None for other errors."""
+    limits = {
+        "greater_than": "a number greater than {gt}", "greater_than_equal": "a number from {ge}",
+        "less_than": "a number less than {lt}", "less_than_equal": "a number up to {le}",
+        "literal_error": "{expected}",
+    }
+    if item["type"] in limits:
+        values = item.get("ctx", {}).items()
+        return limits[item["type"]].format(**{
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in values
+        })
+    return {
+        "int_type": "a whole number", "int_from_float": "a whole number",
+        "float_type": "a number", "finite_number": "a finite number", "string_type": "a text",
+        "bool_type": "true or false", "list_type": "a list", "tuple_type": "a list",
+        "dict_type": "a section of keys", "model_type": "a section of keys",
+    }.get(item["type"])
+
+
+def _is_branch(key: int | str, models: Collection[str]) -> bool:
+    """Return True if pydantic added a key for the alternative of a union."""
+    return isinstance(key, str) and (
+        "[" in key and key != "[key]" or key.startswith("constrained-")
+        or key in ("str", "int", "float", "bool") or key in models
+    )
+
+
+def _model_names(section: type[BaseModel]) -> set[str]:
+    inner = [m for field in section.model_fields.values() for m in _models_in(field.annotation)]
+    return {section.__name__}.union(*map(_model_names, inner))
 
 
 def shown(value: Any) -> str:
@@ -70,13 +120,19 @@ def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 def _fields_at(section: type[BaseModel], path: Sequence[Any]) -> list[str]:
     """Return the field names of the section at a location."""
+    is_name = False  # a key of a mapping, such as an encoder's name, does not change the section
     for key in path:
-        field = section.model_fields.get(key)
+        field = None if is_name else section.model_fields.get(key)
         models = _models_in(field.annotation) if field is not None else []
+        is_name = bool(models) and field is not None and _is_mapping(field.annotation)
         if models:
             section = models[0]
-        # a dict key (an encoder's name) does not change the section
     return sorted(section.model_fields)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    inner = getattr(annotation, "__args__", ())
+    return get_origin(annotation) is dict or any(map(_is_mapping, inner))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -50,12 +49,6 @@ def progress_bar(
     if console.is_jupyter:
         return _NotebookBar(name, done, transient)
     return _TerminalBar(console, name, done, transient)
-
-
-def under_way(console: Console, text: str) -> AbstractContextManager[Any]:
-    """Show a status text within the block on a terminal. In notebooks, rich's status would need
-    ipywidgets."""
-    return console.status(text) if console.is_terminal else nullcontext()
 
 
 class _TerminalBar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -35,10 +35,10 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import counts_text
 from raymm.model.whole_model import WholeModel, of_parts
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
-from raymm.monitor.progress_bar import under_way
 from raymm.monitor.rebalancing import FILE as DECISIONS
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
 from raymm.planning.request import PlanRequest, whole_microbatches
+from raymm.plural import plural
 from raymm.recovery.failure_policy import Cause, FailurePolicy
 from raymm.recovery.run_controller import RunController
 from raymm.runtime.cluster import connected, pick_device
@@ -70,6 +70,7 @@ from raymm.training.run_start import (
 from raymm.training.start_observer import StartObserver
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop
+from raymm.training.under_way import UnderWay
 
 
 class Trainer:
@@ -228,7 +229,8 @@ class Trainer:
         if loop is None:
             return f"stopped by {why} before the first step: nothing was trained, {saved}"
         if steps := loop.unsaved_steps:
-            return f"stopped by {why} immediately: {steps} unsaved steps are lost, {saved}"
+            lost = f"{plural(steps, 'unsaved step')} {'is' if steps == 1 else 'are'} lost"
+            return f"stopped by {why} immediately: {lost}, {saved}"
         return f"stopped by {why} immediately: no step is lost, {saved}"
 
     def _end_process(self, number: int | None, lost: str) -> NoReturn:
@@ -355,11 +357,11 @@ class Trainer:
             self.plan, placement = self._elastic.plan(resources, placement)
         self.plan = self._phases.plan(self.plan)
         if self.plan is None:
-            planner = RunPlanner(
-                self.request, self.model, self.data, self.run.precision, self.optimizer, self._say
-            )
-            with under_way(self.console, "planning"):
-                self.plan = planner.plan(checkpoint, device, resources, placement)
+            with UnderWay(self.console, "planning") as work:
+                self.plan = RunPlanner(
+                    self.request, self.model, self.data, self.run.precision, self.optimizer,
+                    work.line,
+                ).plan(checkpoint, device, resources, placement)
         cached_features = KeptFeatures.of(
             self.cache, self.model, self.plan, self.data, f"{device} {self.run.precision}"
         )
@@ -367,16 +369,20 @@ class Trainer:
         check_capacity(execution.num_processes, resources, placement)
         execution.save(self.path)
         self._say_what_runs(execution, device)
-        with cached_features.while_it_runs(), execution.start(
-            self.model, optimizer=self.optimizer, precision=self.run.precision,
-            exact_autocast=self.run.exact_autocast, kernels=self.run.kernels, device=device,
-            resources=resources, threads=self.threads, seed=self.run.seed, placement=placement,
-            timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
-            features=cached_features.folders,
-            copies=CopyOptions(
-                self.run.asynchronous_checkpoints, self.run.snapshot_every is not None
-            ),
-        ) as parallel:
+        with cached_features.while_it_runs(), ExitStack() as started:
+            with UnderWay(
+                self.console, f"starting {plural(execution.num_processes, 'process', 'es')}"
+            ):
+                parallel = started.enter_context(execution.start(
+                    self.model, optimizer=self.optimizer, precision=self.run.precision,
+                    exact_autocast=self.run.exact_autocast, kernels=self.run.kernels,
+                    device=device, resources=resources, threads=self.threads, seed=self.run.seed,
+                    placement=placement, timeout_s=self.run.timeout_s,
+                    nccl_timeout_s=self.run.nccl_timeout_s, features=cached_features.folders,
+                    copies=CopyOptions(
+                        self.run.asynchronous_checkpoints, self.run.snapshot_every is not None
+                    ),
+                ))
             self._folder.check_seen_by(parallel.group)
             if self._elastic is not None:
                 self._elastic.started(parallel.group.held())
@@ -394,7 +400,8 @@ class Trainer:
             return
         larger = self._elastic.larger(self.plan, resources, self._placement())
         if larger is not None:
-            room = f"room for {larger.num_processes} processes instead of {self.plan.num_processes}"
+            processes = plural(larger.num_processes, "process", "es")
+            room = f"room for {processes} instead of {self.plan.num_processes}"
             self.stop.ask(StopReason(room, cause=Cause.RESIZE))
 
     @property
@@ -433,11 +440,13 @@ class Trainer:
         exhausted = self._exhausted(steps_taken)
         if exhausted is not None:
             self._say(
-                f"nothing to do: {checkpoint.folder} has taken {steps_taken} steps, and {exhausted}"
+                f"nothing to do: {checkpoint.folder} has taken {plural(steps_taken, 'step')}, and "
+                f"{exhausted}"
             )
         else:
             self._say(
-                f"nothing to do: {checkpoint.folder} has taken {steps_taken} steps, run.steps is "
+                f"nothing to do: {checkpoint.folder} has taken {plural(steps_taken, 'step')}, "
+                "run.steps is "
                 f"{self.run.steps}; to train longer, raise run.steps"
             )
         rows = MetricsLog(self.path / METRICS, steps_taken).rows

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from raymm.actors.host.gpus import Gpus
-from raymm.cli.main import main
+from raymm.cli.main import _check_model, _parsed, main
 from raymm.cli.without_config import FolderStart
 from raymm.config.sections import load_config
 from raymm.data import open_split
@@ -56,13 +56,29 @@ EARLY = {
     "a split of a file": (
         ["--model", ".", "--data", "rows.jsonl", "--split", "test"], ["--split", "a file"],
     ),
+    "a misspelt key next to rows": (
+        ["--model", ".", "--data", "typo.jsonl", "--set", "run.stepps=3"],
+        ["did you mean run.steps?"],
+    ),
+    "a misspelt section next to rows": (
+        ["--model", ".", "--data", "typo.jsonl", "--set", "optimiser.lr=1"],
+        ["did you mean optimizer?"],
+    ),
+    "a text for a number next to rows": (
+        ["--model", ".", "--data", "typo.jsonl", "--set", "data.max_length=abc"],
+        ["data.max_length", "'abc'"],
+    ),
+    "settings that contradict each other": (
+        ["--model", ".", "--data", "typo.jsonl", "--set", "run.replace_stragglers=true"],
+        ["replace_stragglers is true, but spares is 0"],
+    ),
     "all rows held out": (
         ["--model", ".", "--data", "rows.jsonl", "--eval-fraction", "1"], ["--eval-fraction is 1"],
     ),
 }
 SCRIPT = """
 import json, sys
-from raymm.cli.main import main
+from raymm.cli.main import _check_model, _parsed, main
 codes = [main(["train", *arguments]) for arguments in json.loads(sys.argv[1])]
 print(json.dumps([codes, [name for name in sys.argv[2].split() if name in sys.modules]]))
 """
@@ -117,8 +133,6 @@ def test_an_unknown_option_suggests_the_nearest_one(capsys):
 def start(monkeypatch, tmp_path, *arguments):
     """Return the values that a command writes, without a run."""
     monkeypatch.chdir(tmp_path)
-    from raymm.cli.main import _parsed
-
     folder_start = FolderStart.of(_parsed(["train", *arguments]))
     assert folder_start is not None
     return load_config(folder_start.write())
@@ -220,6 +234,53 @@ def test_another_run_in_the_same_folder_is_refused(monkeypatch, tmp_path, option
     assert main(["train", *words, f"--{option}", "misspelt"]) == 2
     said = capsys.readouterr().err
     assert f"--{option} is 'misspelt'" in said and "run.yaml" not in said
+
+
+@pytest.mark.parametrize(("override", "expected"), [
+    ("parallel.language_model.pp=40", "pp of 'llm' is 40, but it can be cut into at most"),
+    ("optimizer.modules.foo.lr=1", "optimizer.modules has 'foo'"),
+    ("planning.device=H900", "device is 'H900'"),
+])
+def test_impossible_settings_are_refused_before_rows(
+    monkeypatch, tmp_path, capsys, override, expected
+):
+    model, data = tiny("idefics3")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--model", model, "--data", data, "--output", "out", "--set", override]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err and "rows" not in printed.out
+    assert not Path("out").exists()
+
+
+def test_settings_that_rows_make_impossible_write_nothing(monkeypatch, tmp_path, capsys):
+    model, data = tiny("idefics3")
+    words = ["--model", model, "--data", data, "--output", "out"]
+    monkeypatch.chdir(tmp_path)
+    set_dp = ["--set", "parallel.language_model.dp=7"]
+    assert main(["train", *words, *set_dp]) == 2
+    assert "dp of 'llm' is 7" in capsys.readouterr().err and not Path("out").exists()
+    start(monkeypatch, tmp_path, *words)
+    written = Path("out/run.yaml").read_text()
+    assert main(["train", *words, *set_dp]) == 2
+    assert Path("out/run.yaml").read_text() == written
+
+
+def test_settings_that_depend_on_rows_are_accepted_before_them(monkeypatch, tmp_path):
+    """Check that placeholders for values of rows do not reject what the rows may allow."""
+    model, data = tiny("idefics3")
+    monkeypatch.chdir(tmp_path)
+    for overrides in (
+        ["run.eval_every=5"], ["data.microbatches=3"], ["data.batch_size=6"],
+        ["parallel.language_model.dp=3"], ["data.modalities.image.part=picture"],
+        ["optimizer.schedule=linear", "optimizer.total_steps=100"], ["at={50: {vision: full}}"],
+    ):
+        words = [word for override in overrides for word in ("--set", override)]
+        folder_start = FolderStart.of(_parsed(["train", "--model", model, "--data", data, *words]))
+        assert folder_start is not None
+        trial = folder_start.trial()
+        assert trial is not None
+        _check_model(trial)
 
 
 @pytest.mark.usefixtures("ray_cluster")

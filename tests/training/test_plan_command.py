@@ -13,6 +13,7 @@ from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
 from raymm.cli.option_arguments import parse_counts
 from raymm.errors import PlanError
+from raymm.planning.plan import _slower
 from raymm.profiling.measure_plans import distinct_options
 from raymm.scheduler.costs.device_memory import CONTEXT_BYTES
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -167,22 +168,22 @@ def test_measured_costs(raymm, make_config, tmp_path, wide):
     table["modules"]["llm"][0]["layers"] = table["modules"]["llm"][1]["layers"] = [layer]
     file.write_text(json.dumps(table))
     code, text = raymm(*arguments, "--out", str(tmp_path / "c"))
-    assert code == 2 and "PlanError" in text and "'llm' has 1 layers, the module 2" in text
+    assert code == 2 and "PlanError" in text and "'llm' has 1 layer, the module 2" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--ranks", "0"], ["ranks is 0", "at least 1"]),
-        (["--ranks", "2", "--device", "H900"], ["device is 'H900'", "H100"]),
-        (["--ranks", "2", "--schedules", "2f2b"], ["schedules has '2f2b'", "1f1b"]),
-        (["--ranks", "2", "--layouts", "flat"], ["layouts has 'flat'", "colocated"]),
+        (["--ranks", "0"], ["--ranks is 0", "at least 1"]),
+        (["--ranks", "2", "--device", "H900"], ["--device is 'H900'", "H100"]),
+        (["--ranks", "2", "--schedules", "2f2b"], ["--schedules has '2f2b'", "1f1b"]),
+        (["--ranks", "2", "--layouts", "flat"], ["--layouts has 'flat'", "colocated"]),
         (["--ranks", "2", "--tokens", "llm"], ["--tokens has 'llm'", "llm=4096"]),
-        (["--ranks", "2", "--tokens", "audio=3"], ["tokens name 'audio'", "vision, llm"]),
-        (["--ranks", "2", "--memory-gib", "0"], ["memory_gib is 0", "above 0"]),
-        (["--ranks", "2", "--ranks-per-node", "0"], ["ranks_per_node is 0"]),
-        (["--ranks", "2", "--time-limit", "0"], ["time_limit is 0", "seconds above 0"]),
-        (["--ranks", "2", "--time-limit", "nan"], ["time_limit is nan", "seconds above 0"]),
+        (["--ranks", "2", "--tokens", "audio=3"], ["--tokens name 'audio'", "vision, llm"]),
+        (["--ranks", "2", "--memory-gib", "0"], ["--memory-gib is 0", "above 0"]),
+        (["--ranks", "2", "--ranks-per-node", "0"], ["--ranks-per-node is 0"]),
+        (["--ranks", "2", "--time-limit", "0"], ["--time-limit is 0", "seconds above 0"]),
+        (["--ranks", "2", "--time-limit", "nan"], ["--time-limit is nan", "seconds above 0"]),
         (["--ranks", "2", "--microbatches", "0"], ["--microbatches is 0"]),
         (["--ranks", "2", "--profile", "/no.json"], ["'/no.json'", "no such file"]),
         (["--ranks", "2", "--measure", "0"], ["--measure is 0", "at least 1"]),
@@ -194,6 +195,23 @@ def test_bad_options_are_refused(raymm, make_config, tmp_path, wide, arguments, 
     assert code == 2 and "Traceback" not in text, text
     assert [part for part in expected if part not in text] == [], text
     assert not (tmp_path / "plan").exists()
+    assert config not in text, "the configuration is not at fault"
+
+
+def test_an_error_about_several_options_lists_them(raymm, make_config, tmp_path, wide):
+    code, text = raymm(
+        "plan", make_config({"parallel": None}), "--ranks", "4", "--degrees", "llm.tp=3",
+        "--tokens", "llm=8", "--set", "run.seed=3", "--out", str(tmp_path / "plan"),
+    )
+    assert code == 2 and "tp of 'llm' is 3" in text
+    assert "(with --ranks 4 --tokens llm=8 --degrees llm.tp=3)" in text
+    assert "config.yaml with --set run.seed=3)" in text
+
+
+def test_an_error_about_an_override_names_it(raymm, make_config):
+    config = make_config()
+    code, text = raymm("plan", config, "--set", "run.seed=3", "--set", "run.step=3")
+    assert code == 2 and f"{config} with --set run.seed=3 --set run.step=3:\n" in text
 
 
 def test_a_time_limit_returns_the_best_plan_so_far(raymm, make_config, tmp_path, wide):
@@ -223,6 +241,17 @@ def test_measure_runs_the_best_and_keeps_the_fastest(
     assert times[True] == min(times.values())
     assert saved_plan(out).num_ranks == 2
     assert set(ended_actors()) == {"DEAD"}  # some were started, and all have ended
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (1.0, "as fast"), (1.0004, "as fast"), (1.001, "0.1% slower"), (1.5, "50.0% slower"),
+])
+def test_plans_with_the_same_time_are_not_called_slower(seconds, text):
+    cost = LayerCost(1.0, 1.0, 1.0)
+    graph = ModuleGraph((ModuleNode("llm", (True, True)),), ())
+    plan = make_plan(graph, {"llm": ((0, 2),)}, 1, "1f1b", CostProfile({"llm": (cost, cost)}))
+    options = (Option("a", plan, 1.0, ()), Option("b", plan, seconds, ()))
+    assert _slower(options[1], options[0]) == text
 
 
 def test_only_plans_that_run_differently_are_measured():

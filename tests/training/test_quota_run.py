@@ -49,7 +49,7 @@ def test_a_layout_with_quotas_is_evaluated(make_config, raymm, no_new_actors, tm
         ({"parallel.encoders.vision.quota": 2},
          ["parallel.encoders.vision", "quota is 2.0", "at most 1"]),
         ({"parallel.encoders.vision.quota": "half"},
-         ["parallel.encoders.vision.quota", "valid number", "'half'"]),
+         ["parallel.encoders.vision.quota", "a number", "'half'"]),
         ({"parallel.encoders.vision.quota": 0.5},
          ["quota of 'vision' is 0.5", "name the same ranks"]),
         ({**QUOTAS, "parallel.encoders.vision.quota": 0.5}, ["on rank 0 sum to 1.25", "at most 1"]),
