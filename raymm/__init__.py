@@ -8,9 +8,15 @@ a checkout.
 """
 
 import importlib as _importlib
+import logging as _logging
 from typing import TYPE_CHECKING
 
 from raymm.version import __version__
+
+# transformers imports torchao, which causes this warning of torch. A user cannot act on it.
+_logging.getLogger("torch.utils._pytree").addFilter(
+    lambda record: "register_constant() on Enum" not in record.getMessage()
+)
 
 _PUBLIC = {
     "ModalityModule": "raymm.model.modality_module",

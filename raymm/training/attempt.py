@@ -194,7 +194,10 @@ class Attempt:
         stopped: str | None = None,
     ) -> Result:
         not_applied = steps_not_applied(metrics.rows)
-        for label, file in files.items():
+        shown = dict[str, Path | str](files)
+        if stopped is None and self.store.current is not None:
+            shown["checkpoint"] = self.store.current
+        for label, file in shown.items():
             self.console.print(f"{label:<14} {file}", highlight=False, soft_wrap=True)
         if stopped is None and (skipped := sum(row.get("skipped", 0) for row in metrics.rows)):
             self.console.print(f"skipped samples in total: {skipped}", highlight=False)

@@ -59,6 +59,14 @@ def test_a_run_leaves_pictures_plan_trace_and_checkpoints(finished):
     assert [read_manifest(folder).step for folder in store.committed()] == [6, 8, 10, 12]
 
 
+def test_a_run_names_its_checkpoint_and_the_command_that_exports_it(finished):
+    *_, checkpoint, export = finished.output.splitlines()
+    newest = CheckpointStore(finished.path).latest()
+    assert checkpoint.split() == ["checkpoint", str(newest)]
+    command = f"raymm export {finished.config} --out {finished.path / 'export'}"
+    assert export.partition(":")[2].strip() == command
+
+
 def test_a_run_prints_its_progress(finished):
     text = finished.output
     assert "3 stages on 2 ranks (cpu), 2 microbatches per step, fp32" in text
@@ -114,7 +122,7 @@ def test_an_edited_plan_runs_and_gives_the_same_losses(finished, raymm, make_con
     file.write_text(json.dumps(plan))
     run = finished.copy_until(tmp_path / "run", 10)
     code, text = raymm("train", make_config({"parallel": {"plan": str(file)}}))
-    assert code == 0 and "3 stages on 1 ranks" in text and "resuming from" in text
+    assert code == 0 and "3 stages on 1 rank " in text and "resuming from" in text
     for mine, original in zip(curve(run), curve(finished.path), strict=True):
         assert mine[0] == original[0]
         assert abs(mine[1] - original[1]) < 1e-5 and abs(mine[2] - original[2]) < 1e-4
