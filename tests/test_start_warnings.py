@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from enum import Enum
+from enum import StrEnum
 
 import torch.utils._pytree as pytree
 
@@ -11,7 +11,7 @@ import raymm  # noqa: F401  filters the warnings
 
 
 def test_a_warning_that_torchao_causes_is_not_shown(caplog):
-    class Kind(str, Enum):
+    class Kind(StrEnum):
         ONE = "one"
 
     with caplog.at_level(logging.WARNING, logger="torch.utils._pytree"):

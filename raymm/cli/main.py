@@ -229,9 +229,10 @@ def _train(args: argparse.Namespace) -> int:
         check_files(config, with_data=True)
     elif start.overrides and (trial := start.trial()) is not None:
         check_files(trial)
-    # Settings of the other sections are checked without a model.
+    # Settings of other sections are checked without a model.
+    of_model = ("model", "parallel", "planning", "optimizer")
     needs_model = trial is not None and trial.parallel.plan is None and any(
-        not override.startswith(("run", "data")) for override in args.overrides
+        override.startswith(of_model) for override in args.overrides
     )
     if os.environ.get("RAY_ADDRESS"):
         from raymm.runtime.cluster import check_address

@@ -51,12 +51,12 @@ def options_in_errors(args: argparse.Namespace, options: type) -> Iterator[None]
     try:
         yield
     except InputError as error:
-        text, given = str(error), given_options(args, options)
-        for name in given:
+        text, names = str(error), given_options(args, options)
+        for name in names:
             if re.match(rf"{name}\b", text):
                 error.args = (f"{_flag(name)}{text.removeprefix(name)}",)
                 raise
-        values = {_flag(name): getattr(args, name) for name in given}
+        values = {_flag(name): getattr(args, name) for name in names}
         words = [
             f"{flag} {value}" for flag, shown in values.items()
             for value in (shown if isinstance(shown, list) else [shown])

@@ -114,9 +114,9 @@ def first_settings(
     from raymm.data import DataConfig, open_split, row_lengths
     from raymm.data.samples.config import TOWER_OF
 
-    known = settings_without_rows(model, source, folder, options)
-    data = {**detected.data_section, **known["data"]}
-    sections: dict[str, Any] = known["model"]
+    without_rows = settings_without_rows(model, source, folder, options)
+    data = {**detected.data_section, **without_rows["data"]}
+    sections: dict[str, Any] = without_rows["model"]
     if "language_model" in sections:
         if detected.modalities:
             path = sections["language_model"]["path"]

@@ -14,11 +14,11 @@ SILENCE_S = 5.0
 
 class UnderWay:
     """Context that shows what is being done: a spinner on a terminal; on another console a line
-    after every :data:`SILENCE_S` seconds without one.
+    after :data:`SILENCE_S` seconds without one, and after twice as many seconds from then on.
 
     Args:
         text: what is being done; :meth:`update` changes it.
-        silence: seconds between two lines.
+        silence: seconds before the first line.
     """
 
     def __init__(self, console: Console, text: str, silence: float = SILENCE_S) -> None:
@@ -57,6 +57,8 @@ class UnderWay:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _report(self) -> None:
-        while not self._ended.wait(max(0.0, self._spoke + self._silence - time.monotonic())):
-            if time.monotonic() - self._spoke >= self._silence:
+        silence = self._silence
+        while not self._ended.wait(max(0.0, self._spoke + silence - time.monotonic())):
+            if time.monotonic() - self._spoke >= silence:
                 self.line(f"{self._text} ({time.monotonic() - self._began:.0f} s)")
+                silence = 2 * self._silence
