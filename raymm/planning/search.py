@@ -107,6 +107,8 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         except NoPlanError as error:
             limit = costs.memory_limit(inputs.request.memory_gib)
             raise NoPlanError(f"{error}{_advice(model) if limit else ''}") from None
+        if control.stopped is not None:  # the probes of further plans take seconds
+            proposal = replace(proposal, options=proposal.options[:1])
         cut = {name for option in proposal.options for name in cut_modules(option.plan)} - probed
         probed |= cut
         refused = refused_cuts(model, sorted(cut))

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Seconds between two progress lines.
-EVERY = 3.0
+from raymm.plural import plural
+
+# Seconds before the first progress line, and between two lines.
+FIRST, EVERY = 3.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class SearchState:
     @property
     def line(self) -> str:
         best = "none fits yet" if self.best is None else f"best {self.best:.4g} s, {self.limit}"
-        return f"{self.elapsed:.0f} s: searching {self.subject}; {self.tried} plans tried, {best}"
+        done = f"{plural(self.tried, 'plan')} tried, {best}" if self.tried else "no plan tried yet"
+        return f"{self.elapsed:.0f} s: searching {self.subject}; {done}"
 
 
 class SearchControl:
@@ -58,7 +61,8 @@ class SearchControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._time_limit, self._say, self._clock = time_limit, say, clock
-        self._began = self._spoke = clock()
+        self._began = clock()
+        self._spoke = self._began + FIRST - EVERY
         self._subject, self._tried = "plans", 0
         self._best: float | None = None
         self._limit: Callable[[], str] = str

@@ -226,7 +226,8 @@ def are_few(space: StageSpace, estimated: Sequence[Estimate]) -> bool:
 
 
 def estimates(
-    space: StageSpace, choices: Mapping[str, DegreeChoices], per_node: int, sharding: str
+    space: StageSpace, choices: Mapping[str, DegreeChoices], per_node: int, sharding: str,
+    control: SearchControl | None = None,
 ) -> list[Estimate]:
     """Return all assignments that may fit, the most promising first. Among about equally fast ones,
     those with fewer devices come first.
@@ -236,6 +237,7 @@ def estimates(
         per_node: devices per node, the limit of tensor-parallel groups.
         sharding: sharding of modules with several processes that split microbatches: ``"none"``,
             ``"zero1"`` or ``"fsdp"``.
+        control: ends the estimation after the first assignment if the search must end.
     """
     options = {}
     room = space.ranks - (len(space.graph.nodes) - 1)
@@ -248,6 +250,8 @@ def estimates(
         ]
     estimated = []
     for chosen in _promising(space, _limited(space, options)):
+        if control is not None and (control.should_stop() or estimated and control.stopped):
+            break
         estimate = _estimate(space, chosen)
         if estimate is not None:
             estimated.append(estimate)

@@ -270,18 +270,20 @@ class Candidates:
             self.refused.append((replace(option, plan=whole).label, reason))
 
     def add_schedules(self, layout: str, plan: Plan) -> None:
-        """:meth:`add` a plan with every schedule that it can have, or only its current one if the
+        """:meth:`add` a plan with every schedule that it can have, or only until one fits if the
         search must end."""
-        if plan.schedule in self.schedules and self.control.should_stop():
-            self.add(layout, plan)
-            return
-        for schedule in self._possible(plan):
+        possible = self._possible(plan)
+        for schedule in sorted(possible, key=lambda name: name != plan.schedule):
+            if self.options and self.control.stopped is not None:
+                return
             self.add(layout, replace(plan, schedule=schedule))
 
     def proposal(self) -> Proposal:
         """Return everything that was added; raise ``NoPlanError`` if no plan fits."""
-        evaluated, self.options = self.options, []
+        evaluated, self.options = fastest_first(self.options), []
         for option in evaluated:
+            if self.options and self.control.stopped is not None:
+                break
             if isinstance(option.plan, EqualPart):
                 self.add(option.layout, option.plan.whole())
             else:

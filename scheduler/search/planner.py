@@ -229,7 +229,7 @@ class _Planner:
         candidates, space = self.candidates, self.space
         estimated = estimates(
             space, self.degrees, candidates.network.ranks_per_node,
-            self._sharding,
+            self._sharding, candidates.control,
         )
         if not self._many and are_few(space, estimated):
             results = search_degrees(
@@ -263,6 +263,8 @@ class _Planner:
         candidates = self.candidates
         plans, reason = [], f"it needs at least 2 ranks; ranks is {self.space.ranks}"
         for space in self._shared_spaces():
+            if plans and candidates.control.stopped is not None:
+                break
             options = candidates.options if space.degrees else []
             incumbent = min((option.seconds for option in options), default=self._incumbent)
             if self._is_hopeless(space, incumbent):

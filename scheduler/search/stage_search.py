@@ -99,23 +99,27 @@ def joint_search(
     while queue:
         if control is not None and control.should_stop():
             break
+        # Without time left, the first combination that fits is taken, whatever its bound.
+        in_hurry = control is not None and control.stopped is not None
         bound, size, level, chosen = heapq.heappop(queue)
         worst = -kept[0] if len(kept) > alternatives else math.inf
         if bound >= min(worst, incumbent) * (1 - gap):
             break
         counts = dict(zip(modules, chosen, strict=True))
         if level == COUNTED:
-            if (cut := _bound_of(space, counts)) < math.inf:
+            if (cut := _bound_of(space, counts)) == math.inf:
+                continue
+            if not in_hurry:
                 bound = max(bound, cut) if profile_bound else bound
                 heapq.heappush(queue, (bound, size, CUT, chosen))
-            continue
+                continue
         plan = bounded.pop(chosen, None)
         if plan is None:
             plans += 1
             if plans > most_plans and evaluated:
                 break
             plan = space.plan(counts)
-        if level == CUT and lower_bound is not None:
+        if level == CUT and lower_bound is not None and not in_hurry:
             bound = max(bound, lower_bound(plan) * (1 - ROUNDING))
             heapq.heappush(queue, (bound, size, PLANNED, chosen))
             bounded[chosen] = plan

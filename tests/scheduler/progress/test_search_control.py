@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -63,10 +64,31 @@ def test_lines_report_the_search_and_the_best_plan():
     lines: list[str] = []
     clock = Clock(EVERY / 8)
     find_plans(PROBLEM, control=SearchControl(say=lines.append, clock=clock))
-    assert 2 <= len(lines) <= clock.now / EVERY
+    assert 2 <= len(lines) <= 1 + clock.now / EVERY
     assert lines[0].split()[2:4] == ["searching", "modality_parallel;"]
     assert any("searching degrees" in line and " plans tried, best " in line for line in lines)
     assert "of it" in lines[-1]
+
+
+def test_lines_before_the_first_plan_are_few():
+    lines: list[str] = []
+    clock = Clock(0.1)
+    control = SearchControl(say=lines.append, clock=clock)
+    while clock.now < 60:
+        control.should_stop()
+    assert len(lines) <= 9
+    assert {line.partition(": ")[2] for line in lines} == {"searching plans; no plan tried yet"}
+    control.tried()
+    assert control.state.line.endswith("; 1 plan tried, none fits yet")
+
+
+def test_a_limit_that_has_passed_evaluates_a_single_plan():
+    """Check that neither bounds nor further schedules are computed after the limit."""
+    control = SearchControl(0.5, clock=Clock(1.0))
+    for ranks in (12, 200):
+        control.begin()
+        find_plans(replace(PROBLEM, ranks=ranks, num_microbatches=64), control=control)
+    assert control.state.tried <= 4
 
 
 @pytest.mark.parametrize("plans", [2, 5, 12])
