@@ -57,6 +57,22 @@ def draw(folder: Path, sound: bool, count: int = 48, seed: int = 0) -> Path:
     return file
 
 
+def write_texts(folder: Path, count: int, seed: int) -> Path:
+    """Write ``train.jsonl`` with ``count`` questions about shapes, without pictures; return it."""
+    random = np.random.default_rng(seed)
+    lines = []
+    for number in range(count):
+        colour, shape = random.choice(list(COLOURS)), random.choice(SHAPES)
+        lines.append({"id": f"sample-{number}", "messages": [
+            {"role": "user", "content": f"Name a {colour} {shape}."},
+            {"role": "assistant", "content": f"A {colour} {shape}."},
+        ]})
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "train.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
 def words() -> Iterator[str]:
     """All text that samples may have, for a tokenizer."""
     yield from ("Say something.", "How high is the sound?", "What is in the picture?", "Hello.")

@@ -42,6 +42,7 @@ class Kind:
         named: those that the tokenizer knows by a name.
         item: what the chat template writes for an item.
         sound: whether items are sounds.
+        text: True if rows have no items; the folder then has a tokenizer and no processor.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)
     sound: bool = False
+    text: bool = False
 
 
 def _made(name: str, **options: Any) -> Callable[[], Any]:
@@ -235,3 +237,6 @@ KINDS: dict[str, Kind] = {
         "<|audio_bos|><|AUDIO|><|audio_eos|>", sound=True,
     ),
 }  # fmt: skip
+TEXT_KINDS: dict[str, Kind] = {
+    "llama": Kind("LlamaForCausalLM", {"text_config": _TEXT}, "", {}, (), "", text=True),
+}

@@ -18,8 +18,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.vlm.drawn import draw, words
-from examples.vlm.kinds import ID, KINDS, Kind
+from examples.vlm.drawn import draw, words, write_texts
+from examples.vlm.kinds import ID, KINDS, TEXT_KINDS, Kind
 
 _CHATML = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -36,7 +36,7 @@ def make(kind: str, out: Path, samples: int = 48, seed: int = 0) -> tuple[Path, 
     """Write a folder ``model`` and a file ``train.jsonl``.
 
     Args:
-        kind: one of :data:`examples.vlm.kinds.KINDS`.
+        kind: one of :data:`examples.vlm.kinds.KINDS` or :data:`examples.vlm.kinds.TEXT_KINDS`.
         out: a folder.
         samples: that the file has.
         seed: of weights and samples.
@@ -44,17 +44,22 @@ def make(kind: str, out: Path, samples: int = 48, seed: int = 0) -> tuple[Path, 
     Returns:
         Folder of the model and file of the samples.
     """
-    spec, folder = KINDS[kind], out / "model"
-    data = draw(out, spec.sound, samples, seed)
+    spec, folder = (KINDS | TEXT_KINDS)[kind], out / "model"
     tokenizer = make_tokenizer(spec)
-    processor = getattr(transformers, spec.processor)(
-        **{name: part() for name, part in spec.parts.items()}, tokenizer=tokenizer,
-        chat_template=TEMPLATE.replace("ITEM", repr(spec.item)[1:-1]), **spec.options,
-    )
+    config = _with_ids(_with_text(spec.config, tokenizer), tokenizer)
+    template = TEMPLATE.replace("ITEM", repr(spec.item)[1:-1])
+    if spec.text:
+        data, config = write_texts(out, samples, seed), config["text_config"]
+        processor, tokenizer.chat_template = tokenizer, template
+    else:
+        data = draw(out, spec.sound, samples, seed)
+        processor = getattr(transformers, spec.processor)(
+            **{name: part() for name, part in spec.parts.items()}, tokenizer=tokenizer,
+            chat_template=template, **spec.options,
+        )
     model_class = getattr(transformers, spec.model)
-    config = model_class.config_class(**_with_ids(_with_text(spec.config, tokenizer), tokenizer))
     torch.manual_seed(seed)
-    model_class(config).save_pretrained(folder)
+    model_class(model_class.config_class(**config)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder, data
 
@@ -94,7 +99,7 @@ def _with_ids(value: Any, tokenizer: Any) -> Any:
 def main() -> None:
     """Make one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("kind", choices=sorted(KINDS | TEXT_KINDS))
     parser.add_argument("--out", default="tiny", help="a folder (default: tiny)")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
