@@ -30,7 +30,7 @@ def commands() -> list[tuple[str, str]]:
 
 def arguments(command: str) -> list[str] | None:
     """Return a command's arguments for ``raymm``; None for other programs."""
-    match = _RAYMM.search(re.sub(r"\s+# .*", "", command))
+    match = _RAYMM.search(re.sub(r"\s+(?:# |\|).*", "", command))
     if match is None:
         return None
     text = match[1]

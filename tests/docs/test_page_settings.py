@@ -1,14 +1,17 @@
 """YAML on pages is a valid part of a configuration, and the reference describes every field."""
 
 import copy
+import dataclasses
+import re
 
 import pytest
+from transformers import TrainingArguments
 
 from docs import reference
 from raymm.config.sections import TrainConfig, parse_config
 from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
-from tests.docs.pages import blocks
+from tests.docs.pages import ROOT, blocks
 
 # Completion of a part of a configuration on a page.
 WHOLE = {
@@ -63,6 +66,30 @@ def test_the_data_page_has_four_sources():
     by_url = [source.path.partition(":")[0] for source in configs[1].data.sources("train")]
     assert by_url == ["s3", "s3", "gs", "https", "hf"]
     assert configs[2].data.batching.rebalance.every == 50
+
+
+def columns(title: str) -> tuple[set[str], set[str]]:
+    """Return the names in the first and second column of a table of docs/migration.md."""
+    page = (ROOT / "docs" / "migration.md").read_text()
+    table = page.split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.M)
+    first, second = (
+        set(re.findall(r"`([\w.]+)`", " ".join(cells))) for cells in zip(*rows, strict=True)
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("title", ["From transformers' Trainer", "From LLaMA-Factory"])
+def test_counterparts_of_other_trainers_are_fields(title):
+    fields = set(TrainConfig.model_fields) | {
+        f"{path}.{name}" for section, paths in reference.sections(TrainConfig).items()
+        for path in paths for name in section.model_fields
+    }
+    first, second = columns(title)
+    assert len(second) > 10 and second - fields == set()
+    if "transformers" in title:
+        theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+        assert first - theirs - {"TrainingArguments"} == set()
 
 
 def test_the_reference_has_every_field():
