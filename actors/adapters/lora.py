@@ -56,12 +56,33 @@ class AdaptedLayer(nn.Module):
     lora_magnitude_vector: nn.Parameter | None
     weight_scale: nn.Parameter | None
     lora: LoraConfig
-    left_out: bool = False
+    _left_out: bool = False
+
+    def attach(self, config: LoraConfig, low: nn.Parameter, high: nn.Parameter) -> None:
+        """Add an adapter with A ``low`` and B ``high`` to a layer that has become an adapted one.
+        """
+        self.lora, self.lora_A, self.lora_B = config, low, high
+
+    def leave_out(self, left_out: bool) -> None:
+        """Leave the adapter out of the following forwards, or include it again."""
+        self._left_out = left_out
+
+    def disable_dropout(self) -> None:
+        self.lora = replace(self.lora, dropout=0.0)
+
+    def detach(self, merged: bool) -> None:
+        """Become the plain layer, in place, whose weight includes the adapter if ``merged``."""
+        if merged or self._parameters.get(SCALE) is not None:
+            self.weight = nn.Parameter(self.plain(merged), requires_grad=False)
+        for name in ADAPTER_NAMES | {SCALE}:
+            self._parameters.pop(name, None)
+        del self.lora
+        cast(Any, self).__class__ = _PLAIN[type(self)]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the layer: (..., in) -> (..., out)."""
         dropped = F.dropout(hidden, self.lora.dropout, self.training)
-        if self.left_out:
+        if self._left_out:
             out = self.summed(self._product(hidden))
         elif self._parameters.get(MAGNITUDE) is None:
             out = self.summed(self._product(hidden) + self._low_rank(dropped))
@@ -143,12 +164,12 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
     """Disable the adapters of a module's layers for the length of the block."""
     layers = [layer for layer in module.modules() if isinstance(layer, AdaptedLayer)]
     for layer in layers:
-        layer.left_out = True
+        layer.leave_out(True)
     try:
         yield
     finally:
         for layer in layers:
-            layer.left_out = False
+            layer.leave_out(False)
 
 
 _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
@@ -230,9 +251,8 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
         low.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
     adapted = cast(Any, layer)
     adapted.__class__ = _ADAPTED[type(layer)]
-    adapted.lora = config
-    adapted.lora_A = nn.Parameter(low)
-    adapted.lora_B = nn.Parameter(torch.zeros(out, config.r, device=weight.device))
+    high = torch.zeros(out, config.r, device=weight.device)
+    adapted.attach(config, nn.Parameter(low), nn.Parameter(high))
     magnitude = nn.Parameter(matrix.detach().norm(dim=1)) if config.dora else None
     layer.register_parameter(MAGNITUDE, magnitude)
     if scale is not None:
@@ -246,7 +266,7 @@ def disable_dropout(module: nn.Module) -> None:
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
         if isinstance(layer, AdaptedLayer):
-            layer.lora = replace(layer.lora, dropout=0.0)
+            layer.disable_dropout()
 
 
 def set_trained(module: nn.Module, trained: bool) -> None:
@@ -266,12 +286,7 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
     module = copy.deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, AdaptedLayer):
-            if merged or layer._parameters.get(SCALE) is not None:
-                layer.weight = nn.Parameter(layer.plain(merged), requires_grad=False)
-            for name in ADAPTER_NAMES | {SCALE}:
-                layer._parameters.pop(name, None)
-            del layer.lora
-            cast(Any, layer).__class__ = _PLAIN[type(layer)]
+            layer.detach(merged)
     merge_rows(module)
     return module
 

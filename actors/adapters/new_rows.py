@@ -26,6 +26,11 @@ class NewRows:
     new_rows: nn.Parameter
     first: int
 
+    def attach(self, first: int, rows: nn.Parameter) -> None:
+        """Add the parameter to a layer that has become one of this class."""
+        self.first = first
+        cast(nn.Module, self).register_parameter(ROWS, rows)
+
 
 class EmbeddingWithRows(NewRows, nn.Embedding):
     """Mixin for an embedding of any class whose forward looks up rows of its weight."""
@@ -95,8 +100,7 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
             parameters[id(weight)] = nn.Parameter(row_values)
         weight.requires_grad_(False)
         layer.__class__ = _class_with_rows(type(layer))
-        layer.first = rows.start
-        layer.register_parameter(ROWS, parameters[id(weight)])
+        layer.attach(rows.start, parameters[id(weight)])
     return module
 
 
