@@ -142,7 +142,29 @@ def distribute(
         rank_of, bound = relieve(work + token_work, ranks, rank_of)
     elif token_work:
         bound = any_counts_bound(work + token_work, ranks)
-    return _result(policy.__name__, work, ranks, n_tokens, block, rank_of, bound, token_work)
+    counts = np.bincount(rank_of, minlength=ranks)
+    tokens = counts * block
+    if len(work):
+        tokens[rank_of[-1]] -= len(work) * block - n_tokens
+    # The stable sort keeps every rank's blocks ascending. 16-bit keys use a faster radix sort.
+    small = np.uint16 if ranks <= 1 << 16 else np.int64
+    order = np.argsort(rank_of.astype(small), kind="stable")
+    cumulative = np.concatenate([[0], np.cumsum(work[order])])
+    stops = np.cumsum(counts)
+    loads = cumulative[stops] - cumulative[stops - counts]
+    numbers, edges = order.tolist(), [0, *stops.tolist()]
+    blocks = tuple(tuple(numbers[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    return TokenDistribution(
+        policy=policy.__name__,
+        n_tokens=int(n_tokens),
+        block=int(block),
+        blocks=blocks,
+        work=tuple(loads.tolist()),
+        tokens=tuple(tokens.tolist()),
+        bound=bound,
+        status="optimal" if (loads + token_work * counts).max() <= bound else "heuristic",
+        token_work=int(token_work),
+    )
 
 
 def _checked_work(work: np.ndarray, token_work: int) -> np.ndarray:
@@ -161,32 +183,3 @@ def _checked_work(work: np.ndarray, token_work: int) -> np.ndarray:
             f"the sum of work must be below {token_swaps.MAX_WORK}, got about {total:.3g}"
         )
     return work
-
-
-def _result(
-    policy: str, work: np.ndarray, ranks: int, n_tokens: int, block: int,
-    rank_of: np.ndarray, bound: int, token_work: int,
-) -> TokenDistribution:
-    counts = np.bincount(rank_of, minlength=ranks)
-    tokens = counts * block
-    if len(work):
-        tokens[rank_of[-1]] -= len(work) * block - n_tokens
-    # The stable sort keeps every rank's blocks ascending. 16-bit keys use a faster radix sort.
-    small = np.uint16 if ranks <= 1 << 16 else np.int64
-    order = np.argsort(rank_of.astype(small), kind="stable")
-    cumulative = np.concatenate([[0], np.cumsum(work[order])])
-    stops = np.cumsum(counts)
-    loads = cumulative[stops] - cumulative[stops - counts]
-    numbers, edges = order.tolist(), [0, *stops.tolist()]
-    blocks = tuple(tuple(numbers[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-    return TokenDistribution(
-        policy=policy,
-        n_tokens=int(n_tokens),
-        block=int(block),
-        blocks=blocks,
-        work=tuple(loads.tolist()),
-        tokens=tuple(tokens.tolist()),
-        bound=bound,
-        status="optimal" if (loads + token_work * counts).max() <= bound else "heuristic",
-        token_work=int(token_work),
-    )

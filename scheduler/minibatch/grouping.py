@@ -43,6 +43,22 @@ class Groups(NamedTuple):
     large: int
 
 
+class _Samples(NamedTuple):
+    """Samples to group.
+
+    Attributes:
+        features: (N, C) columns to level.
+        limits: (C,) largest sums of a group.
+        size: (N,) sums of the modalities.
+        order: (N,) samples, the largest first.
+    """
+
+    features: np.ndarray
+    limits: np.ndarray
+    size: np.ndarray
+    order: np.ndarray
+
+
 class _LargeSamples(NamedTuple):
     """Samples that make their group larger than the others, step by step: (H,) samples, one for
     each group of the first steps, and the (H, C) excess of their groups, equal within a step."""
@@ -74,6 +90,7 @@ def split_into_groups(
     size = features[:, :modalities].sum(1)
     order = random.permutation(n)
     order = order[np.argsort(-size[order], kind="stable")]
+    samples = _Samples(features, limits, size, order)
     steps = _enough_steps(features, limits, order, ranks, least, np.empty(n, np.int64), random)
     # The trial pool may need more steps than others, which can pass samples on to the next pool.
     many = steps * ranks > MANY_GROUPS
@@ -85,9 +102,7 @@ def split_into_groups(
             ways += _large_samples(features, modalities, order, ranks, count)
         for way, large in enumerate(ways):
             if way not in splits:
-                split = _split_in_steps(
-                    features, limits, order, size, ranks, count, large, count < steps, random
-                )
+                split = _split_in_steps(samples, ranks, count, large, count < steps, random)
                 if split is not None:
                     splits[way] = split
         if len(splits) >= len(ways):
@@ -158,11 +173,12 @@ def _slopes(sizes: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _split_in_steps(
-    features: np.ndarray, limits: np.ndarray, order: np.ndarray, size: np.ndarray, ranks: int,
-    steps: int, large: _LargeSamples, exact: bool, random: np.random.Generator,
+    samples: _Samples, ranks: int, steps: int, large: _LargeSamples, exact: bool,
+    random: np.random.Generator,
 ) -> Groups | None:
     """Do :func:`split_into_groups` in ``steps`` steps or more; return None if ``exact`` and they do
     not suffice."""
+    features, limits, size, order = samples
     n, count_large = len(order), len(large.samples)
     group_of = np.empty(n, np.int64)
     large_place = np.full(n, -1)
