@@ -105,16 +105,19 @@ VALM_CONFIGS: tuple[ValmConfig, ...] = tuple(
 
 
 @cache
-def module_costs(kind: str, size: str) -> tuple[LayerCost, ...]:
-    """Return costs of ``"llm"``, ``"vision"`` or ``"audio"`` of a size, without projector."""
+def module_costs(
+    kind: str, size: str, tokens: int | None = None, tp: int = TP, cp: int = CP
+) -> tuple[LayerCost, ...]:
+    """Return costs of ``"llm"``, ``"vision"`` or ``"audio"`` of a size, without projector.
+    ``tokens`` is the merged length of the language model, by default that of all modalities."""
     loads = {
-        "llm": Load(1, MERGED_TOKENS, labels=TEXT_TOKENS),
+        "llm": Load(1, tokens or MERGED_TOKENS, labels=TEXT_TOKENS),
         "vision": Load(1, IMAGE_TOKENS),
         "audio": Load(1, AUDIO_TOKENS),
     }
     skeleton = build_skeleton(kind, size)
     return analytic_layers(
-        skeleton, loads[kind], DEVICE, DTYPE, causal=kind == "llm", tp=TP, cp=CP
+        skeleton, loads[kind], DEVICE, DTYPE, causal=kind == "llm", tp=tp, cp=cp
     )
 
 
@@ -153,7 +156,10 @@ def build_skeleton(kind: str, size: str):
 
 
 @cache
-def _projector_costs(kind: str, size: str, llm: str) -> tuple[LayerCost, ...]:
+def projector_costs(
+    kind: str, size: str, llm: str, tp: int = TP, cp: int = CP
+) -> tuple[LayerCost, ...]:
+    """Return costs of the linear projector from an encoder of a size to a language model."""
     import torch
 
     from raymm.actors.modules.projector import Projector, ProjectorConfig
@@ -162,7 +168,7 @@ def _projector_costs(kind: str, size: str, llm: str) -> tuple[LayerCost, ...]:
     width = {"vision": VISION, "audio": AUDIO}[kind][size][1]
     with torch.device("meta"):
         projector = Projector(ProjectorConfig("linear", width, LLM[llm][1]))
-    return projector_layers(projector, Load(1, tokens), DEVICE, DTYPE, tp=TP, cp=CP)
+    return projector_layers(projector, Load(1, tokens), DEVICE, DTYPE, tp=tp, cp=cp)
 
 
 def valm_profile(
@@ -184,8 +190,8 @@ def valm_profile(
     if trainable not in TRAINABLE:
         raise ValueError(f"trainable is {trainable!r}; accepted: {', '.join(TRAINABLE)}")
     modules = {
-        "vision": module_costs("vision", vision) + _projector_costs("vision", vision, llm),
-        "audio": module_costs("audio", audio) + _projector_costs("audio", audio, llm),
+        "vision": module_costs("vision", vision) + projector_costs("vision", vision, llm),
+        "audio": module_costs("audio", audio) + projector_costs("audio", audio, llm),
         "llm": module_costs("llm", llm),
     }
     full = trainable == "full"
