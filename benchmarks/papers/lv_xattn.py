@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.papers.tables import Row, Table, relative
+from benchmarks.papers.tables import Row, Table
 from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
 from raymm.scheduler.costs.devices import DEVICES, DeviceSpec, Link
 
@@ -121,11 +121,6 @@ def _tables(
             Table(
                 f"{name}: Ring Attention, {label}", place, "s of cross attention",
                 tuple(Row(*row) for row in columns["ring"]), missing,
-            ),
-            Table(
-                f"{name}: Ring Attention's shape, {label}", place,
-                "s of cross attention over the column's geometric mean",
-                relative(columns["ring"]), missing,
             ),
             Table(
                 f"{name}: speedup, {label}", place, "cross attention, Ring Attention over LV-XAttn",
