@@ -16,7 +16,7 @@ def checkout(tmp_path):
     """Copy the pages and their link targets to another folder."""
     for name in (
         "README.md", "mkdocs.yml", "deploy", "benchmarks", "examples", "raymm", "actors",
-        "scheduler",
+        "scheduler", "kernels",
     ):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
