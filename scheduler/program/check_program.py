@@ -21,12 +21,7 @@ from raymm.scheduler.program.program import (
     Op,
     Program,
 )
-from raymm.scheduler.program.stage_state import (
-    BACKWARD_DONE,
-    FORWARD_DONE,
-    StageState,
-    compute,
-)
+from raymm.scheduler.program.stage_state import BACKWARD_DONE, FORWARD_DONE, StageState
 
 
 @dataclass(frozen=True)
@@ -124,6 +119,11 @@ class _Shared:
     last: dict[int, int] = field(default_factory=dict)
     left: int = 0
 
+    def finish_rank(self) -> bool:
+        """Record that a rank has reached its last instruction; return True for the last rank."""
+        self.left -= 1
+        return not self.left
+
 
 class _Edge:
     """Messages of an edge in flight, the receiving rank, whether it waits for the next message, and
@@ -136,6 +136,23 @@ class _Edge:
         self.sent: deque[Instruction] = deque()
         self.waiting = False
         self.blocked = -1
+
+    def send(self, instruction: Instruction) -> bool:
+        """Append a message; return True if the receiver waited for it."""
+        self.sent.append(instruction)
+        waited, self.waiting = self.waiting, False
+        return waited
+
+    def wait(self) -> None:
+        self.waiting = True
+
+    def block(self, rank: int) -> None:
+        self.blocked = rank
+
+    def unblock(self) -> int:
+        """Return the rank that was blocked while sending, which may now continue."""
+        rank, self.blocked = self.blocked, -1
+        return rank
 
 
 class _Play:
@@ -211,7 +228,7 @@ class _Play:
                 break
             else:
                 state = self._state(rank, instruction)
-                compute(rank, instruction, state)
+                state.compute(instruction)
                 now += state.seconds[op] / instruction.quota
                 self._position[rank] = number + 1
                 if number in self._completes[rank]:
@@ -242,14 +259,13 @@ class _Play:
         edge = instruction.stage, instruction.peer
         messages = self._messages(edge)
         if len(messages.sent) == self._bound:
-            messages.blocked = rank
+            messages.block(rank)
             return False
-        messages.sent.append(instruction)
+        waited = messages.send(instruction)
         receiver = messages.receiver
         if receiver >= 0:
             self.issues[receiver].append(Issue(self._position[receiver], edge))
-        if messages.waiting:
-            messages.waiting = False
+        if waited:
             heapq.heappush(self._events, (now, receiver))
         return True
 
@@ -264,12 +280,11 @@ class _Play:
         state = self._state(rank, instruction)
         messages = self._messages((instruction.peer, instruction.stage))
         if not messages.sent:
-            messages.waiting = True
+            messages.wait()
             return False
         sent = messages.sent.popleft()
         if messages.blocked >= 0:
-            heapq.heappush(self._events, (now, messages.blocked))
-            messages.blocked = -1
+            heapq.heappush(self._events, (now, messages.unblock()))
         direction = instruction.direction
         if sent.microbatch != instruction.microbatch:
             raise InternalError(
@@ -290,8 +305,7 @@ class _Play:
         """Record that a rank has finished its part of shared gradients. When the last rank has, the
         sum may begin: on this rank during the current instruction, on others where they are."""
         for shared in self._completes[rank][number]:
-            shared.left -= 1
-            if shared.left:
+            if not shared.finish_rank():
                 continue
             for member in shared.ranks:
                 position, issues = self._position[member], self.issues[member]

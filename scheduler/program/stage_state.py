@@ -35,38 +35,37 @@ class StageState:
         self.live, self.peak = 0, -1
         self.seconds = seconds
 
-
-def compute(rank: int, instruction: Instruction, state: StageState) -> None:
-    """Update the state of a stage in place for a compute instruction. Raise ``InternalError``
-    naming the rank if the instruction runs twice, or before what it needs."""
-    op, microbatch = instruction.op, instruction.microbatch
-    done = state.done.get(microbatch, 0)
-    forward = _FORWARDS.get(op)
-    if forward is not None:
-        if done & FORWARD_DONE:
+    def compute(self, instruction: Instruction) -> None:
+        """Run a compute instruction. Raise ``InternalError`` naming the rank if the instruction
+        runs twice, or before what it needs."""
+        op, microbatch, rank = instruction.op, instruction.microbatch, self.rank
+        done = self.done.get(microbatch, 0)
+        forward = _FORWARDS.get(op)
+        if forward is not None:
+            if done & FORWARD_DONE:
+                raise InternalError(f"rank {rank}: {instruction} runs twice")
+            self.done[microbatch] = forward
+            if forward != FORWARD_DONE:
+                self.live += 1
+            self.peak = max(self.peak, self.live)
+            return
+        later = _LATER[op]
+        if done & later:
             raise InternalError(f"rank {rank}: {instruction} runs twice")
-        state.done[microbatch] = forward
-        if forward != FORWARD_DONE:
-            state.live += 1
-        state.peak = max(state.peak, state.live)
-        return
-    later = _LATER[op]
-    if done & later:
-        raise InternalError(f"rank {rank}: {instruction} runs twice")
-    if not done & FORWARD_DONE:
-        raise InternalError(f"rank {rank}: {instruction} before its forward")
-    if op is Op.RECOMPUTE:
-        if not done & _CHECKPOINTED:
-            raise InternalError(f"rank {rank}: {instruction}, but its forward kept no inputs")
-        state.done[microbatch] = done | _RECOMPUTED | _KEPT
-        return
-    if not done & _KEPT:
-        missing = "was not recomputed" if done & _CHECKPOINTED else "kept nothing"
-        raise InternalError(f"rank {rank}: {instruction}, but its forward {missing}")
-    if op is Op.BACKWARD_WEIGHT and not done & _SPLIT:
-        raise InternalError(f"rank {rank}: {instruction} before its backward_input")
-    if op is Op.BACKWARD_INPUT:
-        later |= _SPLIT  # activations stay live until backward_weight
-    else:
-        state.live -= 1
-    state.done[microbatch] = done | later
+        if not done & FORWARD_DONE:
+            raise InternalError(f"rank {rank}: {instruction} before its forward")
+        if op is Op.RECOMPUTE:
+            if not done & _CHECKPOINTED:
+                raise InternalError(f"rank {rank}: {instruction}, but its forward kept no inputs")
+            self.done[microbatch] = done | _RECOMPUTED | _KEPT
+            return
+        if not done & _KEPT:
+            missing = "was not recomputed" if done & _CHECKPOINTED else "kept nothing"
+            raise InternalError(f"rank {rank}: {instruction}, but its forward {missing}")
+        if op is Op.BACKWARD_WEIGHT and not done & _SPLIT:
+            raise InternalError(f"rank {rank}: {instruction} before its backward_input")
+        if op is Op.BACKWARD_INPUT:
+            later |= _SPLIT  # activations stay live until backward_weight
+        else:
+            self.live -= 1
+        self.done[microbatch] = done | later

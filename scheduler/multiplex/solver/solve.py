@@ -161,7 +161,7 @@ class _Search:
         }
         for stages in self.best.values():
             total_seconds(self.evaluator, stages)
-        self.evaluator.stop = stop
+        self.evaluator.interrupt_if(stop)
         self.bound = {
             component: max(self.evaluator.known_bound(stage) for stage in stages)
             for component, stages in self.best.items()

@@ -78,16 +78,12 @@ class StageEvaluator:
 
     Args:
         nodes: placements that one search may try; more gives exact results more often.
-        stop: called between searches; if it returns True, :class:`KeyboardInterrupt` is raised.
     """
 
-    def __init__(
-        self, problem: MappingProblem, nodes: int = NODES,
-        stop: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, problem: MappingProblem, nodes: int = NODES) -> None:
         self.problem = problem
         self.nodes = nodes
-        self.stop = stop
+        self._stop: Callable[[], bool] | None = None
         self.bounds = StageBounds(problem)
         self.results: dict[int, StageResult] = {}
         self.searches = 0
@@ -95,6 +91,11 @@ class StageEvaluator:
         self._inputs_of: dict[int, StageInputs] = {}
         self._law = InterferenceLaw.of(problem.interference)
         self._memory = np.where(problem.memory < 0, NO_LIMIT, problem.memory)
+
+    def interrupt_if(self, stop: Callable[[], bool]) -> None:
+        """Call ``stop`` between the following searches, and raise :class:`KeyboardInterrupt` if it
+        returns True."""
+        self._stop = stop
 
     def result(self, stage: int) -> StageResult:
         """Return the least seconds of a stage, as well as ``nodes`` allow."""
@@ -216,7 +217,7 @@ class StageEvaluator:
         return StageResult(float(seconds), 0.0, self._packing(list(bits(stage)), packed))
 
     def _ask_stop(self) -> None:
-        if self.stop is not None and self.stop():
+        if self._stop is not None and self._stop():
             raise KeyboardInterrupt
 
     def _inputs(self, stage: int) -> StageInputs:
