@@ -119,6 +119,12 @@ class SharedDraws(TorchDispatchMode):
         super().__init__()
         self.grid, self.features = grid, features
 
+    def set_grid(self, grid: Grid | None) -> None:
+        self.grid = grid
+
+    def set_features(self, features: Features | None) -> None:
+        self.features = features
+
     def __enter__(self) -> SharedDraws:
         self._before = current_draws()
         _local.draws = self
@@ -312,14 +318,14 @@ def set_grid(grid: Grid | None) -> None:
     """Set the rows and tokens that this process holds for the following draws, within
     :class:`SharedDraws`."""
     if (draws := current_draws()) is not None:
-        draws.grid = grid
+        draws.set_grid(grid)
 
 
 def set_features(features: Features | None) -> None:
     """Set the features that this process holds for the following draws, within
     :class:`SharedDraws`."""
     if (draws := current_draws()) is not None:
-        draws.features = features
+        draws.set_features(features)
 
 
 @contextmanager

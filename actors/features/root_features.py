@@ -8,7 +8,8 @@ output, or the joined features of known items. Everything that the module does b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +76,25 @@ class RootForm:
 
 
 class RootCall:
-    """Replacement of a part's forward. It returns ``output``; if that is None, it runs the part and
-    leaves the module's forward with the part's output, through :class:`ForwardLeft`."""
+    """Replacement of a part's forward. Outside :meth:`returning`, it runs the part and leaves the
+    module's forward with the part's output, through :class:`ForwardLeft`."""
 
     def __init__(self, module: nn.Module, place: str) -> None:
         submodule = module.get_submodule(place)
         self._forward = submodule.forward
-        self.output: Any = None
+        self._output: Any = None
         vars(submodule)["forward"] = self
 
+    @contextmanager
+    def returning(self, output: Any) -> Iterator[None]:
+        """Context manager for forwards in which the part returns ``output`` without running."""
+        self._output = output
+        try:
+            yield
+        finally:
+            self._output = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.output is None:
+        if self._output is None:
             raise ForwardLeft(self._forward(*args, **kwargs))
-        return self.output
+        return self._output

@@ -106,6 +106,11 @@ class _Placeholder(nn.Module):
             name: torch.empty_like(p, device="meta", requires_grad=False)
             for name, p in block.named_parameters()
         }
+        self.passage: Passage | None = None
+
+    def set_passage(self, passage: Passage) -> None:
+        """Set the passage of the module's forwards; every pruned module has one."""
+        self.passage = passage
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return args[0] if args else kwargs[self._hidden_name]
@@ -120,10 +125,9 @@ class PassThrough(_Placeholder):
     def __init__(self, block: nn.Module, tuple_length: int, index: int) -> None:
         super().__init__(block)
         self._tuple_length, self._index = tuple_length, index
-        self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.passage is not None  # every pruned module has a Passage
+        assert self.passage is not None
         hidden = self.passage.passed(self._hidden(args, kwargs), self._index)
         if self._tuple_length:
             return (hidden,) + (None,) * (self._tuple_length - 1)
@@ -132,10 +136,6 @@ class PassThrough(_Placeholder):
 
 class CutPoint(_Placeholder):
     """Placeholder for a later block; ends the forward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__(block)
-        self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.passage is not None
@@ -246,19 +246,14 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
 
 
 class Passage:
-    """Path of a microbatch's hidden state through blocks [lo, hi) of a pruned module.
-
-    Attributes:
-        skips: True if the forward may skip blocks. Otherwise blocks of earlier stages return their
-            input, because their results are never used.
-    """
+    """Path of a microbatch's hidden state through blocks [lo, hi) of a pruned module."""
 
     def __init__(self, module: nn.Module, info: CutInfo, lo: int, hi: int) -> None:
         blocks: Sequence[Any] = cast(Sequence[Any], module.get_submodule(info.blocks))
         self._is_last = hi == len(blocks)
         self._arriving, self._leaving_relays = info.relayed_before(lo), info.relayed_before(hi)
         self._relays: dict[int, torch.Tensor] = {}
-        self.skips = True
+        self._skips = True
         self._received: torch.Tensor | None = None
         self._arrived = True
         self._copy: torch.Tensor | None = None
@@ -270,7 +265,12 @@ class Passage:
                 block.register_forward_pre_hook(self._enter, with_kwargs=True)
                 block.register_forward_hook(partial(self._leave, index))
             else:
-                block.passage = self
+                block.set_passage(self)
+
+    def stop_skipping(self) -> None:
+        """Expect forwards that run all blocks. Blocks of earlier stages then return their input,
+        because their results are never used."""
+        self._skips = False
 
     @contextmanager
     def open(
@@ -330,7 +330,7 @@ class Passage:
         """Return an earlier block's output: a copy, as models may change it in place."""
         if index in self._relays:
             return self._relays[index].clone()
-        if not self.skips:
+        if not self._skips:
             return hidden
         assert self._received is not None
         if self._copy is None or self._copy._version:

@@ -78,14 +78,11 @@ def module_draws(
 
 
 class BlockDraws:
-    """Hooks that give each block of a list a separate random number stream.
-
-    The list must include placeholders for the blocks of other stages. ``draws`` belongs to the
-    current or last forward; None leaves the generators unchanged.
-    """
+    """Hooks that give each block of a list, which must include placeholders for the blocks of other
+    stages, a separate random number stream."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self.draws: Draws | None = None
+        self._draws: Draws | None = None
         self._outside: list[int] = []
         self._hooks = []
         for index, block in enumerate(blocks):
@@ -94,6 +91,10 @@ class BlockDraws:
                 block.register_forward_pre_hook(partial(self._enter, index), prepend=True),
                 block.register_forward_hook(partial(self._leave, index), always_call=True),
             ]
+
+    def use(self, draws: Draws | None) -> None:
+        """Set the random numbers of the next forward; None leaves the generators unchanged."""
+        self._draws = draws
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -104,13 +105,13 @@ class BlockDraws:
     # the generator before it reruns a block. By then other microbatches have run.
 
     def _enter(self, index: int, *_: Any) -> None:
-        if self.draws is None:
+        if self._draws is None:
             return
         seed = torch.initial_seed()
         self._outside.append(seed)
-        self.draws.reseed(derive_seed(seed, "block", index))
+        self._draws.reseed(derive_seed(seed, "block", index))
 
     def _leave(self, index: int, *_: Any) -> None:
-        if self.draws is None or not self._outside:
+        if self._draws is None or not self._outside:
             return
-        self.draws.reseed(derive_seed(self._outside.pop(), "after", index))
+        self._draws.reseed(derive_seed(self._outside.pop(), "after", index))

@@ -20,15 +20,10 @@ _POSITIONS = "position_ids"
 
 
 class RotaryState:
-    """Hooks that make rotary embeddings depend only on one forward's longest text.
-
-    Attributes:
-        longest: one more than the largest position that counts in the next forward; None to use the
-            positions in the forward's arguments.
-    """
+    """Hooks that make rotary embeddings depend only on one forward's longest text."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.longest: int | None = None
+        self._longest: int | None = None
         self._hooks = [
             hook for child in module.modules() if any(_types(child))
             for hook in (
@@ -41,6 +36,11 @@ class RotaryState:
         """Return True if the module has such embeddings."""
         return bool(self._hooks)
 
+    def set_longest(self, longest: int | None) -> None:
+        """Set one more than the largest position that counts in the following forwards; None to use
+        the positions in a forward's arguments."""
+        self._longest = longest
+
     def detach(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
@@ -50,17 +50,17 @@ class RotaryState:
     def _before(self, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reset the state of earlier forwards, and append the longest position."""
         _forget(rotary)
-        if self.longest is None:
+        if self._longest is None:
             return None
         bound = inspect.signature(rotary.forward).bind(*args, **kwargs)
         positions = bound.arguments[_POSITIONS]
-        last = positions.new_full((*positions.shape[:-1], 1), self.longest - 1)
+        last = positions.new_full((*positions.shape[:-1], 1), self._longest - 1)
         bound.arguments[_POSITIONS] = torch.cat([positions, last], dim=-1)
         return bound.args, bound.kwargs
 
     def _after(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Remove the output for the appended position."""
-        if self.longest is None:
+        if self._longest is None:
             return None
         if isinstance(output, torch.Tensor):  # complex frequencies
             return output[..., :-1, :]

@@ -211,7 +211,7 @@ def _drawing(
     """Run a forward with the random numbers that a stage draws."""
     draws = Draws(seed)
     blocks = BlockDraws(listed)
-    blocks.draws = draws
+    blocks.use(draws)
     draws.enter("module")
     try:
         return run(stage, first)

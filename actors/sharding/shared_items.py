@@ -134,7 +134,7 @@ class SharedItems:
         self._outside = draws.grid
         start, stop = self._own_range
         rows = Cut.uncut(items) if self._outside is None else self._outside.rows
-        draws.grid = Grid(rows, Cut.from_range(start, stop, self._length))
+        set_grid(Grid(rows, Cut.from_range(start, stop, self._length)))
 
     @property
     def _own_range(self) -> tuple[int, int]:

@@ -71,18 +71,19 @@ class Attended(NamedTuple):
 
 
 def attention_arguments(
-    side: dict[str, Any], embeds: torch.Tensor | None, hidden: torch.Tensor | None,
-    policy: MaskPolicy, exchange: Exchange | None, pairs: int, config: Any, mixes: bool = False,
+    attended: Attended, policy: MaskPolicy, exchange: Exchange | None, pairs: int, config: Any,
+    mixes: bool = False,
 ) -> Attended:
     """Return the mask arguments of the layers and, with context parallelism, this process's tokens.
 
     Args:
-        embeds: (B, T, H), on the first stage.
-        hidden: (B, tokens of the process, H), on later stages.
+        attended: arguments of the stage without masks: ``embeds`` (B, T, H) on the first stage, or
+            ``hidden`` (B, tokens of the process, H) on later stages.
         exchange: the processes that split the tokens; None without context parallelism.
         pairs: cost of a token outside attention, in query-key pairs.
         mixes: True to also pass document lengths, for layers that mix tokens by other means.
     """
+    _, side, embeds, hidden, _ = attended
     layout = side["token_layout"]
     device = cast(torch.Tensor, embeds if hidden is None else hidden).device
     reads_visual = SHOWN in side

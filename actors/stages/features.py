@@ -232,12 +232,16 @@ class ReceivedFeatures:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.output: Any = None
+        self._output: Any = None
+
+    def receive(self, output: Any) -> None:
+        """Set the output of the following calls; None if there are no items."""
+        self._output = output
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        if self.output is None:
+        if self._output is None:
             raise ModelError(
                 f"the model calls {self._name!r} for features, but the microbatch has no items for "
                 "it"
             )
-        return self.output
+        return self._output

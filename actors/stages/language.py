@@ -252,14 +252,14 @@ class LanguageStage(StageModule):
         attended = Attended({}, side, embeds, hidden)
         if self._mask is not None and "token_layout" in side:
             attended = attention_arguments(
-                side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config,
+                attended, self._mask, self._exchange, self._pairs, self.module.config,
                 bool(self.spec.mixers),
             )
         attention, side, embeds, hidden, tokens = attended
         if drawn is not None:
             side[DRAWN_ROWS] = drawn
         if longest is not None:
-            self._forward.rotary.longest = int(on_host(longest))
+            self._forward.rotary.set_longest(int(on_host(longest)))
             side[_LONGEST] = longest
         start = embeds if hidden is None else hidden
         assert start is not None  # received, or the first stage's embeddings
@@ -294,7 +294,8 @@ class LanguageStage(StageModule):
             hidden, side = self._with_room(cut.value, side)
             return self._routing.into(message_of(hidden, ports, side), context)
         finally:
-            self._labelled = self._forward.rotary.longest = None
+            self._labelled = None
+            self._forward.rotary.set_longest(None)
         assert labelled is not None  # earlier stages raise ForwardLeft
         return self._routing.into(self._outcome(labelled, logits, context, reference), context)
 

@@ -36,7 +36,7 @@ class PartForward:
     def share_tokens(self) -> None:
         """Stop skipping blocks: processes that split tokens communicate in them."""
         if self._passage is not None:
-            self._passage.skips = False
+            self._passage.stop_skipping()
 
     @property
     def blocks(self) -> str | None:
@@ -69,7 +69,7 @@ class PartForward:
         if self._draws is None and context.draws is not None and self._blocks is not None:
             self._draws = BlockDraws(block_list(self._module, self._blocks))
         if self._draws is not None:
-            self._draws.draws = context.draws
+            self._draws.use(context.draws)
         context.enter("module")
 
     def detach(self) -> None:

@@ -167,18 +167,15 @@ class FeaturedTowerStage(TowerStage):
         features = [shown.pop(n) for n in sorted(shown, key=_number) if n.startswith(FEATURE)]
         device = next(module.parameters()).device
         if not features:
-            self._root.output = None
             constants = dict(spec.constants)
             items = features_of_items(module, spec.root, spec.name, shown, constants)
             self._keep((inputs or {}).get(KEYS, ()), items)
             features = spec.root.together(items)
             shown = outlines(spec.name, shown)
-        self._root.output = spec.root.output([to_device(each, device) for each in features])
         arguments = of_outlines(shown, device)
-        try:
+        cached = spec.root.output([to_device(each, device) for each in features])
+        with self._root.returning(cached):
             output = self._forward(None, context, (), **arguments, **dict(spec.constants))
-        finally:
-            self._root.output = None
         return self._features(output, {})
 
     def _keep(self, keys: Sequence[str], items: Sequence[Sequence[torch.Tensor]]) -> None:

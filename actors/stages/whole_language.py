@@ -226,7 +226,7 @@ class WholeLanguageStage(LanguageStage):
         finally:
             self._labelled = None
             for port in self._features.values():
-                port.output = None
+                port.receive(None)
         assert labelled is not None  # earlier stages raise ForwardLeft
         message = self._outcome(labelled, logits, context, None)
         return self._routing.into(message, context)
@@ -264,4 +264,4 @@ class WholeLanguageStage(LanguageStage):
             tensors = list(islice(came, len(shapes)))
             if not tensors:
                 tensors = [zeros.clone() for zeros in from_side(shapes, device).values()]
-            self._features[port.name].output = port.form.unpacked(tensors, entries)
+            self._features[port.name].receive(port.form.unpacked(tensors, entries))

@@ -136,9 +136,9 @@ def test_token_shards_have_the_frequencies_of_the_text(name, kind):
     state = RotaryState(module)
     for length in (60, 10, 30, 20, 40):
         due = [one[..., 3:7, :] for one in computed(rotary_class(made), 0, length)]
-        state.longest = length
+        state.set_longest(length)
         assert all(map(torch.equal, computed(module, 3, 7), due))
-        state.longest = None
+        state.set_longest(None)
         fresh = computed(rotary_class(made), 0, length)
         assert all(map(torch.equal, computed(module, 0, length), fresh))
     state.detach()

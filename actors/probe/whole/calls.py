@@ -165,12 +165,13 @@ def _observing(
         if open_calls:
             return function(*args, **kwargs)
         arguments = arguments_of(signature, args, kwargs)
-        calls.append(Called(call, modality, arguments, None, set()))
+        called = Called(call, modality, arguments, None, set())
+        calls.append(called)
         open_calls.append(call)
         try:
-            calls[-1].output = function(*args, **kwargs)
+            called.output = function(*args, **kwargs)
         finally:
             open_calls.pop()
-        return calls[-1].output
+        return called.output
 
     return observed

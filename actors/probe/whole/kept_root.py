@@ -114,10 +114,10 @@ class _Trial:
     ) -> None:
         """Raise ProbeError if the code after the part gives another result for cached features."""
         model, call = self._of(form)
-        call.output = form.output(form.together(items))
+        cached = form.output(form.together(items))
         shown = of_outlines(outlines(self._spec.name, self._trial.inputs), _CPU)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), call.returning(cached):
                 features = self._trial.read(model, shown)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise ProbeError(
@@ -161,10 +161,11 @@ def _read_form(
     cast(PartSource, spec.source).called(model)
     leaves, tree = tree_flatten(output)
     shown = [_leaf(leaf) for leaf in leaves]
-    call.output = tree_unflatten(
+    cached = tree_unflatten(
         [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in shown], tree
     )
-    read = TowerTrial(spec, model, inputs).read(model, inputs)
+    with call.returning(cached):
+        read = TowerTrial(spec, model, inputs).read(model, inputs)
     return _form_of(place, tree, shown, read)
 
 

@@ -46,7 +46,7 @@ def read_outputs(
     prune(model, CutInfo(blocks, tuple_length, outer, outer, outer), total, total)
     outputs = _Outputs(shapes or {})
     for block in block_list(model, blocks):
-        cast(PassThrough, block).passage = cast(Any, outputs)
+        cast(PassThrough, block).set_passage(cast(Any, outputs))
     final = run(model)
     read: set[int] = set()
     for index, tensor in [*outputs.arrived.items(), (total, final)]:

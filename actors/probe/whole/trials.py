@@ -65,7 +65,7 @@ class LanguageTrial:
             form, tensors, side = self._outputs[port.name]
             port_features = [features[f"{port.name}/{n}"] for n in range(len(tensors))]
             received = cast(ReceivedFeatures, port.call.of(stage))
-            received.output = form.unpacked(port_features, side)
+            received.receive(form.unpacked(port_features, side))
         return stage(**self._shown, use_cache=False).logits
 
 

@@ -91,7 +91,7 @@ class TextEntry:
     def _leave(self, *_: Any) -> None:
         set_grid(None)
         if self._rotary:
-            self._rotary.longest = None
+            self._rotary.set_longest(None)
         if self._left is not None:
             self._left()
             self._left = None
@@ -123,7 +123,7 @@ class TextEntry:
             arguments[_POSITIONS] = positions.expand(share.shape)
         if self._rotary:
             positions = arguments.get(_POSITIONS)
-            self._rotary.longest = (
+            self._rotary.set_longest(
                 share.shape[1] if positions is None else int(positions.max()) + 1
             )
         selected = share.of_arguments(arguments)
