@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import resource
@@ -139,12 +138,12 @@ class Soak(Callback):
         self._now, trial.last_step = trial, self._last
         if trial.part == "with a spare":
             deadline = time.monotonic() + WARM_S
-            for look in itertools.count():  # a killed process is detected at the second poll
-                if look > 1 and self.group.has_spare() or time.monotonic() > deadline:
-                    break
+            while trial.spare is None and time.monotonic() < deadline:
                 self.group.look_after()
                 time.sleep(0.2)
-            trial.spare = self._spare()
+                if self.group.has_spare():
+                    with suppress(ray.exceptions.RayError):  # killed, and not yet detected
+                        trial.spare = self._spare()
         begin = {
             "spare": lambda: self._signal(trial, self._spare()),
             "driver": lambda: self._driver(trial),
