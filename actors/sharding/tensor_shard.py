@@ -194,13 +194,27 @@ def _shard_gathered_column(
     )
 
 
-class _Row(nn.Module):
+class _InGroup(nn.Module):
+    """Mixin of a linear module with some of the inputs.
+
+    Attributes:
+        tensor_sizes: inputs per process, if the module splits its input; None if it receives only
+            its part.
+    """
+
+    tensor_group: TensorGroup
+    tensor_sizes: tuple[int, ...] | None
+
+    def join(self, group: TensorGroup, sizes: tuple[int, ...] | None) -> None:
+        """Sum products over the group from now on."""
+        self.tensor_group, self.tensor_sizes = group, sizes
+
+
+class _Row(_InGroup):
     """Mixin of a linear module that sums products over the group before the bias is added."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    tensor_group: TensorGroup
-    tensor_sizes: tuple[int, ...] | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.tensor_sizes is not None:
@@ -219,11 +233,8 @@ class _RowConv1D(_Row, Conv1D):
     pass
 
 
-class _AdaptedRow(AdaptedLayer):
+class _AdaptedRow(_InGroup, AdaptedLayer):
     """Mixin of a row with an adapter; both products are summed over the group at once."""
-
-    tensor_group: TensorGroup
-    tensor_sizes: tuple[int, ...] | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.tensor_sizes is not None:
@@ -257,8 +268,7 @@ def _shard_row(
     _set_widths(child)
     row = cast(Any, child)
     row.__class__ = _ROWS[type(child)]
-    row.tensor_group = group
-    row.tensor_sizes = _sizes(shards) if split else None
+    row.join(group, _sizes(shards) if split else None)
 
 
 def _shard_split_row(
@@ -285,6 +295,15 @@ class _VocabularyShare(nn.Module):
     num_embeddings: int
     padding_idx: int | None
 
+    def join(self, group: TensorGroup, rows: Range) -> None:
+        """Look up these rows only, and sum over the group from now on."""
+        self.tensor_group = group
+        self.tensor_range = start, stop = rows
+        self.num_embeddings = stop - start
+        if self.padding_idx is not None:
+            inside = start <= self.padding_idx < stop
+            self.padding_idx = self.padding_idx - start if inside else None
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         start, stop = self.tensor_range
         elsewhere = (ids < start) | (ids >= stop)
@@ -297,13 +316,7 @@ def _shard_embedding(
 ) -> None:
     kind = type(child)
     child.__class__ = type(kind.__name__, (_VocabularyShare, kind), {})
-    share = cast(_VocabularyShare, child)
-    share.tensor_group = group
-    share.tensor_range = start, stop = shards[group.rank].ranges[0]
-    share.num_embeddings = stop - start
-    if share.padding_idx is not None:
-        inside = start <= share.padding_idx < stop
-        share.padding_idx = share.padding_idx - start if inside else None
+    cast(_VocabularyShare, child).join(group, shards[group.rank].ranges[0])
 
 
 def _shard_experts(child: nn.Module, shards: None, group: TensorGroup) -> None:
