@@ -38,8 +38,6 @@ class Bf16Parameter:
 
     Attributes:
         wide: fp32 values; empty between steps without a master.
-        scale: scalar on the device, applied to the gradient in fp32, because clipping in bf16 would
-            round it a second time.
     """
 
     def __init__(
@@ -50,11 +48,16 @@ class Bf16Parameter:
         self._place = seed, stage.module, name
         self._part = part
         self.parameter, self.master = parameter, master
-        self.scale: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
         self.wide = nn.Parameter(parameter.detach().clone())
         parameter.data = parameter.data.bfloat16()
         if not master:
             self._release()
+
+    def scale_gradient(self, scale: torch.Tensor | None) -> None:
+        """Set the factor of the gradient, a scalar on the device. :meth:`open` applies it in fp32,
+        because clipping in bf16 would round the gradient a second time."""
+        self._scale = scale
 
     def open(self) -> None:
         """Make values and the scaled gradient available in fp32."""
@@ -62,8 +65,8 @@ class Bf16Parameter:
             self.wide.data = self.parameter.detach().float()
         gradient = self.parameter.grad
         self.wide.grad = None if gradient is None else gradient.float()
-        if self.wide.grad is not None and self.scale is not None:
-            self.wide.grad.mul_(self.scale)
+        if self.wide.grad is not None and self._scale is not None:
+            self.wide.grad.mul_(self._scale)
 
     def close(self, step: int) -> None:
         """Copy the updated values to the parameter, rounding at random without a master."""

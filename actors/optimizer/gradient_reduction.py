@@ -168,6 +168,17 @@ class _ReductionGroupState:
         """Return True if this process adds no more to a bucket's gradients in this step."""
         return not self.unfinished or len(bucket.ready) == len(bucket.members)
 
+    def renew(self, group: dist.ProcessGroup | None) -> None:
+        """Drop sums in flight, and use another group of the same processes from now on."""
+        self.group = group
+        self.unfinished.clear()
+        for bucket in self.buckets:
+            bucket.drop()
+
+    def expect(self, stages: frozenset[StageId]) -> None:
+        """Start a step in which ``stages`` have a backward."""
+        self.unfinished = set(self.stages & stages)
+
     @property
     def started(self) -> int:
         return sum(bucket.started for bucket in self.buckets)
@@ -240,10 +251,7 @@ class GradientReduction:
         self._begun.clear()
         self.perhaps_absent.clear()
         for state in self._reduction_groups:
-            state.group = groups.get(state.of)
-            state.unfinished.clear()
-            for bucket in state.buckets:
-                bucket.drop()
+            state.renew(groups.get(state.of))
 
     def _hook(self, reduction_group: _ReductionGroupState, bucket: _Bucket, stage: StageId):
         def accumulated(parameter: nn.Parameter) -> None:
@@ -259,7 +267,7 @@ class GradientReduction:
         self._begun.clear()
         self._sums = True
         for reduction_group in self._reduction_groups:
-            reduction_group.unfinished = set(reduction_group.stages & due)
+            reduction_group.expect(due)
 
     def begin(self, stages: tuple[StageId, ...]) -> None:
         """Allow the sums of a family to start as soon as its gradients are final. Does nothing in a
@@ -296,7 +304,7 @@ class GradientReduction:
         self._sums = False
         self.perhaps_absent.clear()
         for reduction_group in self._reduction_groups:
-            reduction_group.unfinished = set()
+            reduction_group.unfinished.clear()
         self._start_final()
         for reduction_group in self._reduction_groups:
             for bucket in reduction_group.buckets:

@@ -161,7 +161,7 @@ class RankOptimizer:
                 dtype = _wide(gradient.dtype)
                 cast_factor = factors.setdefault(dtype, factor.to(dtype))
                 if (bf16_parameter := self.in_bf16.get(id(parameter))) is not None:
-                    bf16_parameter.scale = cast_factor
+                    bf16_parameter.scale_gradient(cast_factor)
                 elif gradient.dtype == dtype:
                     gradient.mul_(cast_factor)
                 else:
@@ -288,7 +288,7 @@ class RankOptimizer:
         self._refused = torch.zeros_like(self._refused)
         self.reduction.perhaps_absent.clear()
         for bf16_parameter in self.in_bf16.values():
-            bf16_parameter.scale = None
+            bf16_parameter.scale_gradient(None)
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 
