@@ -21,7 +21,7 @@ def check_files(config: TrainConfig, with_data: bool = False) -> None:
     which names the field, its value, and what is accepted."""
     for field, section in _modules(config.model):
         if section.path is not None:
-            section.path = _pinned(field, section.path)
+            section.replace_files(path=_pinned(field, section.path))
             folder = Path(section.path)
             if not is_hub_id(section.path) and not (folder / "config.json").is_file():
                 problem = "has no config.json" if folder.is_dir() else "does not exist"
@@ -39,12 +39,12 @@ def check_files(config: TrainConfig, with_data: bool = False) -> None:
 
 def _check_data(data: DataConfig) -> None:
     if data.processor is not None:
-        data.processor = _folder("data.processor", data.processor)
-    data.tokenizer = _folder("data.tokenizer", data.tokenizer)
+        data.replace_files(processor=_folder("data.processor", data.processor))
+    data.replace_files(tokenizer=_folder("data.tokenizer", data.tokenizer))
     for name, modality in data.modalities.items():
         if modality.processor is not None:
             field = f"data.modalities.{name}.processor"
-            modality.processor = _pinned(field, modality.processor)
+            modality.replace_files(processor=_pinned(field, modality.processor))
     for split in ("train", "heldout"):
         for source in data.sources(split):
             if is_url(source.path) or is_there(source.path):

@@ -71,8 +71,9 @@ def use_new_tokens(config: TrainConfig) -> range:
             with Output.folder("run.storage_path", config.run.storage_path).writing():
                 _write(config, target, record)
         if data.tokenizer == data.processor:
-            data.tokenizer = str(target)
-        section.path = data.processor = str(target)
+            data.replace_files(tokenizer=str(target))
+        section.replace_files(path=str(target))
+        data.replace_files(processor=str(target))
     return range(*_record(target)["ids"])
 
 

@@ -277,7 +277,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _trust_is_for_all_folders(self) -> TrainConfig:
         if self.model.trust_remote_code:
-            self.data.trust_remote_code = True
+            self.data = self.data.model_copy(update={"trust_remote_code": True})
         return self
 
     @model_validator(mode="after")
@@ -306,7 +306,8 @@ class TrainConfig(Section):
                     f"data.modalities.{name}.placeholder is {modality.placeholder!r}, but "
                     f"model.merge.{name} is {token!r}; leave out the placeholder"
                 )
-            modality.placeholder = token
+            placed = modality.model_copy(update={"placeholder": token})
+            self.data.modalities[name] = placed
         return self
 
 

@@ -23,6 +23,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    def replace_files(self, **files: str | None) -> None:
+        """Replace fields that name files or models, in place, by what all processes of a run read.
+        """
+        for name, file in files.items():
+            setattr(self, name, file)
+
 
 def section_of(options: type) -> type[Section]:
     """Return a section with the fields of a dataclass: types, ranges and defaults."""
