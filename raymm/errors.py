@@ -96,11 +96,9 @@ class DataError(InputError, ValueError):
     """Data, or a batch, that cannot be used or read. Names the file, field, sample or key.
 
     Attributes:
-        modality: the modality of the items at fault; None if unknown.
         skipped: reports of a step's samples, if none of them can be used.
     """
 
-    modality: str | None = None
     skipped: list[Any] | None = None
 
 
@@ -206,6 +204,10 @@ class RunFailedError(RunError, RuntimeError):
     ) -> None:
         super().__init__(text)
         self.kind, self.lost, self.nodes = kind, lost, nodes
+
+    def end_for_good(self) -> None:
+        """Record that the same run would end in the same way again."""
+        self.repeats = True
 
 
 class RankFailedError(RunFailedError):

@@ -106,7 +106,8 @@ class Restarts:
             self._say(f"{why}. Run the same command again to resume")
             return ended
         self._controller.add_notes(ended, why)
-        ended.repeats = ended.repeats or for_good
+        if for_good:
+            ended.end_for_good()
         raise ended
 
 
