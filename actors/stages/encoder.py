@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,22 @@ class EncoderStage(StageModule):
     def optional(self) -> bool:
         """True if the stage's output may have no gradient because no other module uses it."""
         return self.spec.optional
+
+    @contextmanager
+    def callbacks_wrapped(
+        self, wrap: Callable[[Callable | None], Callable | None]
+    ) -> Iterator[None]:
+        """Context manager that replaces the spec's callbacks by ``wrap(callback)``."""
+        spec = self.spec
+        self.spec = replace(
+            spec, preprocess=wrap(spec.preprocess),
+            postprocess_module=wrap(spec.postprocess_module),
+            postprocess_projector=wrap(spec.postprocess_projector),
+        )
+        try:
+            yield
+        finally:
+            self.spec = spec
 
     def detach(self) -> None:
         """Restore the module: the single-process reference builds a stage per forward."""

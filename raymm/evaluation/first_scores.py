@@ -58,7 +58,7 @@ def keep_references(
                 f"{error}; restore the file, or start a new run"
             ) from None
         if same_rows(stored.get("data", {})):
-            parallel.references = stored["scores"]
+            parallel.set_references(stored["scores"])
             return
     scores_of: dict[str, float] = {}
     texts: dict[str, bytes] = {}
@@ -78,7 +78,7 @@ def keep_references(
                             )
     write_whole(file, json.dumps({"data": data, "scores": scores_of}) + "\n")
     say(f"references     {file}: {len(scores_of)} answers")
-    parallel.references = scores_of
+    parallel.set_references(scores_of)
 
 
 def _texts(parts: Mapping[str, Any], meta: MicrobatchMeta) -> Iterator[bytes]:

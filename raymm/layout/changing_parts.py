@@ -72,7 +72,7 @@ class ModuleParts:
         return FULL if True in flags else FROZEN
 
     def change(self, names: Collection[str]) -> None:
-        self._model.changing = frozenset(name.removesuffix(PROJECTOR) for name in names)
+        self._model.set_changing(name.removesuffix(PROJECTOR) for name in names)
 
     def set_frozen(self, name: str, frozen: bool) -> None:
         modality, projector = self._part(name)
@@ -112,8 +112,9 @@ class WholeParts:
         return FROZEN if self._model.is_frozen(name) else FULL
 
     def change(self, names: Collection[str]) -> None:
-        modules = {module for name in names for module, _ in self._model.parameters_of(name)}
-        self._model.changing = frozenset(modules)
+        self._model.set_changing(
+            module for name in names for module, _ in self._model.parameters_of(name)
+        )
 
     def set_frozen(self, name: str, frozen: bool) -> None:
         self._model.set_frozen(name, frozen)

@@ -247,22 +247,13 @@ class _Reads(TorchFunctionMode):
     def followed(self, chain: EncoderStage) -> Iterator[None]:
         """Record reads while a chain runs, except those of the chain's code, which only sorts its
         inputs."""
-        spec, handles = chain.spec, []
-        chain.spec = replace(
-            spec, preprocess=self._within(spec.preprocess),
-            postprocess_module=self._within(spec.postprocess_module),
-            postprocess_projector=self._within(spec.postprocess_projector),
-        )
         module = _whole(chain)
-        handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-        handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            chain.spec = spec
-            for handle in handles:
-                handle.remove()
+        with (
+            chain.callbacks_wrapped(self._within),
+            module.register_forward_pre_hook(self._enter, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True), self,
+        ):
+            yield
 
     def _within(self, callback: Callable | None) -> Callable | None:
         if callback is None:

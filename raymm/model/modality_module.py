@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -241,6 +241,14 @@ class ModalityModule(nn.Module):
         self.set_frozen(module, False)
         self.set_frozen(projector, True)
         return self
+
+    def give_example(self, item: Mapping[str, torch.Tensor]) -> None:
+        """Use an item of the data as ``example_inputs`` if there are none, with floats in fp32."""
+        if self.example_inputs is None:
+            self.example_inputs = {
+                key: value.float() if value.is_floating_point() else value
+                for key, value in item.items()
+            }
 
     def set_frozen(self, frozen: bool, projector: bool) -> None:
         """Freeze or unfreeze the module, or its projector; with adapters, only the adapters

@@ -6,7 +6,7 @@ Names follow Cornstarch v1, Listings 1 and 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -161,6 +161,10 @@ class MultimodalModule(nn.Module):
         for encoder in self.encoders.values():
             encoder.freeze(encoders, projectors)
         self.language_model.freeze(llm)
+
+    def set_changing(self, modules: Iterable[str]) -> None:
+        """Set the modules that a run freezes or unfreezes while it trains."""
+        self.changing = frozenset(modules)
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Return (trained elements, all elements) of the parameters, by module and projector."""

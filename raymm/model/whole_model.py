@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -238,6 +238,10 @@ class WholeModel:
     def is_frozen(self, name: str) -> bool:
         """Return True if a part is frozen; the projector's layers in a tower do not count."""
         return name in self._frozen
+
+    def set_changing(self, modules: Iterable[str]) -> None:
+        """Set the modules that a run freezes or unfreezes while it trains."""
+        self.changing = frozenset(modules)
 
     def set_frozen(self, name: str, frozen: bool) -> None:
         """Freeze or unfreeze a part; with adapters, only the adapters change."""

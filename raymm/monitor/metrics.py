@@ -45,6 +45,10 @@ class MetricsLog:
         self._rewind_to = step if self._rewind_to is None else min(step, self._rewind_to)
         self._flush()
 
+    def forget(self) -> None:
+        """Drop the rows in memory that the file has, or will have."""
+        self.rows = []
+
     def add(self, row: dict[str, Any]) -> None:
         """Append a row. ``step`` counts steps taken, from 1 (0: before the first). Non-finite
         numbers become None, because JSON has none."""
@@ -95,7 +99,7 @@ class SampleLog:
         self, path: Path, resume_step: int = 0, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self._log = MetricsLog(path, resume_step, say)
-        self._log.rows = []  # not needed in memory
+        self._log.forget()
 
     def rewind(self, step: int) -> None:
         """Drop the rows after a step."""
@@ -107,7 +111,7 @@ class SampleLog:
         """Append the sample ids of each microbatch of a step, and the ids of unreadable samples."""
         ids = [list(samples) for samples in microbatches]
         self._log.add({"step": step, "microbatches": ids, "skipped": list(skipped)})
-        self._log.rows.clear()
+        self._log.forget()
 
     def finish(self) -> None:
         """Write the rows that are still in memory. Raises as :meth:`MetricsLog.finish`."""

@@ -87,11 +87,7 @@ def give_examples(model: MultimodalModule | WholeModel, data: DataConfig, datase
     if isinstance(model, WholeModel):
         return  # it was created with an example
     for name, item in one_item_each(data, dataset).items():
-        if model.encoders[name].example_inputs is None:
-            model.encoders[name].example_inputs = {
-                key: value.float() if value.is_floating_point() else value
-                for key, value in item.items()
-            }
+        model.encoders[name].give_example(item)
 
 
 def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:

@@ -83,6 +83,11 @@ class MultimodalParallelModule(PlannedModule):
         self.references: Mapping[str, float] = {}
         self._tried.retries.update(self._start(plan).builders.retries)
 
+    def set_references(self, references: Mapping[str, float]) -> None:
+        """Set the reference log-probabilities of preference pairs by row id, instead of computing
+        them in every step."""
+        self.references = references
+
     @classmethod
     def check_plan(
         cls, model: MultimodalModule, plan: Plan, options: RuntimeOptions

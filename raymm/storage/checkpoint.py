@@ -98,6 +98,10 @@ class CheckpointStore:
         self._best: Callable[[Collection[int]], int | None] = lambda steps: None
         self.unremoved: str | None = None
 
+    def describe(self, run: dict[str, Any]) -> None:
+        """Set the description of the run for the manifests of the following checkpoints."""
+        self.run = run
+
     def committed(self) -> list[Path | str]:
         """Return all checkpoints that are not torn, oldest first. Their content is not verified.
 

@@ -270,7 +270,7 @@ class Trainer:
         if checkpoint is not None:
             self._choose_precision(checkpoint.manifest.run.get("run.precision", "auto"))
             check_updates(self.optimizer, self.run, self.model, self.plan)
-        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
+        store.describe(describe_run(self.run, self.model, self.optimizer, self.data, splits))
         if checkpoint is not None:
             self._changed = compare(
                 checkpoint.folder, checkpoint.manifest, store.run, self.run.allow_changes
@@ -350,7 +350,7 @@ class Trainer:
         device = pick_device(self.run.device, self._resources)
         self._choose_precision(resolve_precision("auto", device))
         check_updates(self.optimizer, self.run, self.model, self.plan)
-        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
+        store.describe(describe_run(self.run, self.model, self.optimizer, self.data, splits))
         resources, placement = self._resources(device), self._placement()
         resources.check_device(device)
         if self._elastic is not None:

@@ -72,7 +72,7 @@ def test_modules_frozen_later_are_not_cached() -> None:
     """Exclude it, as its weights come from the run and not from its source."""
     model = model_of(SiglipVisionConfig(**PICTURES), None, frozen=True)
     assert featured_modules(model, plan_of(model), ["vision"])[0] == {"vision": 4}
-    model.changing = frozenset({"vision"})
+    model.set_changing({"vision"})
     blocks, reasons = featured_modules(model, plan_of(model), ["vision"])
     assert not blocks and "run.at changes" in reasons[0]
 

@@ -230,10 +230,10 @@ def test_a_fully_trained_model(ray_cluster):
             parallel.submit(prepared)
         first = parallel.scores(prepared)
         torch.testing.assert_close(torch.cat(first), due, rtol=1e-5, atol=1e-6)
-        parallel.references = {
+        parallel.set_references({
             row: score for meta, own in zip(prepared[1], first, strict=True)
             for row, score in zip(meta.sample_ids, own.tolist(), strict=True)
-        }
+        })
         for _ in range(3):
             loss = PreferenceLoss(BETA)(scores(trained), due) / pairs
             loss.backward()

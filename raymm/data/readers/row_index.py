@@ -177,7 +177,7 @@ class RowIndex:
         rules = self._rules if counted is None else replace(self._rules, columns={})
         parsed = parse_row(row, rules, folders, place)
         if counted is None:
-            self.survey.columns |= dict.fromkeys(row)
+            self.survey.columns.update(dict.fromkeys(row))
             if self._rules.survey:
                 self._add_media(row, MediaRules(folders, rules.limits))
         counts = {modality: len(items) for modality, items in parsed.media.items()}
