@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import ray
+from ray._private import worker
 from ray.exceptions import RayError
 
 # Seconds between two checks.
@@ -136,6 +138,10 @@ class ClusterObserver:
         silent = time.monotonic() - self._gcs_seen
         if silent >= GCS_TIMEOUT_S and not self._ended.is_set():
             self.gcs_is_lost = True
+            # Ray's hook reports an uncaught exception to the GCS before it prints it, and would
+            # wait until Ray ends this process without a message.
+            if sys.excepthook is worker.custom_excepthook:
+                sys.excepthook = worker.normal_excepthook
             self.lost = (
                 f"{self._gcs.name} at {self._gcs.host}:{self._gcs.port} has not answered for "
                 f"{silent:.0f} s: it has ended or is stopped. Its log is gcs_server.out in "
@@ -162,9 +168,7 @@ def answers(server: Server) -> bool:
     """Return True if a GCS listens and answers. A stopped GCS still accepts connections."""
     try:
         socket.create_connection(server[:2], ANSWER_TIMEOUT_S).close()
-        from ray._private.worker import global_worker
-
-        client = getattr(global_worker, "gcs_client")  # noqa: B009  Ray does not declare it
+        client = getattr(worker.global_worker, "gcs_client")  # noqa: B009  Ray does not declare it
         client.internal_kv_exists(b"raymm", None, timeout=ANSWER_TIMEOUT_S)
     except (OSError, RayError, RuntimeError, AttributeError):
         return False

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def main() -> None:
         (rank,) = parallel.group.pids()
         os.kill(server(cluster.head_node, "gcs_server"), signal.SIGSTOP)
         steps_until_lost(parallel)
+        # Ray's hook waits for the GCS before it prints an uncaught error.
+        print("errors are printed at once:", sys.excepthook is sys.__excepthook__)
     time.sleep(1)
     print("rank is there:", Path(f"/proc/{rank['pid']}/fd/0").exists(), flush=True)
     os.kill(server(cluster.head_node, "gcs_server"), signal.SIGKILL)

@@ -32,4 +32,4 @@ def test_a_lost_node_or_gcs_ends_the_run(tmp_path):
     assert "is gone: its Ray server (raylet) does not listen any more" in node
     assert set(re.findall(r"rank (\d) ", node)) == set(ranks) != set()
     assert "the Ray cluster's server (GCS) at " in server and "has not answered for" in server
-    assert "rank is there: False" in said
+    assert "rank is there: False" in said and "errors are printed at once: True" in said
