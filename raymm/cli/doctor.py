@@ -63,8 +63,8 @@ def run_doctor(args: argparse.Namespace) -> None:
         finally:
             group.shutdown()
     backend = "NCCL" if device == "cuda" else "gloo"
-    processes, nodes = plural(count, "process", "es"), plural(len(set(hosts)), "node")
-    console.print(f"{processes} on {nodes}, {device}, over {backend}")
+    on = plural(len(set(hosts)), "node")
+    console.print(f"{plural(count, 'process', 'es')} on {on}, {device}, over {backend}")
     console.print(_nodes_table(hosts, nodes))
     console.print(_processes_table(hosts, nodes, transfers))
     if count > 1:
