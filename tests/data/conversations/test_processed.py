@@ -148,7 +148,7 @@ def test_items_unsupported_by_the_processor_are_refused(tmp_path):
         "qwen2_audio", file, processor=str(tmp_path / "processor"),
         modalities={"image": {"column": "images"}},
     )
-    with pytest.raises(SampleError, match="1 items of kind 'image'.*not accept; accepted: audio"):
+    with pytest.raises(SampleError, match="1 item of kind 'image'.*not accept; accepted: audio"):
         step_builder(settings, open_split(settings, "train")).build([[0]])
 
 
@@ -171,7 +171,7 @@ def test_unusable_samples_are_named_and_can_be_skipped(tmp_path):
     reasons = {skipped.id: skipped.reason for skipped in step.skipped}
     assert reasons.keys() == {"row-1", "row-2", "row-3"}
     assert "cannot be read" in reasons["row-1"]
-    assert "places for 1 items of kind 'image', but the row has 2" in reasons["row-2"]
+    assert "places for 1 item of kind 'image', but the row has 2" in reasons["row-2"]
     assert "max_length" in reasons["row-3"]
     settings.on_error = "raise"
     with pytest.raises(SampleError, match="row-1"):
