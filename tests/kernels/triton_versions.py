@@ -88,7 +88,7 @@ def record(lines: list[str]) -> None:
     """Replace the page's table."""
     text = PAGE.read_text().splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith("| kernel and head dim |"))
-    stop = next(i for i in range(start, len(text)) if not text[i].startswith("|"))
+    stop = next((i for i in range(start, len(text)) if not text[i].startswith("|")), len(text))
     PAGE.write_text("\n".join([*text[:start], *lines, *text[stop:]]) + "\n")
 
 

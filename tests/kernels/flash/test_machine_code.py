@@ -17,7 +17,7 @@ if platform.system() != "Linux":
 
 from machine_code import HEAD_DIMS, KERNELS, MachineCode, counts, found, targets
 from packaging.version import Version
-from triton_versions import PAGE, VERSIONS, read_table
+from triton_versions import PAGE, VERSIONS, read_table, record, table
 
 SHARED_BYTES = 232_448
 """Limit of a program on sm_90 and sm_100 (227 KB)."""
@@ -108,3 +108,16 @@ def test_the_pages_table_is_that_of_the_supported_versions(codes):
     assert found[same[0]] == counts(codes)
     for version, kernels in found.items():
         assert all(waits <= products for products, waits, _ in kernels.values()), version
+
+
+@pytest.mark.parametrize("after", ["", "\nText below.\n"])
+def test_the_pages_table_is_replaced(tmp_path, monkeypatch, after):
+    """Replace a table within a page, and one that ends the page."""
+    page = tmp_path / "gpus.md"
+    page.write_text(f"Text above.\n\n| kernel and head dim | 3.5.1 |\n| --- | --- |\n{after}")
+    monkeypatch.setattr("triton_versions.PAGE", page)
+    counted = {"3.8.0": {"forward 64": (4, 3, 0)}, "3.9.0": {"forward 64": (6, 6, 48)}}
+    record(table(counted))
+    text = page.read_text()
+    assert read_table(text) == counted
+    assert text.startswith("Text above.\n\n|") and text.endswith(f"(48 B) |\n{after}")
