@@ -40,13 +40,15 @@ class Steps:
 
 
 def asked(rows, folder, scores=(-1.0, -2.0), run=None, begins=True):
+    references = {}
     parallel = SimpleNamespace(
         model=SimpleNamespace(preference=PreferenceLoss(reference="initial")),
-        scores=lambda prepared: [torch.tensor(scores)] * len(prepared[1]), references={},
+        scores=lambda prepared: [torch.tensor(scores)] * len(prepared[1]),
+        set_references=references.update,
     )
     same_rows = None if begins else partial(have_same_rows, now=run)
     keep_references(parallel, [Steps(rows)], folder, run or RUN, same_rows, lambda line: None)
-    return parallel.references
+    return references
 
 
 def test_a_row_with_a_used_id_is_detected_by_its_tokens(ray_cluster, tmp_path):

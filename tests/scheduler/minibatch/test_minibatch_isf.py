@@ -131,4 +131,4 @@ def test_isf_is_a_registered_baseline() -> None:
     assert plan.method == MINIBATCHES[0].name == "isf"
     few = SampleSizes(("vision", "text"), np.array([[1, 10]]))
     (reason,) = solutions(MINIBATCHES, (few, 2)).values()
-    assert isinstance(reason, str) and "fewer than the 2 ranks" in reason
+    assert isinstance(reason, str) and "2 ranks need a sample each" in reason
