@@ -53,7 +53,7 @@ BAD_SETTINGS = {
         ["run.storage_path: hdfs:// is not known", "s3:// or gs://", "got 'hdfs://a/b'"],
     ),
     "required key": (["run={steps: 3}"], ["run.storage_path: required, but not given"]),
-    "wrong type": (["run.steps=many"], ["run.steps", "integer", "'many'"]),
+    "wrong type": (["run.steps=many"], ["run.steps", "a whole number", "'many'"]),
     "no steps": (["run.steps=0"], ["run.steps", "greater than 0", "0"]),
     "unknown word": (["run.precision=fp8"], ["run.precision", "'fp32' or 'bf16'", "'fp8'"]),
     "schedule that is over before the run": (
