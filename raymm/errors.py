@@ -96,9 +96,11 @@ class DataError(InputError, ValueError):
     """Data, or a batch, that cannot be used or read. Names the file, field, sample or key.
 
     Attributes:
+        modality: the modality of the items at fault; None if unknown.
         skipped: reports of a step's samples, if none of them can be used.
     """
 
+    modality: str | None = None
     skipped: list[Any] | None = None
 
 

@@ -106,7 +106,7 @@ class BatchCheck:
         """Raise a ``DataError`` if encoders, the merge policy or the language model would refuse a
         microbatch."""
         tokens = {
-            name: self._trials[name].taken(items).tokens for name, items in microbatch.items()
+            name: self._tokens(name, items) for name, items in microbatch.items()
             if name in self._trials
         }
         length = microbatch[LABELS].shape[1]
@@ -122,6 +122,13 @@ class BatchCheck:
                     "on a rank, give it a method check (raymm.actors.modules.merge)"
                 ) from error
         self._length.check(length)
+
+    def _tokens(self, name: str, items: Mapping[str, Any]) -> int | None:
+        try:
+            return self._trials[name].taken(items).tokens
+        except DataError as error:
+            error.modality = name
+            raise
 
 
 @contextmanager
