@@ -32,4 +32,5 @@ def test_a_run_recovers_in_place_from_a_lost_node(tmp_path):
     # The loss of the node or of the rank may be detected first.
     assert said.count("recovering in place") >= 1, said
     steps = ast.literal_eval(said.partition("steps: ")[2].splitlines()[0])
-    assert steps[:4] == [1, 2, 3, 4] and steps[-1] == 8 and len(steps) <= 8 + 2, said
+    # On a busy machine, the copies on the other node may be several quick steps behind.
+    assert steps[:4] == [1, 2, 3, 4] and steps[-1] == 8 and len(steps) <= 8 + 4, said
