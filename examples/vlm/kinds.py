@@ -36,9 +36,9 @@ class Kind:
         model: its class in transformers.
         config: values of its configuration.
         processor: its processor's class.
-        parts: what the processor is made of beside a tokenizer, by argument.
+        parts: components of the processor in addition to a tokenizer, by argument.
         options: of the processor.
-        tokens: special ones beside those of ChatML.
+        tokens: special tokens in addition to those of ChatML.
         named: those that the tokenizer knows by a name.
         item: what the chat template writes for an item.
         sound: whether items are sounds.

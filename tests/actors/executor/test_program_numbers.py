@@ -310,7 +310,7 @@ def test_any_number_of_rows_of_a_sample(case, draws):
 
 
 def test_messages_stay_in_order_if_fewer_stages_read_a_later_microbatch():
-    """Of microbatch 1, rank 1 has only one of the two stages that read ``m0``, so that gradient is
+    """For microbatch 1, rank 1 has only one of the two stages that read ``m0``, so that gradient is
     complete first."""
     nodes = (
         ModuleNode("m0", (True,)), ModuleNode("m1", (False,)),

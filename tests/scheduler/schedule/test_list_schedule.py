@@ -69,7 +69,7 @@ def with_quotas(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def samples_of(draw: st.DrawFn, modules: set[str]) -> Samples:
-    """Draw the samples of a microbatch, of which some have no input for a module."""
+    """Draw the samples of a microbatch; some have no input for a module."""
     size = draw(st.integers(1, 4))
     filled = []
     for module in sorted(modules):
