@@ -18,10 +18,12 @@ from raymm.costs.workload import microbatch_workload
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.plan_module import PlannedModule
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.runtime.parallel_model import (
+    MultimodalParallelModule,
+    ParallelModel,
+    WholeParallelModule,
+)
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge
 from raymm.scheduler.schedule.stage_costs import edge_bytes, stage_costs
@@ -44,7 +46,7 @@ def planned_bytes(plan: Plan, microbatches: int) -> dict[Edge, int]:
     return sent
 
 
-def sent_bytes(running: PlannedModule) -> dict[Edge, int]:
+def sent_bytes(running: ParallelModel) -> dict[Edge, int]:
     """Return the bytes that ranks have sent so far, per directed edge."""
     sent: Counter[Edge] = Counter()
     for of_process in running.group.call("sent_bytes"):
@@ -59,7 +61,7 @@ def message_rows() -> Iterator[dict[str, Any]]:
     for name, model, microbatch in _models():
         loads = microbatch_workload(model, microbatch).by_module
         profile = analytic_profile(model, loads, "cpu", "fp32")
-        running: PlannedModule
+        running: ParallelModel
         if isinstance(model, WholeModel):
             specs = {"vision": ParallelSpec(), "llm": _TWO}
             plan = replace(whole_plan(model, specs, MICROBATCHES), profile=profile)

@@ -42,9 +42,8 @@ from raymm.layout.feature_stages import featured_modules, with_feature_stages
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
-from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.runtime.parallel_model import MultimodalParallelModule, WholeParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, restore

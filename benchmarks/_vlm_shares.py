@@ -25,12 +25,11 @@ from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.errors import Error
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
-from raymm.layout.whole_stages import whole_stage_builders
+from raymm.layout.stage_builders import stage_builders
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_batch import whole_parts
 from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.specs import ParallelSpec
-from raymm.runtime.whole.pipelined import whole_plan
+from raymm.runtime.specs import ParallelSpec, whole_plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.lower import lower
 
@@ -213,7 +212,7 @@ class _Shares:
         self._group, self._model = group, model
         specs = layout.of(model)
         plan = whole_plan(model, specs, num_microbatches=MICROBATCHES)
-        builders = whole_stage_builders(model, plan)
+        builders = stage_builders(model, plan)
         self._shard_specs, self._degrees = builders.shard_specs, {
             stage.module: stage.degrees for stage in plan.stages
         }

@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from benchmarks import _common
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.storage.checkpoint import CheckpointStore
 

@@ -45,7 +45,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.embedded.embedded_ray import start_embedded_ray
 from raymm.runtime.embedded.forked_workers import OFF, start_servers
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 MICROBATCHES, STAGES, IN_FLIGHT, HEARTBEATS, COPIES = 4, 2, 2, 100, 5

@@ -40,7 +40,7 @@ from raymm.config.cache_section import CacheSection
 from raymm.config.sections import TrainConfig, load_config
 from raymm.data import StepLoader
 from raymm.data.loading.feature_lookup import FeatureLookup, item_key
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.training.kept_features import KeptFeatures
 
 CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"

@@ -37,7 +37,7 @@ from raymm.layout.host_memory import HostNeed, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import ALL, MATMULS

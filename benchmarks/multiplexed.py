@@ -26,7 +26,7 @@ from benchmarks.emulated_gpu import SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.draw import draw_timelines
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve

@@ -24,7 +24,7 @@ from benchmarks import _image_text
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.plan.stage import StageId

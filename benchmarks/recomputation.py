@@ -34,7 +34,7 @@ from raymm.errors import NoPlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.profiling.layers import profile_model
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import ALL
 from raymm.scheduler.graph.module_graph import ModuleGraph

@@ -35,7 +35,7 @@ from benchmarks._styled_plans import backend, styled
 from benchmarks.emulation import ENTRY
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.errors import NoPlanError, PlanError
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface

@@ -28,7 +28,7 @@ from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
 from raymm.data.samples.collate import split_parts
 from raymm.runtime.cluster import connected
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 
 CONFIG = "examples/alignment/stamps.yaml"
 

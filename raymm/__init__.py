@@ -29,7 +29,7 @@ _PUBLIC = {
     "Projector": "raymm.actors.modules.projector",
     "ParallelSpec": "raymm.runtime.specs",
     "MultimodalParallelSpec": "raymm.runtime.specs",
-    "MultimodalParallelModule": "raymm.runtime.pipelined",
+    "MultimodalParallelModule": "raymm.runtime.parallel_model",
     "StepOutput": "raymm.runtime.parallel_module",
     "NotFiniteError": "raymm.errors",
     "SkippedStep": "raymm.runtime.skipped_step",
@@ -54,8 +54,8 @@ _PUBLIC = {
     "plan_multiplexed": "raymm.planning.multiplexed",
     "from_pretrained": "raymm.model.whole_model",
     "WholeModel": "raymm.model.whole_model",
-    "WholeParallelModule": "raymm.runtime.whole.pipelined",
-    "whole_plan": "raymm.runtime.whole.pipelined",
+    "WholeParallelModule": "raymm.runtime.parallel_model",
+    "whole_plan": "raymm.runtime.specs",
     "ModuleDag": "raymm.model.module_dag",
     "DagModule": "raymm.model.dag_module",
     "DagLoss": "raymm.model.dag_module",
@@ -64,7 +64,7 @@ _PUBLIC = {
     "uniform_noise": "raymm.actors.modules.noise",
     "SampleSeeds": "raymm.actors.modules.noise",
     "ContrastiveLoss": "raymm.model.contrastive",
-    "DagParallelModule": "raymm.runtime.parallel_dag",
+    "DagParallelModule": "raymm.runtime.parallel_model",
     "dag_plan": "raymm.runtime.specs",
     "plan_of_mapping": "raymm.layout.mapping_plan",
     "PlannedMultiplexed": "raymm.planning.multiplexed",
@@ -109,12 +109,14 @@ if TYPE_CHECKING:
     from raymm.planning.request import PlanRequest
     from raymm.planning.search import plan
     from raymm.runtime.cluster import connect
-    from raymm.runtime.parallel_dag import DagParallelModule
+    from raymm.runtime.parallel_model import (
+        DagParallelModule,
+        MultimodalParallelModule,
+        WholeParallelModule,
+    )
     from raymm.runtime.parallel_module import StepOutput
-    from raymm.runtime.pipelined import MultimodalParallelModule
     from raymm.runtime.skipped_step import SkippedStep, SkippedStepWarning
-    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
-    from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, whole_plan
     from raymm.scheduler.plan.plan import Plan
     from raymm.scheduler.program.timeline import Timeline
     from raymm.storage.export import export_model

@@ -166,16 +166,11 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/batch", "raymm/costs",
         "raymm/draw",
     ),
-    "raymm/runtime/whole": (
-        "scheduler/plan", "scheduler/program", "actors/executor", "actors/experts",
-        "actors/features", "actors/modules", "actors/probe", "raymm/model",
-        "raymm/data/loading", "raymm/data", "raymm/layout", "raymm/runtime",
-    ),
     "raymm/config": (
         "kernels/preference.py",
         "scheduler", "actors", "raymm/files", "raymm/data/remote", "raymm/data/conversations",
         "raymm/data/samples", "raymm/data/readers", "raymm/model", "raymm/layout",
-        "raymm/data/loading", "raymm/data", "raymm/runtime", "raymm/runtime/whole",
+        "raymm/data/loading", "raymm/data", "raymm/runtime",
     ),
     "raymm/profiling": (
         "scheduler", "actors", "raymm/model", "raymm/layout", "raymm/costs", "raymm/runtime",
@@ -205,7 +200,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler", "actors", "raymm/callbacks", "raymm/files", "raymm/data/readers", "raymm/draw",
         "raymm/model",
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/costs", "raymm/runtime",
-        "raymm/runtime/whole", "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor",
+        "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor",
         "raymm/recovery",
         "raymm/evaluation",
     ),
@@ -219,7 +214,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm": (
         "scheduler", "actors", "raymm/version.py", "raymm/callbacks", "raymm/model", "raymm/data",
-        "raymm/layout", "raymm/runtime", "raymm/runtime/whole", "raymm/config", "raymm/planning",
+        "raymm/layout", "raymm/runtime", "raymm/config", "raymm/planning",
         "raymm/storage",
         "raymm/training", "raymm/cli",
     ),

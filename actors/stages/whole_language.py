@@ -235,7 +235,7 @@ class WholeLanguageStage(LanguageStage):
         self, inputs: dict[str, Any], received: dict[str, Message]
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Return the side tensors for all stages and the towers' features."""
-        side = {name: value for name, value in inputs.items() if name != "labels"}
+        side = {n: value for n, value in inputs.items() if n not in ("labels", "sample_index")}
         labels = on_host(inputs["labels"])
         side[_TARGETS] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         features: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from raymm.actors.rank.surface_profiler import (
     SurfaceProfiler,
     SurfaceRequest,
 )
-from raymm.layout.stage_builders import reloadable_modules, stage_builders
+from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import text_inputs
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import StageId
@@ -44,7 +44,7 @@ def arguments_of(device: Device, sizes: Sizes) -> dict[str, tuple[Any, ...]]:
     """Return the constructor arguments of profilers, by module."""
     model = build_model(sizes)
     builders = stage_builders(model, plan_of(device, model, sizes)).build
-    reloadable = reloadable_modules(model)
+    reloadable = model.reloadable()
     return {
         name: (builders[StageId(name, 0)], device.kind, "bfloat16", name in reloadable, 1)
         for name in (VISION, LANGUAGE_MODEL)

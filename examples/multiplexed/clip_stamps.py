@@ -27,7 +27,7 @@ from examples.alignment.processors import load_image
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.contrastive import clip_dag
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
 IMAGE_SIZE = 56  # pixels, both sides: a quarter of what the processor gives

@@ -23,7 +23,7 @@ from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.cluster import connected
-from raymm.runtime.whole.pipelined import WholeParallelModule
+from raymm.runtime.parallel_model import WholeParallelModule
 from raymm.training.run_start import with_vocabulary
 
 TOLERANCE = 1e-5

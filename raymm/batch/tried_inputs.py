@@ -13,13 +13,11 @@ from typing import Any
 import ray
 import torch
 
-from raymm.actors.probe.experts.own_loss import check_language_loss
 from raymm.actors.probe.outputs import check_outputs
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
 from raymm.errors import DataError, NotRunError, ProbeError
 from raymm.model.batch_rules import INDEX
-from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 
 Signature = frozenset[tuple[str, str, int]]
@@ -89,19 +87,6 @@ class TriedInputs:
                 f"encoder was tried with ({tried}), and fails: {error}"
             ) from error
         self._tried[name].add(signature)
-
-
-def check_loss(model: MultimodalModule) -> None:
-    """Check that the loss of the language model is the cross entropy used for training.
-
-    Raises:
-        ProbeError: its class computes another loss that ``router_loss`` does not ignore, or its
-            logits depend on earlier forwards. ``model.mixture`` checks the router loss of a mixture
-            of experts.
-    """
-    mixture = model.mixture
-    ignore = model.router_loss == "ignore" or mixture is not None and mixture.loss is not None
-    check_language_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL), ignore)
 
 
 def _signature(meta: MicrobatchMeta, name: str) -> Signature:

@@ -232,7 +232,6 @@ def _measured(
 ) -> Planned:
     """Run the best plans, and return the planned object with the fastest as its plan."""
     from raymm.costs.full_microbatch import full_microbatch
-    from raymm.model.whole_model import of_parts
     from raymm.profiling.measure_plans import distinct_options, measure_options
     from raymm.runtime.cluster import pick_device
     from raymm.runtime.options import resolve_precision
@@ -241,7 +240,7 @@ def _measured(
     device = pick_device(config.run.device, config.resources.for_device)
     console.print(f"running {plural(len(options), 'plan')} on {device} ...")
     results = measure_options(
-        of_parts(model, "--measure is given"), options,
+        model.by_parts("--measure is given"), options,
         full_microbatch(config.data, model.encoder_names), device=device,
         precision=resolve_precision(config.run.precision, device),
         resources=config.resources.for_device(device),

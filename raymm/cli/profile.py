@@ -75,12 +75,11 @@ def run_profile(args: argparse.Namespace) -> None:
     from raymm.costs.profile_files import save_table
     from raymm.draw.profile import draw_profile
     from raymm.model.multimodal import module_graph
-    from raymm.model.whole_model import of_parts
     from raymm.profiling.layers import profile_model
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.options import resolve_precision
 
-    model = of_parts(build_model(config), "raymm profile measures layers of modules")
+    model = build_model(config).by_parts("raymm profile measures layers of modules")
     if args.multiplex:
         from raymm.cli.profile_surfaces import run_surfaces
 

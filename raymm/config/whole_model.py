@@ -14,8 +14,7 @@ from raymm.errors import ConfigError, DataError, NotRunError, PlanError, SampleE
 from raymm.model.batch_rules import LABELS
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import LANGUAGE, WholeModel, from_pretrained
-from raymm.runtime.specs import MultimodalParallelSpec
-from raymm.runtime.whole.pipelined import whole_plan
+from raymm.runtime.specs import MultimodalParallelSpec, whole_plan
 from raymm.scheduler.plan.plan import Plan
 
 # Samples that are tried per modality to find a usable one.

@@ -13,7 +13,7 @@ import ray
 from raymm.data import MicrobatchMeta, StepLoader
 from raymm.errors import ConfigError
 from raymm.files.run_files import write_whole
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 
 REFERENCES = "references.json"
 # Relative tolerance between the log-probabilities of a row that is in the data several times:

@@ -17,7 +17,6 @@ from raymm.errors import PlanError
 from raymm.layout.parameter_owners import place_of
 from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import skeletons
-from raymm.model.module_dag import ModuleDag
 
 GIB = 2**30
 # Copies of a snapshot: one that the device writes, and the newest two in Ray's object store.
@@ -130,7 +129,7 @@ def check_hosts(needs: Sequence[HostNeed], hosts: Sequence[HostMemory]) -> None:
 def _sizes(model: Any, module: str, optimizer: OptimizerConfig) -> Mapping[str, _Sizes]:
     """Return the sizes of a module's parameters and its projector's, by name."""
     sizes = {}
-    spec = model.stage_spec(module) if isinstance(model, ModuleDag) else model.spec(module)
+    spec = model.spec(module)
     for prefix, skeleton in skeletons(spec).items():
         matrices, products = matrices_of([skeleton]), products_of([skeleton])
         # Copies contain a tied parameter once per name.

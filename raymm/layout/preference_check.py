@@ -6,11 +6,11 @@ from torch import nn
 
 from raymm.actors.adapters.lora import is_adapter
 from raymm.errors import PlanError
-from raymm.model.multimodal import MultimodalModule
+from raymm.model.model import Model
 from raymm.scheduler.plan.plan import Plan
 
 
-def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
+def check_preference(model: Model, plan: Plan | None) -> None:
     """Check a model with a :class:`raymm.kernels.preference.PreferenceLoss` before anything starts.
     Raises PlanError if the model without its adapters is not the reference, or a process would have
     only one answer of a pair. ``plan`` is None if it is not known yet."""
@@ -39,7 +39,7 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
         )
 
 
-def _skeletons(model: MultimodalModule, name: str) -> list[nn.Module]:
+def _skeletons(model: Model, name: str) -> list[nn.Module]:
     spec = model.spec(name)
     projector = getattr(spec, "projector", None)
     return [spec.source.skeleton(), *([] if projector is None else [projector.skeleton()])]

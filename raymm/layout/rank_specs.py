@@ -11,16 +11,8 @@ from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
-from raymm.layout.stage_builders import (
-    StageBuilders,
-    dag_stage_builders,
-    reloadable_modules,
-    stage_builders,
-)
-from raymm.layout.whole_stages import whole_stage_builders
-from raymm.model.module_dag import ModuleDag
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.layout.stage_builders import StageBuilders, stage_builders
+from raymm.model.model import Model
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.port_routes import sent_ports
 from raymm.scheduler.plan.process_grid import Process, Processes
@@ -43,7 +35,7 @@ class RankSpecs:
 
 
 def rank_specs(
-    model: MultimodalModule | ModuleDag | WholeModel, plan: Plan,
+    model: Model, plan: Plan,
     features: Mapping[str, FeatureFolder] | None = None, **options: Any,
 ) -> RankSpecs:
     """Return the specs of a plan's processes. Needs neither Ray nor a process group.
@@ -57,14 +49,7 @@ def rank_specs(
         ProbeError: a module cannot be cut or sharded as planned.
         PlanError: the model's sizes do not fit the plan's degrees.
     """
-    if isinstance(model, WholeModel):
-        builders = whole_stage_builders(model, plan, features or ())
-        reloadable = frozenset(model.module_names) - model.changing
-    elif isinstance(model, ModuleDag):
-        builders, reloadable = dag_stage_builders(model, plan), model.reloadable()
-    else:
-        builders = stage_builders(model, plan, features or ())
-        reloadable = reloadable_modules(model)
+    builders = stage_builders(model, plan, features or ())
     processes = Processes(plan)
     ownership = parameter_ownership(
         processes, builders.owned, builders.shard_specs, options.get("optimizer")
@@ -90,7 +75,7 @@ def rank_specs(
             process_groups=_process_groups(processes, process),
             shard_specs=builders.shard_specs,
             parameter_ownership=ownership[number],
-            reloadable=reloadable,
+            reloadable=model.reloadable(),
             quotas=plan.quota_sets(process.rank),
             features=_written(plan, process, features or {}),
             **options,

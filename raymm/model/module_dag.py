@@ -14,7 +14,7 @@ Samples are in dimension 0 of all tensors that modules pass to each other::
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import cast
@@ -29,6 +29,8 @@ from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource
 from raymm.errors import ModelError
 from raymm.model.dag_module import DagLoss, DagModule
+from raymm.model.model import Model
+from raymm.model.module import Module, NodeModule
 from raymm.model.ports import node_ports
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.sample_ranges import Range
@@ -42,7 +44,7 @@ class DagOutput:
     losses: dict[str, torch.Tensor]
 
 
-class ModuleDag(nn.Module):
+class ModuleDag(nn.Module, Model):
     """A model as a graph of modules and losses. ``forward`` runs the graph in this process.
 
     Args:
@@ -105,7 +107,7 @@ class ModuleDag(nn.Module):
         ports = [
             port for name in cut
             for port in node_ports(
-                self.stage_spec(name), self._handed_on, self.graph.backward,
+                self.spec(name), self._handed_on, self.graph.backward,
                 self.nodes[name].modality.example_inputs,
             )
         ]
@@ -141,16 +143,22 @@ class ModuleDag(nn.Module):
             )
         return next(iter(sizes.values()))
 
-    def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return the factor of each loss's sum over the samples of all batches. Raises ModelError
-        for a batch that is not accepted, or whose ``divide_by`` sums to 0 or is not finite."""
-        size = sum(self.batch_size(batch) for batch in batches)
+    def divisors(self, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return what the sum of each loss over a batch's samples counts as: their number, or the
+        sum of the entry ``divide_by``. Raises ModelError for a batch that is not accepted."""
+        size = self.batch_size(batch)
+        return {
+            name: float(size if node.divide_by is None else batch[node.divide_by].sum())
+            for name, node in self.nodes.items() if isinstance(node, DagLoss)
+        }
+
+    def scales(self, divisors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return the factor of each loss's sum over the samples of all batches, from their
+        :meth:`divisors`. Raises ModelError if these sum to 0 or are not finite."""
         scales = {}
         for name, node in self.nodes.items():
             if isinstance(node, DagLoss):
-                total = float(size)
-                if node.divide_by is not None:
-                    total = sum(float(batch[node.divide_by].sum()) for batch in batches)
+                total = sum(of_batch[name] for of_batch in divisors)
                 if not isfinite(total) or not total:
                     raise ModelError(
                         f"loss {name!r} is divided by entry {node.divide_by!r}, which sums to "
@@ -172,7 +180,7 @@ class ModuleDag(nn.Module):
         """
         self.materialize()
         samples = Range(0, self.batch_size(batch))
-        scales = self.scales(batch)
+        scales = self.scales([self.divisors(batch)])
         outputs: dict[str, dict[str, torch.Tensor]] = {}
         losses = {}
         for name, spec in self.specs().items():
@@ -184,13 +192,22 @@ class ModuleDag(nn.Module):
         return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
 
     def reloadable(self) -> frozenset[str]:
-        """Return the modules whose frozen weights can be loaded from their source again."""
         return frozenset(
             name for name, node in self.nodes.items()
             if not isinstance(node.modality.source(), LiveSource)
         )
 
-    def stage_spec(self, name: str) -> NodeStageSpec:
+    def parameter_name(self, module: str, name: str) -> str:
+        return f"{module}.{self.nodes[module].parameter_name(name)}"
+
+    def module(self, name: str) -> Module:
+        node = self.nodes[name]
+        return NodeModule(
+            self.spec(name), node.modality.example_inputs,
+            any(read.every for read in node.parsed_inputs()), self.graph.backward,
+        )
+
+    def spec(self, name: str) -> NodeStageSpec:
         return self.nodes[name].stage_spec(name, self.specs()[name])
 
     def specs(self) -> dict[str, NodeSpec]:

@@ -6,7 +6,7 @@ Names follow Cornstarch v1, Listings 1 and 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -22,6 +22,7 @@ from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, Replac
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.probe.attention import find_mixers, probe_mask, probe_packing
+from raymm.actors.probe.experts.own_loss import check_language_loss
 from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
@@ -33,6 +34,8 @@ from raymm.kernels.mask.spans import MAX_KIND
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule, check_weights
+from raymm.model.model import Model
+from raymm.model.module import EncoderModule, LanguageModule, Module
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
@@ -52,7 +55,7 @@ def _embedding_width(source: ModuleSource) -> int | None:
     return None if weight is None else weight.shape[1]
 
 
-class MultimodalModule(nn.Module):
+class MultimodalModule(nn.Module, Model):
     """Encoders that feed a language model.
 
     ``forward`` runs everything in this process and is the reference of parallel training. Encoders
@@ -77,14 +80,12 @@ class MultimodalModule(nn.Module):
             labels are the tokens of the answer. Only adapters may train: without them the model is
             the reference. None for cross entropy.
 
-    Attributes:
-        changing: modules that a run freezes or unfreezes while it trains; their weights are in all
-            checkpoints, frozen or not.
-
     Raises:
         ModelError: reserved names, widths that do not match, or a folder that lacks weights. Other
             findings about weights are a :class:`raymm.model.modality_module.WeightsWarning`.
     """
+
+    separate_features = rows_in_layout = True
 
     def __init__(
         self,
@@ -100,7 +101,6 @@ class MultimodalModule(nn.Module):
         if router_loss not in (None, "ignore"):
             raise ModelError(f"router_loss is {router_loss!r}; accepted: 'ignore', None")
         self.router_loss, self.preference = router_loss, preference
-        self.changing: frozenset[str] = frozenset()
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
         self.language_model = language_model
@@ -162,9 +162,39 @@ class MultimodalModule(nn.Module):
             encoder.freeze(encoders, projectors)
         self.language_model.freeze(llm)
 
-    def set_changing(self, modules: Iterable[str]) -> None:
-        """Set the modules that a run freezes or unfreezes while it trains."""
-        self.changing = frozenset(modules)
+    @property
+    def computed_attention(self) -> frozenset[str]:
+        masked = self.mask is not None or self.packing
+        return frozenset({LANGUAGE_MODEL} if masked else ())
+
+    @property
+    def adapts_language(self) -> bool:
+        return bool(self.language_model.lora)
+
+    def by_parts(self, what: str) -> MultimodalModule:
+        return self
+
+    def reloadable(self) -> frozenset[str]:
+        sources = {name: encoder.source() for name, encoder in self.encoders.items()}
+        sources[LANGUAGE_MODEL] = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        return frozenset(
+            name for name, source in sources.items() if not isinstance(source, LiveSource)
+        ) - self.changing
+
+    def parameter_name(self, module: str, name: str) -> str:
+        return f"{'language_model' if module == LANGUAGE_MODEL else f'{module}_encoder'}.{name}"
+
+    def check_loss(self) -> None:
+        """Check that the loss of the language model is the cross entropy used for training.
+
+        Raises:
+            ProbeError: its class computes another loss that ``router_loss`` does not ignore, or its
+                logits depend on earlier forwards. :attr:`mixture` checks the router loss of a
+                mixture of experts.
+        """
+        mixture = self.mixture
+        ignore = self.router_loss == "ignore" or mixture is not None and mixture.loss is not None
+        check_language_loss(self.language_model.source(ModuleKind.LANGUAGE_MODEL), ignore)
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Return (trained elements, all elements) of the parameters, by module and projector."""
@@ -176,6 +206,11 @@ class MultimodalModule(nn.Module):
         kind = ModuleKind.LANGUAGE_MODEL
         modules[LANGUAGE_MODEL] = self.language_model.source(kind).skeleton()
         return {name: counted(module.parameters()) for name, module in modules.items()}
+
+    def module(self, name: str) -> Module:
+        if name == LANGUAGE_MODEL:
+            return LanguageModule(self.language_spec())
+        return EncoderModule(self.encoder_spec(name), self.encoders[name].example_inputs)
 
     def spec(self, name: str) -> EncoderSpec | LanguageSpec:
         """Return the spec of a module for the ranks."""
@@ -327,7 +362,7 @@ class MultimodalModule(nn.Module):
         restored afterwards.
 
         Args:
-            seed: seed of the run, see :class:`raymm.runtime.pipelined.MultimodalParallelModule`.
+            seed: seed of the run, see :class:`raymm.runtime.parallel_model.ParallelModel`.
             step: number of the step, from 0.
             microbatch: number within the batch, from 0.
             batch: number of the ``execute`` before the optimizer's step, from 0.

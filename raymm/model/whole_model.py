@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -51,8 +51,9 @@ from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.errors import ModelError
 from raymm.model.batch_rules import LABELS
 from raymm.model.modality_module import check_weights
+from raymm.model.model import Model
+from raymm.model.module import Module, TowerModule, VlmLanguageModule
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.model.whole_batch import WholeBatchCheck
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -101,16 +102,6 @@ def from_pretrained(
     return WholeModel(source, example, train, packing, seed, new_rows)
 
 
-def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModule:
-    """Return a model that is described by its parts. Raises ModelError, which begins with ``what``,
-    for a :class:`WholeModel`."""
-    if isinstance(model, WholeModel):
-        raise ModelError(
-            f"{what}; accepted for a model that is given by its parts, not for a Hugging Face VLM"
-        )
-    return model
-
-
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     if config.architectures:
         return find_model_class(config.architectures[0], config)
@@ -123,16 +114,16 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-class WholeModel:
+class WholeModel(Model):
     """A whole model, split into towers and a language model. See :func:`from_pretrained` for
     arguments and errors.
 
     Attributes:
         towers: in the order of the forward's calls.
         train: training mode by part; parts that are absent are fully trained.
-        changing: modules whose parts a run freezes or unfreezes while it trains; their weights are
-            in all checkpoints, frozen or not.
     """
+
+    language_field = "model.train.language_model"
 
     def __init__(
         self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,
@@ -154,7 +145,6 @@ class WholeModel:
                     f"train has {name!r}: {value!r}; accepted: {FULL!r}, {FROZEN!r} or a "
                     f"LoraConfig, of {', '.join(self.part_names)}"
                 )
-        self.changing: frozenset[str] = frozenset()
         self._frozen = frozenset(n for n, setting in self.train.items() if setting == FROZEN)
         self._adapted = self._with_adapters(seed)
         if new_rows and LANGUAGE in self.adapters:
@@ -239,9 +229,23 @@ class WholeModel:
         """Return True if a part is frozen; the projector's layers in a tower do not count."""
         return name in self._frozen
 
-    def set_changing(self, modules: Iterable[str]) -> None:
-        """Set the modules that a run freezes or unfreezes while it trains."""
-        self.changing = frozenset(modules)
+    @property
+    def computed_attention(self) -> frozenset[str]:
+        return frozenset({LANGUAGE_MODEL} if self.packing else ())
+
+    @property
+    def adapts_language(self) -> bool:
+        return LANGUAGE in self.adapters
+
+    @property
+    def rows_in_layout(self) -> bool:
+        return self.packing
+
+    def reloadable(self) -> frozenset[str]:
+        return frozenset(self.module_names) - self.changing
+
+    def parameter_name(self, module: str, name: str) -> str:
+        return name.removeprefix("module.")
 
     def set_frozen(self, name: str, frozen: bool) -> None:
         """Freeze or unfreeze a part; with adapters, only the adapters change."""
@@ -292,6 +296,14 @@ class WholeModel:
             tower_inputs = tower.inputs(self.example) or {}
             self._roots[name] = probe_root(self.tower_spec(name), tower.root, tower_inputs)
         return self._roots[name]
+
+    def module(self, name: str) -> Module:
+        if name == LANGUAGE_MODEL:
+            return VlmLanguageModule(
+                self.language_spec(), self.cut_language_spec, self.towers, self.example
+            )
+        inputs = self.tower(name).inputs(self.example) or {}
+        return TowerModule(self.tower_spec(name), inputs, self.root_form)
 
     def spec(self, name: str) -> TowerSpec | WholeLanguageSpec:
         """Return the spec of a module for the ranks."""

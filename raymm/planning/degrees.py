@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from raymm.actors.probe.attention import probe_shared_tokens
-from raymm.actors.probe.callbacks import module_inputs
-from raymm.actors.probe.items import probe_shared_items
-from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
-from raymm.actors.stages.language import LanguageSpec
 from raymm.errors import PlanError, ProbeError
-from raymm.layout.whole_stages import probe_shared_tokens_of, probe_tensor_of
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
@@ -87,7 +79,7 @@ class DegreeRequest:
                 )
 
     def choices(
-        self, model: MultimodalModule | WholeModel, devices: int, num_microbatches: int,
+        self, model: Model, devices: int, num_microbatches: int,
         tokens: Mapping[str, int], refused: frozenset[Refused] = frozenset(),
     ) -> dict[str, DegreeChoices]:
         """Return the degrees that each module may have.
@@ -143,7 +135,7 @@ class DegreeRequest:
             degree *= 2
 
 
-def _divides(model: MultimodalModule | WholeModel, module: str, tp: int) -> bool:
+def _divides(model: Model, module: str, tp: int) -> bool:
     """Return True if every process gets its own shard of the heads and feed-forwards."""
     if tp == 1:
         return True
@@ -155,52 +147,26 @@ def _divides(model: MultimodalModule | WholeModel, module: str, tp: int) -> bool
     return bool(plan.shards) and not copied
 
 
-def _tensor_plan(model: MultimodalModule | WholeModel, module: str, tp: int) -> TensorPlan:
+def _tensor_plan(model: Model, module: str, tp: int) -> TensorPlan:
     return tensor_plan(model.spec(module).source, tp, module)
 
 
-def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Refused, str]:
+def refused_degrees(model: Model, plan: Plan) -> dict[Refused, str]:
     """Return the degrees of a plan that the model's code does not support, with the reason. Each is
     tried on a small replica of the model, as when a run starts."""
     refused: dict[Refused, str] = {}
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)
-        share_tokens, split_tensors = _probes(model, name, max(degrees.tp, degrees.cp))
+        module = model.module(name)
         if degrees.cp > 1:
             try:
-                share_tokens()
+                module.share_tokens(module.spec)
             except (ProbeError, PlanError) as error:
                 for degree in range(2, plan.num_processes + 1):
                     refused[name, "cp", degree] = str(error)
         if degrees.tp > 1:
             try:
-                split_tensors(degrees.tp)
+                module.tensor_plan(module.spec, degrees.tp)
             except (ProbeError, PlanError) as error:
                 refused[name, "tp", degrees.tp] = str(error)
     return refused
-
-
-def _probes(
-    model: MultimodalModule | WholeModel, name: str, degree: int
-) -> tuple[Callable[[], object], Callable[[int], object]]:
-    """Return functions that try a module with split tokens and, given ``tp``, with split
-    parameters."""
-    if isinstance(model, WholeModel):
-        module_spec = model.spec(name)
-        return (
-            partial(probe_shared_tokens_of, model, module_spec),
-            partial(probe_tensor_of, model, module_spec),
-        )
-    spec = model.spec(name)
-    if isinstance(spec, LanguageSpec):
-        return (
-            partial(probe_shared_tokens, spec.source, spec.mask is not None),
-            lambda tp: probe_tensor(spec.source, tp, name),
-        )
-    example = model.encoders[name].example_inputs
-    if example is not None and degree > 1:
-        example = module_inputs(spec, example)
-    return (
-        partial(probe_shared_items, spec.source, example),
-        lambda tp: probe_tensor(spec.source, tp, name, example),
-    )

@@ -19,7 +19,7 @@ from raymm.costs.workload import (
 from raymm.errors import PlanError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, of_parts
+from raymm.model.whole_model import WholeModel
 from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
@@ -123,7 +123,7 @@ class PlanInputs:
     def parts(self) -> MultimodalModule:
         """The model, for a multiplexed plan. Raises ModelError if the model is a
         :class:`WholeModel`."""
-        return of_parts(self.model, f"parallel.style is {self.request.style!r}")
+        return self.model.by_parts(f"parallel.style is {self.request.style!r}")
 
     @property
     def graph(self) -> ModuleGraph:
@@ -192,7 +192,7 @@ def loads_of(
     complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
     if workload.microbatch is None or complete:
         return token_workload(
-            of_parts(model, "there is no data to read sizes from"), tokens,
+            model.by_parts("there is no data to read sizes from"), tokens,
             workload.samples, workload.text,
         )
     return changed_tokens(microbatch_workload(model, workload.read_microbatch()), tokens)

@@ -17,7 +17,7 @@ from raymm.data.loading.in_memory import split_batch
 from raymm.errors import PlanError
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, of_parts
+from raymm.model.whole_model import WholeModel
 from raymm.planning.degrees import DegreeRequest
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.profile_table import ProfileTable
@@ -78,7 +78,7 @@ class PlanRequest(PlanOptions):
             )
         self.degree_request.check(model.module_names)
         if self.style != PIPELINED:
-            of_parts(model, f"parallel.style is {self.style!r}")
+            model.by_parts(f"parallel.style is {self.style!r}")
         if self.device is not None:
             find_device(self.device)
         if self.profile is not None:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raymm.actors.probe.callbacks import Cuts, probe_chain
-from raymm.actors.probe.cut import probe_language_model
+from raymm.actors.probe.callbacks import Cuts
 from raymm.errors import NoPlanError, ProbeError
-from raymm.layout.whole_stages import cut_module
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import LANGUAGE, WholeModel
+from raymm.model.model import Model
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan import Planned
@@ -27,7 +24,7 @@ from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modul
 
 
 def plan(
-    model: MultimodalModule | WholeModel,
+    model: Model,
     *,
     ranks: int,
     microbatches: int = 8,
@@ -131,18 +128,15 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
     )
 
 
-def _advice(model: MultimodalModule | WholeModel) -> str:
+def _advice(model: Model) -> str:
     """Return advice on saving memory if the language model is fully trained, otherwise an empty
     string."""
-    if isinstance(model, WholeModel):
-        has_adapters, field = LANGUAGE in model.adapters, "model.train.language_model"
-    else:
-        has_adapters, field = bool(model.language_model.lora), "model.language_model.train"
-    if has_adapters or not any(model.graph.node(LANGUAGE_MODEL).trainable):
+    if model.adapts_language or not any(model.graph.node(LANGUAGE_MODEL).trainable):
         return ""
     return (
         ". The language model is trained in full, which takes 16 bytes per parameter with AdamW; "
-        f"adapters take a fraction of that: raymm train --lora, or {field}: {{lora: {{r: 16}}}}"
+        "adapters take a fraction of that: raymm train --lora, or "
+        f"{model.language_field}: {{lora: {{r: 16}}}}"
     )
 
 
@@ -156,7 +150,7 @@ def cut_modules(plan: Plan) -> list[str]:
 
 
 def _refused_shares(
-    model: MultimodalModule | WholeModel, options: Iterable[Option], probed: set[Any]
+    model: Model, options: Iterable[Option], probed: set[Any]
 ) -> dict[Refused, str]:
     """Return the degrees of the options that the model's code does not support, and add to
     ``probed``."""
@@ -169,19 +163,12 @@ def _refused_shares(
     return refused
 
 
-def refused_cuts(model: MultimodalModule | WholeModel, modules: Sequence[str]) -> dict[str, str]:
+def refused_cuts(model: Model, modules: Sequence[str]) -> dict[str, str]:
     """Return the modules that the probe cannot cut, with the reason."""
     refused = {}
     for name in modules:
         try:
-            if isinstance(model, WholeModel):
-                cut_module(model, name)
-            elif module_kind(name) is ModuleKind.LANGUAGE_MODEL:
-                probe_language_model(model.language_spec().source)
-            else:
-                encoder = model.encoders[name]
-                cuts = Cuts(True, encoder.projector is not None)
-                probe_chain(model.encoder_spec(name), cuts, encoder.example_inputs)
+            model.module(name).cut(Cuts(True, model.graph.node(name).projector))
         except ProbeError as error:
             refused[name] = str(error)
     return refused

@@ -19,7 +19,7 @@ from raymm.actors.weights.source import ModuleSource
 from raymm.costs.layer_count import LayerCount, count_layers
 from raymm.costs.load import Load
 from raymm.errors import PlanError, ProbeError
-from raymm.layout.stage_builders import reloadable_modules, stage_builders
+from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, text_inputs
@@ -58,7 +58,7 @@ def profile_model(
         lengths: additional tokens per sample for the language model.
         repeats: runs per measurement; the median counts.
         precision, device, resources, threads: as for the run
-            (:class:`raymm.runtime.pipelined.MultimodalParallelModule`).
+            (:class:`raymm.runtime.parallel_model.MultimodalParallelModule`).
 
     Raises:
         PlanError: an argument is out of range, or a module failed. Names it.
@@ -70,7 +70,7 @@ def profile_model(
     microbatch = complete_microbatch(microbatch, model.encoder_names)
     plan = MultimodalParallelSpec(num_microbatches=1).plan(model)
     builders = stage_builders(model, plan).build
-    reloadable = reloadable_modules(model)
+    reloadable = model.reloadable()
     autocast = "bfloat16" if precision == "bf16" else None
     modules: dict[str, tuple[Measurement, ...]] = {}
     default: dict[str, int] = {}

@@ -12,7 +12,7 @@ from raymm.actors.rank.rank_resources import check_capacity
 from raymm.errors import PlanError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.search.evaluation import Option

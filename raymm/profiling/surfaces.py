@@ -35,7 +35,7 @@ from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.scaling_estimates import ModuleShape, shapes_of
 from raymm.costs.workload import microbatch_workload
 from raymm.errors import PlanError
-from raymm.layout.stage_builders import reloadable_modules, stage_builders
+from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, text_inputs
@@ -195,7 +195,7 @@ class _Work:
     def _arguments(self) -> dict[str, tuple]:
         plan = MultimodalParallelSpec(num_microbatches=1).plan(self.model)
         builders = stage_builders(self.model, plan).build
-        reloadable = reloadable_modules(self.model)
+        reloadable = self.model.reloadable()
         autocast = "bfloat16" if self.precision == "bf16" else None
         return {
             name: (

@@ -310,6 +310,8 @@ class ParallelModule(ABC):
         """End all processes."""
         self.group.shutdown()
 
+    close = shutdown
+
     def __repr__(self) -> str:
         processes = plural(self.group.num_ranks, "process", "es")
         return f"{type(self).__name__}({processes}, step {self._step})"

@@ -12,8 +12,9 @@ from raymm.errors import PlanError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.whole_model import WholeModel
 from raymm.plural import plural
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.field_checks import check_number
@@ -227,10 +228,10 @@ class MultimodalParallelSpec:
         specs[LANGUAGE_MODEL] = self.language_model_spec
         return plan_of(graph, specs, self.num_microbatches, self.schedule, self.recompute)
 
-    def apply(self, model: MultimodalModule, **options):
+    def apply(self, model: MultimodalModule, **options: Any) -> ParallelModel:
         """Start the model on the connected Ray cluster. Return a
-        :class:`raymm.runtime.pipelined.MultimodalParallelModule`, which takes the options."""
-        return MultimodalParallelModule(model, self.plan(model), **options)
+        :class:`raymm.runtime.parallel_model.ParallelModel`, which takes the options."""
+        return ParallelModel(model, self.plan(model), **options)
 
 
 def dag_plan(
@@ -253,6 +254,27 @@ def dag_plan(
     cut = [name for name, spec in every.items() if spec.stages > 1]
     plan = plan_of(dag.graph, every, checked.num_microbatches, schedule, recompute)
     return replace(plan, graph=dag.graph_with_ports(cut)) if cut else plan
+
+
+def whole_plan(
+    model: WholeModel, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
+    schedule: str = "1f1b", recompute: bool = False,
+) -> Plan:  # fmt: skip
+    """Return a plan for a Hugging Face VLM.
+
+    Args:
+        specs: layouts by tower, and of the language model as ``"llm"``; by default one separate
+            rank each.
+
+    Raises:
+        PlanError: the specs do not fit the model.
+    """
+    layouts = dict(specs or {})
+    if unknown := sorted(layouts.keys() - set(model.module_names)):
+        names = ", ".join(model.module_names)
+        raise PlanError(f"specs name {unknown}; the model's modules are {names}")
+    every = {name: layouts.get(name, ParallelSpec()) for name in model.module_names}
+    return plan_of(model.graph, every, num_microbatches, schedule, recompute)
 
 
 def plan_of(

@@ -29,8 +29,7 @@ from raymm.monitor.training_data import TrainingData
 from raymm.recovery.failure_policy import Cause
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.run_controller import RunController, cause_of, first_line
-from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.whole.pipelined import WholeParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule, WholeParallelModule
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.storage.resuming import have_same_rows

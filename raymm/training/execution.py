@@ -20,8 +20,7 @@ from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import TOTAL
 from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.whole.pipelined import WholeParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule, WholeParallelModule
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_quotas import SLOTS
 

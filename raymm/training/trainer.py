@@ -33,7 +33,7 @@ from raymm.layout.layout_notes import layout_notes
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import counts_text
-from raymm.model.whole_model import WholeModel, of_parts
+from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.rebalancing import FILE as DECISIONS
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
@@ -133,10 +133,10 @@ class Trainer:
         if isinstance(parallel, Plan):
             self.plan = parallel
         elif isinstance(parallel, StageMapping):
-            modules = of_parts(model, "parallel is a mapping")
+            modules = model.by_parts("parallel is a mapping")
             self.plan = plan_of_mapping(modules, parallel, whole_microbatches(data))
         elif isinstance(parallel, MultimodalParallelSpec):
-            modules = of_parts(model, "parallel is a MultimodalParallelSpec")
+            modules = model.by_parts("parallel is a MultimodalParallelSpec")
             self.plan = None if parallel.elastic else parallel.plan(modules)
             self._elastic = ElasticPlans(parallel, modules) if parallel.elastic else None
         self.data = with_commits(with_vocabulary(data, model))

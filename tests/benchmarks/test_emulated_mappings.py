@@ -15,7 +15,7 @@ from benchmarks._multiplexed_models import SHAPES
 from benchmarks.baselines.mappings import megatron, spindle
 from benchmarks.emulated_gpu import Slice, SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solver.solve import solve

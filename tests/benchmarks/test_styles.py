@@ -11,7 +11,7 @@ from benchmarks._styled_plans import backend, styled
 from benchmarks.emulation import ENTRY
 from benchmarks.styles import AUTO, BILLIONS, MODELS, searched
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.schedule.lower import full_program

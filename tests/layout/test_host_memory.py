@@ -19,7 +19,7 @@ from raymm.layout.host_memory import GIB, HostNeed, check_hosts, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 VISION = SiglipVisionConfig(

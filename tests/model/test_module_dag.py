@@ -63,7 +63,7 @@ def test_modules_come_from_configurations_too():
         "error": DagLoss(MeanSquare(), inputs={"x": "head"}),
     })
     assert dag.graph.backward == {"head", "error"}
-    spec = pickle.loads(pickle.dumps(dag.stage_spec("image")))
+    spec = pickle.loads(pickle.dumps(dag.spec("image")))
     built, here = spec.source.build(), dag.materialize().image
     for (name, mine), (_, theirs) in zip(
         built.named_parameters(), here.named_parameters(), strict=True

@@ -18,8 +18,8 @@ from parity_oracle import (
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.parallel_module import StepOutput
-from raymm.runtime.pipelined import MultimodalParallelModule
 from tests.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes

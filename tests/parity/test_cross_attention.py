@@ -25,7 +25,7 @@ from raymm.actors.sharding.visual_tokens import recomputes
 from raymm.errors import ModelError, ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement

@@ -13,7 +13,7 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.search.layouts import replicated

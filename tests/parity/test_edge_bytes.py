@@ -11,8 +11,7 @@ from test_cross_attention import model_of
 from benchmarks._sent_messages import message_rows, planned_bytes, sent_bytes
 from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.runtime.parallel_dag import DagParallelModule
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import DagParallelModule, MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan

@@ -12,7 +12,7 @@ from torch import nn
 from raymm.errors import PlanError, ProbeError
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from tests.actors.multiplex_models import WIDTH, clip_batch
 from tests.parity.test_pipelined_graphs import (

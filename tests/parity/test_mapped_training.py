@@ -27,7 +27,7 @@ from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore

@@ -16,7 +16,7 @@ from raymm.errors import CheckpointError, ModelError, NotFiniteError
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.skipped_step import SkippedStepWarning
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement

@@ -17,7 +17,7 @@ from raymm.errors import DataError, PlanError, ProbeError
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore

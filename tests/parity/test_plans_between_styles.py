@@ -10,7 +10,7 @@ from parity_models import batch, llama
 from test_multiplexed_style import model_of, step
 
 from raymm.model.multimodal import module_graph
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface

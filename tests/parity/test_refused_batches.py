@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raymm.errors import DataError
 from raymm.layout.mapping_plan import plan_of_mapping
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 

@@ -13,8 +13,8 @@ from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.parallel_model import MultimodalParallelModule
 from raymm.runtime.parallel_module import StepOutput
-from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId

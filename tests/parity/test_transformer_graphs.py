@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raymm.actors.modules.noise import SampleSeeds
-from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.runtime.parallel_model import DagParallelModule
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from tests.parity.graph_models import flow_batch, flowing, reading, reading_batch
 from tests.parity.test_mapped_graphs import mapped, split

@@ -14,8 +14,8 @@ from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
 from raymm.model.whole_model import from_pretrained
 from raymm.runtime.generation import Prompt, generate
-from raymm.runtime.specs import ParallelSpec
-from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.specs import ParallelSpec, whole_plan
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 TOKENS = 7

@@ -19,8 +19,8 @@ from raymm.actors.probe import small_model
 from raymm.actors.probe.whole.cut import cut_tower
 from raymm.errors import DataError, ModelError
 from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.specs import ParallelSpec
-from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.specs import ParallelSpec, whole_plan
 from tests.actors.multiplex_models import gradient_problems
 from tests.trainer_groups import trainer_groups
 

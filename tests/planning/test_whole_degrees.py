@@ -10,8 +10,7 @@ from benchmarks.vlm_matrix import KIND
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import from_pretrained
 from raymm.planning.degrees import DegreeRequest, refused_degrees
-from raymm.runtime.specs import ParallelSpec
-from raymm.runtime.whole.pipelined import whole_plan
+from raymm.runtime.specs import ParallelSpec, whole_plan
 
 
 def whole(name):

@@ -10,8 +10,11 @@ from raymm.errors import ClusterError, ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_dag import DagParallelModule
-from raymm.runtime.pipelined import MultimodalParallelModule, check_head_dims
+from raymm.runtime.parallel_model import (
+    DagParallelModule,
+    MultimodalParallelModule,
+    check_head_dims,
+)
 
 CLASSES = (MultimodalParallelModule, DagParallelModule)
 

@@ -32,8 +32,8 @@ from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.specs import ParallelSpec
-from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.specs import ParallelSpec, whole_plan
 from raymm.scheduler.program.program import Op
 from tests.trainer_groups import trainer_groups
 

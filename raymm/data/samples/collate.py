@@ -67,6 +67,7 @@ class MicrobatchMeta:
         digests: digests of integer inputs of a Hugging Face VLM that are not per token (grids,
             sizes) and determine the shapes of features.
         truncated: rows truncated to ``max_length``.
+        divisors: loss -> what its sum over the samples is divided by, for a graph of modules.
     """
 
     num_samples: int
@@ -82,6 +83,7 @@ class MicrobatchMeta:
     digests: dict[str, str] = field(default_factory=dict)
     feature_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     truncated: int = 0
+    divisors: dict[str, float] = field(default_factory=dict)
 
     @property
     def featured(self) -> tuple[str, ...]:

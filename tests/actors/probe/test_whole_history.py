@@ -12,7 +12,7 @@ from raymm.actors.probe.whole import history
 from raymm.actors.probe.whole.history import check_whole_history
 from raymm.actors.weights.source import ConfigSource
 from raymm.errors import ProbeError
-from raymm.layout.stage_builders import dag_stage_builders
+from raymm.layout.stage_builders import stage_builders
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.module_dag import ModuleDag
 from raymm.model.whole_model import FROZEN, WholeModel
@@ -134,6 +134,6 @@ def test_a_module_of_a_graph_that_keeps_state_is_named(given):
     dag = graph(Averaged(), **example)
     if given:
         with pytest.raises(ProbeError, match=r"'first'.*Averaged.*which change mean\."):
-            dag_stage_builders(dag, dag_plan(dag))
+            stage_builders(dag, dag_plan(dag))
     plain = graph(nn.Linear(4, 4))
-    dag_stage_builders(plain, dag_plan(plain))
+    stage_builders(plain, dag_plan(plain))

@@ -1,0 +1,307 @@
+"""Batches of a model: their checks, and the inputs that its modules read from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import singledispatch
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from raymm.batch.check import BatchCheck
+from raymm.batch.dag_check import DagCheck
+from raymm.batch.tried_inputs import TriedInputs
+from raymm.data import MicrobatchMeta
+from raymm.data.loading.builder import SampleCheck
+from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
+from raymm.data.loading.processed import describe_whole
+from raymm.errors import DataError
+from raymm.model.model import Model
+from raymm.model.module_dag import ModuleDag
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.ragged import split_rows
+from raymm.model.whole_batch import TEXT, TextShares, text_parts
+from raymm.model.whole_model import WholeModel
+from raymm.plural import plural
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.program.stage_samples import Samples, filled_samples, stage_samples
+
+# Inputs of each module by microbatch, and the metadata of the microbatches.
+Prepared = tuple[list[dict[str, Any]], list[MicrobatchMeta]]
+Retry = Callable[[Mapping[str, Any]], None]
+
+
+class Batches(ABC):
+    """Converts the batches of a model to inputs of its modules under a plan.
+
+    Attributes:
+        unnamed: True if samples have no ids.
+    """
+
+    unnamed = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def set_plan(self, plan: Plan) -> None:
+        """Continue under another plan with the same stages."""
+        self.plan = plan
+
+    @abstractmethod
+    def prepare(self, batch: Any) -> Prepared:
+        """Return the inputs of the modules by microbatch, and the metadata.
+
+        Args:
+            batch: one batch, which is split by rows into the plan's microbatches, or a list of
+                microbatches.
+
+        Raises:
+            DataError: the batch does not fit the model. Names the entry.
+        """
+
+    def sample_check(self) -> SampleCheck:
+        """Return the check that data workers apply to samples; it raises the errors of
+        :meth:`prepare`."""
+        raise NotImplementedError(f"{type(self).__name__} are not loaded by data workers")
+
+    def check(self, inputs: Sequence[Mapping[str, Any]], meta: Sequence[MicrobatchMeta]) -> None:
+        """Raise a ``DataError`` if modules cannot take prepared inputs as they are split."""
+        return
+
+    def samples(
+        self, meta: Sequence[MicrobatchMeta]
+    ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
+        """Return the samples and item offsets of each microbatch, if the plan splits samples."""
+        return (), ()
+
+    def stage_inputs(self, stage: Stage, inputs: Any, samples: Samples | None) -> Any:
+        """Return the inputs that one stage reads of its module's."""
+        return inputs
+
+    def step_fields(self, meta: Sequence[MicrobatchMeta]) -> dict[str, Any]:
+        """Return further fields of the step's :class:`raymm.actors.executor.step_meta.StepMeta`."""
+        return {}
+
+    def _listed(self, batches: Sequence[Any]) -> list[Any]:
+        most = self.plan.num_microbatches
+        if not 1 <= len(batches) <= most:
+            raise DataError(
+                f"a step has {plural(len(batches), 'microbatch', 'es')}; accepted: 1 to {most}, as "
+                "in the plan"
+            )
+        return list(batches)
+
+
+@singledispatch
+def batches_of(
+    model: Model, plan: Plan, autocast: str | None, retries: Mapping[str, Retry]
+) -> Batches:
+    """Return the batches of a model under a plan.
+
+    Args:
+        autocast: autocast dtype of the ranks; None without autocast.
+        retries: for each encoder that is cut or sharded, a function that raises a ``ProbeError`` if
+            its stages do not work for some inputs.
+    """
+    raise TypeError(f"models of class {type(model).__name__} have no batches")
+
+
+class PartsBatches(Batches):
+    """Batches of a :class:`raymm.MultimodalModule`: text, and a dict of tensors by encoder."""
+
+    def __init__(
+        self, model: MultimodalModule, plan: Plan, autocast: str | None,
+        retries: Mapping[str, Retry],
+    ) -> None:
+        super().__init__(plan)
+        self._model = model
+        self._check = BatchCheck(model, autocast)
+        self._tried = TriedInputs(model)
+        self._tried.retries.update(retries)
+
+    def prepare(self, batch: Any) -> Prepared:
+        microbatches = self._check.microbatches(batch, self.plan.num_microbatches)
+        return describe_microbatches(
+            [self._arranged(microbatch) for microbatch in microbatches], self._model.encoder_names
+        )
+
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        if self.plan.splits_samples:
+            microbatch = items_by_row(microbatch)
+        encoders = self._model.encoders
+        for stage in self.plan.stages:
+            name, purpose = stage.module, None
+            if stage.split == SAMPLES:
+                purpose = "to deal them out by samples"
+            # Only the rank sees the output of a preprocess callback.
+            elif stage.sharding == "fsdp" and name in encoders and (
+                not encoders[name].preprocess_callback
+            ):
+                purpose = "with sharding 'fsdp'"
+            if purpose is not None and name in encoders and name in microbatch:
+                check_split(name, microbatch[name], purpose)
+        return microbatch
+
+    def sample_check(self) -> SampleCheck:
+        return self._check.of_samples()
+
+    def check(self, inputs: Sequence[Mapping[str, Any]], meta: Sequence[MicrobatchMeta]) -> None:
+        self._tried.check(inputs, meta)
+
+    def samples(
+        self, meta: Sequence[MicrobatchMeta]
+    ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
+        if not self.plan.splits_samples:
+            return (), ()
+        offsets = tuple(
+            {name: _offsets(name, microbatch) for name in microbatch.items} for microbatch in meta
+        )
+        samples = tuple(
+            filled_samples(self.plan, microbatch.num_samples, module_offsets)
+            for microbatch, module_offsets in zip(meta, offsets, strict=True)
+        )
+        return samples, offsets
+
+
+def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
+    """Return the first item of each sample, followed by the number of items."""
+    rows = list(meta.items[name])
+    if rows != sorted(rows):
+        raise DataError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
+    counts = [0] * meta.num_samples
+    for row in rows:
+        counts[row] += 1
+    return (0, *accumulate(counts))
+
+
+class VlmBatches(Batches):
+    """Batches of a Hugging Face VLM: the output of its processor with ``labels``.
+
+    The split of one batch uses ``sample_index``, the row of every item by tower, (N,) int64; it is
+    required unless there is one item per row.
+    """
+
+    def __init__(self, model: WholeModel, plan: Plan) -> None:
+        super().__init__(plan)
+        self._model = model
+        text = plan.replicas(LANGUAGE_MODEL)[0][0]
+        self._check = replace(
+            model.batch_check, shares=TextShares(text.cp, text.fsdp, model.packing)
+        )
+
+    def prepare(self, batch: Any) -> Prepared:
+        batches = self._split(batch) if isinstance(batch, Mapping) else batch
+        microbatches, meta = [], []
+        for microbatch in self._listed(batches):
+            self._check(microbatch)
+            inputs = text_parts(self._model.tower_inputs, microbatch)
+            ids = [str(row) for row in range(len(microbatch["input_ids"]))]
+            present = {name: [0] for name in inputs if name != TEXT}
+            microbatches.append(inputs)
+            meta.append(describe_whole(microbatch, inputs, ids, present))
+        if not sum(metadata.label_tokens for metadata in meta):
+            raise DataError("labels of the step are all -100; accepted: at least one label")
+        return microbatches, meta
+
+    def _split(self, batch: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        index = batch.get("sample_index", {})
+        entries = {name: value for name, value in batch.items() if name != "sample_index"}
+        self._model.check(entries)
+        towers = {t.name: tuple(e for _, e in t.arguments) for t in self._model.towers}
+        return split_rows(entries, towers, index, self.plan.num_microbatches)
+
+    def sample_check(self) -> SampleCheck:
+        return self._check
+
+
+class GraphBatches(Batches):
+    """Batches of a :class:`raymm.ModuleDag`: entries with samples in dimension 0."""
+
+    unnamed = True
+
+    def __init__(self, dag: ModuleDag, plan: Plan) -> None:
+        super().__init__(plan)
+        self._dag = dag
+        self._check = DagCheck(dag)
+
+    def prepare(self, batch: Any) -> Prepared:
+        if isinstance(batch, Mapping):
+            self._check.check(batch)
+            batches = self._split(batch)
+        else:
+            batches = self._listed(batch)
+        for microbatch in batches:
+            self._check.check(microbatch)
+        inputs = [
+            {
+                name: {entry: microbatch[entry] for entry in node.reads.values()}
+                for name, node in self._dag.nodes.items() if node.reads
+            }
+            for microbatch in batches
+        ]
+        return inputs, list(map(self._described, batches, inputs))
+
+    def _split(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        samples, count = self._dag.batch_size(batch), self.plan.num_microbatches
+        if samples % count:
+            raise DataError(
+                f"a batch of {samples} samples does not divide into {count} microbatches; "
+                "accepted: a multiple of that number, or a list of microbatches"
+            )
+        size = samples // count
+        # Copies: views would bring the whole batch along.
+        return [
+            {name: value[lo : lo + size].clone() for name, value in batch.items()}
+            for lo in range(0, samples, size)
+        ]
+
+    def _described(
+        self, batch: Mapping[str, torch.Tensor], inputs: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> MicrobatchMeta:
+        size = self._dag.batch_size(batch)
+        return MicrobatchMeta(
+            num_samples=size, seq_len=0, tokens=0, lengths=(), label_tokens=0,
+            items={name: [*range(size)] for name in self._dag.nodes},
+            shapes={
+                name: {key: tuple(value.shape) for key, value in entries.items()}
+                for name, entries in inputs.items()
+            },
+            sample_ids=(),
+            dtypes={
+                name: {key: str(value.dtype) for key, value in entries.items()}
+                for name, entries in inputs.items()
+            },
+            divisors=self._dag.divisors(batch),
+        )
+
+    def samples(
+        self, meta: Sequence[MicrobatchMeta]
+    ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
+        return tuple(Samples(microbatch.num_samples) for microbatch in meta), ()
+
+    def stage_inputs(self, stage: Stage, inputs: Any, samples: Samples | None) -> Any:
+        assert samples is not None  # a graph's microbatches are samples
+        (first, *_) = stage_samples(self.plan, stage, samples)
+        if first.size == samples.size:
+            return inputs
+        # Copies: views would bring the whole batch along.
+        return {name: value[slice(*first)].clone() for name, value in inputs.items()}
+
+    def step_fields(self, meta: Sequence[MicrobatchMeta]) -> dict[str, Any]:
+        sizes = [microbatch.num_samples for microbatch in meta]
+        noisy = any(node.noise for node in self._dag.nodes.values())
+        return {
+            "scales": self._dag.scales([microbatch.divisors for microbatch in meta]),
+            "first_samples": tuple(accumulate(sizes[:-1], initial=0)) if noisy else (),
+            "sample_counts": tuple(sizes),
+        }
+
+
+batches_of.register(MultimodalModule, PartsBatches)
+batches_of.register(WholeModel, lambda model, plan, *_: VlmBatches(model, plan))
+batches_of.register(ModuleDag, lambda model, plan, *_: GraphBatches(model, plan))

@@ -1,0 +1,78 @@
+"""Common interface of models, which plans, trainers, checkpoints and batch checks use."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from raymm.actors.experts.router_loss import Mixture
+from raymm.errors import ModelError
+from raymm.kernels.preference import PreferenceLoss
+from raymm.model.module import Module
+from raymm.scheduler.graph.module_graph import ModuleGraph
+
+
+class Model(ABC):
+    """Description of a model: modules, their graph, and what its loss needs.
+
+    Attributes:
+        graph: modules and the edges between them.
+        packing: True if the rows of a microbatch run as one sequence without padding.
+        preference: loss for pairs of answers; None for cross entropy.
+        mixture: mixture of experts of the language model; None for a dense model.
+        changing: modules that a run freezes or unfreezes while it trains; their weights are in all
+            checkpoints, frozen or not.
+        module_names: all modules; the language model is last.
+        encoder_names: modules that feed the language model.
+        computed_attention: modules whose attention raymm computes under every plan.
+        separate_features: True if cached features replace the first stage of an encoder; False if
+            that stage also runs what follows them.
+        adapts_language: True if adapters of the language model are trained, not its weights.
+        language_field: field of a configuration that says how the language model is trained.
+        rows_in_layout: True if the layout of messages depends on the rows' lengths and items.
+    """
+
+    graph: ModuleGraph
+    packing: bool = False
+    preference: PreferenceLoss | None = None
+    mixture: Mixture | None = None
+    changing: frozenset[str] = frozenset()
+    module_names: tuple[str, ...] = ()
+    encoder_names: tuple[str, ...] = ()
+    computed_attention: frozenset[str] = frozenset()
+    separate_features: bool = False
+    adapts_language: bool = False
+    language_field: str = "model.language_model.train"
+    rows_in_layout: bool = False
+
+    @abstractmethod
+    def module(self, name: str) -> Module:
+        """Return a module, which plans cut, shard and build."""
+
+    @abstractmethod
+    def spec(self, name: str) -> Any:
+        """Return the spec of a module for the ranks."""
+
+    @abstractmethod
+    def reloadable(self) -> frozenset[str]:
+        """Return the modules whose frozen weights checkpoints need not contain."""
+
+    @abstractmethod
+    def parameter_name(self, module: str, name: str) -> str:
+        """Return the model's name for a parameter that stages of a module name ``name``."""
+
+    def set_changing(self, modules: Iterable[str]) -> None:
+        """Set the modules that a run freezes or unfreezes while it trains."""
+        self.changing = frozenset(modules)
+
+    def check_loss(self) -> None:
+        """Raise a ProbeError if the model computes another loss than the one that is trained."""
+        return
+
+    def by_parts(self, what: str) -> Any:
+        """Return the model if it is described by its parts. Raises a ModelError, which begins with
+        ``what``, for other models."""
+        raise ModelError(
+            f"{what}; accepted for a model that is given by its parts, not for a Hugging Face VLM"
+        )
