@@ -41,9 +41,12 @@ class Batches(ABC):
 
     Attributes:
         unnamed: True if samples have no ids.
+        text_reader: module that reads the inputs under the name :data:`TEXT`; None if that is the
+            name of a module.
     """
 
     unnamed = False
+    text_reader: str | None = LANGUAGE_MODEL
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -223,6 +226,7 @@ class GraphBatches(Batches):
     """Batches of a :class:`raymm.ModuleDag`: entries with samples in dimension 0."""
 
     unnamed = True
+    text_reader = None
 
     def __init__(self, dag: ModuleDag, plan: Plan) -> None:
         super().__init__(plan)
@@ -296,7 +300,7 @@ class GraphBatches(Batches):
         sizes = [microbatch.num_samples for microbatch in meta]
         noisy = any(node.noise for node in self._dag.nodes.values())
         return {
-            "scales": self._dag.scales([microbatch.divisors for microbatch in meta]),
+            "scales": self._dag.loss_factors([microbatch.divisors for microbatch in meta]),
             "first_samples": tuple(accumulate(sizes[:-1], initial=0)) if noisy else (),
             "sample_counts": tuple(sizes),
         }

@@ -152,7 +152,12 @@ class ModuleDag(nn.Module, Model):
             for name, node in self.nodes.items() if isinstance(node, DagLoss)
         }
 
-    def scales(self, divisors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return :meth:`loss_factors` of the samples of all batches. Raises ModelError for a batch
+        that is not accepted."""
+        return self.loss_factors(list(map(self.divisors, batches)))
+
+    def loss_factors(self, divisors: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the factor of each loss's sum over the samples of all batches, from their
         :meth:`divisors`. Raises ModelError if these sum to 0 or are not finite."""
         scales = {}
@@ -180,7 +185,7 @@ class ModuleDag(nn.Module, Model):
         """
         self.materialize()
         samples = Range(0, self.batch_size(batch))
-        scales = self.scales([self.divisors(batch)])
+        scales = self.scales(batch)
         outputs: dict[str, dict[str, torch.Tensor]] = {}
         losses = {}
         for name, spec in self.specs().items():

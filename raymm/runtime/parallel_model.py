@@ -347,8 +347,9 @@ class ParallelModel(ParallelModule):
     ) -> Iterator[tuple[Stage, Any]]:
         """Yield the stages that read something of a microbatch, each with a dict of tensors or a
         Ray reference to one."""
+        reader = self._inputs_of.text_reader
         for name, data in module_inputs.items():
-            module = LANGUAGE_MODEL if name == TEXT else name
+            module = reader if reader and name == TEXT else name
             skipped = self.model.separate_features and module in meta.featured
             for stage in self._readers(module, index, int(skipped)):
                 yield stage, data
@@ -356,13 +357,13 @@ class ParallelModel(ParallelModule):
             if name in self.options.features:
                 for stage in self._readers(name, index):
                     yield stage, {KEYS: keys}
-        if TEXT not in module_inputs:
+        if reader is None:
             return
         rows = {name: torch.tensor(items, device="cpu") for name, items in meta.items.items()}
-        for stage in self._readers(LANGUAGE_MODEL, index):
+        for stage in self._readers(reader, index):
             yield stage, {"sample_index": rows}
         if references:
-            for stage in self._readers(LANGUAGE_MODEL, index, -1):
+            for stage in self._readers(reader, index, -1):
                 yield stage, {REFERENCE: references[index]}
 
     def _featured(self, meta: Sequence[MicrobatchMeta]) -> tuple[tuple[str, ...], ...]:

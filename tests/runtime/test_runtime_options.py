@@ -15,6 +15,7 @@ from raymm.runtime.parallel_model import (
     MultimodalParallelModule,
     check_head_dims,
 )
+from raymm.runtime.specs import MultimodalParallelSpec
 
 CLASSES = (MultimodalParallelModule, DagParallelModule)
 
@@ -79,8 +80,9 @@ def wide_model(mask: str | None) -> MultimodalModule:
 
 def test_unsupported_head_dims_are_refused_early():
     said = "llm: .*self_attn has head dimension 520; accepted on cuda: at most 512"
+    model = wide_model("causal")
     with pytest.raises(ModelError, match=said):
-        MultimodalParallelModule(wide_model("causal"), None, device="cuda")  # type: ignore[arg-type]
+        MultimodalParallelSpec().apply(model, device="cuda")
     wide, on_gpus = wide_model("causal"), RuntimeOptions(device="cuda")
     for allowed in (RuntimeOptions(), RuntimeOptions(device="cuda", kernels="auto")):
         check_head_dims(wide, allowed, ["llm"])

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 import transformers as hf
 
 from raymm.actors.weights.source import ConfigSource
-from raymm.batch.tried_inputs import check_loss
 from raymm.errors import ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
@@ -58,14 +57,14 @@ def model_with(loss, **options) -> MultimodalModule:
 ])  # fmt: skip
 def test_another_loss_is_refused_unless_it_is_ignored(loss, says):
     with pytest.raises(ProbeError, match=says) as error:
-        check_loss(model_with(loss))
+        model_with(loss).check_loss()
     assert "MultimodalModule(..., router_loss='ignore')" in str(error.value)
-    check_loss(model_with(loss, router_loss="ignore"))
+    model_with(loss, router_loss="ignore").check_loss()
 
 
 def test_the_next_token_cross_entropy_and_no_loss_are_accepted():
-    check_loss(model_with(plain))
-    check_loss(model_with(lambda logits, labels: None))
+    model_with(plain).check_loss()
+    model_with(lambda logits, labels: None).check_loss()
 
     class WithoutLabels(hf.LlamaForCausalLM):
         def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, use_cache=None):
@@ -73,7 +72,7 @@ def test_the_next_token_cross_entropy_and_no_loss_are_accepted():
                 input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
             )
 
-    check_loss(MultimodalModule({}, ModalityModule(WithoutLabels(hf.LlamaConfig(**SIZES)))))
+    MultimodalModule({}, ModalityModule(WithoutLabels(hf.LlamaConfig(**SIZES)))).check_loss()
 
 
 def test_classes_with_labels_shifted_by_the_caller_are_refused():
@@ -82,4 +81,4 @@ def test_classes_with_labels_shifted_by_the_caller_are_refused():
     )  # fmt: skip
     source = ConfigSource(hf.BartForCausalLM, bart)
     with pytest.raises(ProbeError, match="The loss of BartForCausalLM .*label of the same token"):
-        check_loss(MultimodalModule({}, ModalityModule(source)))
+        MultimodalModule({}, ModalityModule(source)).check_loss()

@@ -15,7 +15,7 @@ from raymm.actors.probe.experts import own_loss
 from raymm.actors.probe.history import check_history
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.source import ConfigSource
-from raymm.batch.tried_inputs import TriedInputs, check_loss
+from raymm.batch.tried_inputs import TriedInputs
 from raymm.errors import ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
@@ -111,12 +111,12 @@ def test_stateful_modules_are_refused_before_actors_start():
         TriedInputs(MultimodalModule({"vision": encoder}, ModalityModule(llama)))
     counting = MultimodalModule({}, ModalityModule(Counting(llama.config)))
     with pytest.raises(ProbeError, match=r"'llm'.*Counting.*longest"):
-        check_loss(counting)
+        counting.check_loss()
     dynamic = hf.LlamaConfig(
         **SMALL, max_position_embeddings=4,
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
     )
-    check_loss(MultimodalModule({}, ModalityModule(hf.LlamaForCausalLM(dynamic))))
+    MultimodalModule({}, ModalityModule(hf.LlamaForCausalLM(dynamic))).check_loss()
 
 
 @pytest.mark.parametrize("kind, name", [(k, n) for k in (LANGUAGE, ENCODER) for n in QUICK[k]])
