@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import ray
@@ -99,13 +100,13 @@ class Snapshots:
 def keepers(nodes: Mapping[int, str]) -> dict[int, int]:
     """Return, for each rank, the next rank (cyclically) that is on another node. Ranks without such
     a rank are omitted."""
-    ranks = sorted(nodes)
+    ring = sorted(nodes) * 2
     keeper_of: dict[int, int] = {}
-    for index, rank in enumerate(ranks):
-        candidates = (*ranks[index + 1 :], *ranks[:index])
-        keeper = next((peer for peer in candidates if nodes[peer] != nodes[rank]), None)
-        if keeper is not None:
-            keeper_of[rank] = keeper
+    for rank, peer in reversed(list(pairwise(ring))):
+        if nodes[peer] != nodes[rank]:
+            keeper_of[rank] = peer
+        elif peer in keeper_of:  # on the same node, so it needs the same one
+            keeper_of[rank] = keeper_of[peer]
     return keeper_of
 
 

@@ -26,11 +26,13 @@ from raymm.cli.plan_styles import (
     run_style,
     save_pipelined,
     show,
+    show_hosts,
     with_given,
 )
 from raymm.config.planning_options import PIPELINED, PlanOptions
 from raymm.errors import ConfigError
 from raymm.files.output import Output
+from raymm.files.section import MOST_COUNT
 from raymm.plural import plural
 from raymm.training.under_way import UnderWay
 
@@ -51,6 +53,9 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add_option_arguments(command, PlanOptions)
     add("--microbatches", type=int, metavar="N", help="microbatches per step (default: the data's)")
+    add("--host-memory-gib", type=float, metavar="X",
+        help="GiB of host memory per node (default: of a connected cluster's nodes, else not "
+             "checked)")  # fmt: skip
     add("--measure", type=int, metavar="K", help="run the best K plans and pick by measurement")
     add("--out", help="folder for plan.json and pictures (default: run.storage_path)")
     add("--svg", action="store_true", help="pictures as SVG instead of PNG")
@@ -70,6 +75,11 @@ def _run_plan(args: argparse.Namespace) -> None:
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    if args.host_memory_gib is not None and not 0 < args.host_memory_gib <= MOST_COUNT:
+        raise ConfigError(
+            f"--host-memory-gib is {args.host_memory_gib}; it must be above 0 and at most "
+            f"{MOST_COUNT}"
+        )
     config = load_config(args.config, args.overrides)
     check_files(config)
     style = check_style(args, config.parallel.style)
@@ -116,6 +126,7 @@ def _run_plan(args: argparse.Namespace) -> None:
             raise PlanError(planned.unfit)
         if args.measure is not None:
             planned = _measured(args.measure, config, model, planned, console)
+        show_hosts(args, config, model, planned.plan, planned.costs, console)
     save_pipelined(planned, output, suffix, console)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
     from raymm.model.multimodal import MultimodalModule
     from raymm.model.whole_model import WholeModel
+    from raymm.planning.inputs import Costs
     from raymm.planning.multiplexed import PlannedMultiplexed
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
@@ -129,6 +130,7 @@ def run_style(
         if multiplexed.unfit:
             raise PlanError(multiplexed.unfit)
         mapped = step_plan(inputs, multiplexed)
+        show_hosts(args, config, model, mapped, inputs.costs, console)
         _save(mapped, multiplexed, output, suffix, console)
         return
     with UnderWay(console, "planning in both styles, pipelined and multiplexed") as work:
@@ -143,8 +145,11 @@ def run_style(
     if chosen is None:
         if multiplexed is None or comparison.style is None:
             raise PlanError("neither style fits: " + "; ".join(comparison.refused.values()))
-        _save(step_plan(inputs, multiplexed), multiplexed, output, suffix, console)
+        mapped = step_plan(inputs, multiplexed)
+        show_hosts(args, config, model, mapped, inputs.costs, console)
+        _save(mapped, multiplexed, output, suffix, console)
         return
+    show_hosts(args, config, model, chosen, inputs.costs, console)
     if chosen.num_microbatches != workload.microbatches:
         console.print(_microbatches_note(chosen.num_microbatches, workload.microbatches),
                       highlight=False, soft_wrap=True)  # fmt: skip
@@ -204,6 +209,35 @@ def show(planned: Planned | PlannedMultiplexed, console: Console) -> None:
     """Print the table and the explanation."""
     console.print(planned.table())
     console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_hosts(
+    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule | WholeModel,
+    plan: Plan, costs: Costs, console: Console,
+) -> None:
+    """Print the host memory that the nodes of a plan need. Raises PlanError if it is known that
+    they do not have it: from ``--host-memory-gib``, or from a connected cluster."""
+    import ray
+
+    from raymm.actors.host.memory import CopyOptions, HostMemory
+    from raymm.costs.named_devices import CPU
+    from raymm.planning.host_memory import PlannedHosts, cluster_hosts
+    from raymm.scheduler.schedule.memory import GIB
+
+    run = config.run
+    device = run.device
+    if device == "auto":
+        device = CPU if costs.device is not None and costs.device.name == CPU else "cuda"
+    copies = CopyOptions(run.asynchronous_checkpoints, run.snapshot_every is not None)
+    hosts = PlannedHosts.of(
+        model, plan, config.optimizer.build(run.steps), copies, device, costs.ranks_per_node
+    )
+    console.print(hosts.table())
+    if args.host_memory_gib is not None:
+        memory = int(args.host_memory_gib * GIB)
+        hosts.check([HostMemory("", "each node", memory)] * len(hosts.needs))
+    elif ray.is_initialized():
+        hosts.check(cluster_hosts(device))
 
 
 def _save(

@@ -42,8 +42,8 @@ def with_optimizer(
             skeletons.append(("projector.", projector.skeleton()))
         for prefix, skeleton in skeletons:
             rule, matrices = config.rule_of(name, prefix), matrices_of([skeleton])
-            parameters, products = _layers(skeleton, spec.num_blocks), products_of([skeleton])
-            for layer, parameter in parameters:
+            products = products_of([skeleton])
+            for layer, parameter in parameter_layers(skeleton, spec.num_blocks):
                 if parameter.requires_grad:
                     layer_sums = sums[layer if prefix == "module." else len(layers) - 1]
                     layer_sums[0] += parameter.numel()
@@ -67,7 +67,7 @@ def _moments(rule: UpdateRule, parameter: nn.Parameter, matrices: set[int]) -> f
     return 1.0 if rule.name == MUON and id(parameter) in matrices else float(MOMENTS)
 
 
-def _layers(module: nn.Module, count: int) -> Iterator[tuple[int, nn.Parameter]]:
+def parameter_layers(module: nn.Module, count: int) -> Iterator[tuple[int, nn.Parameter]]:
     """Yield the layer of every parameter. Parameters before the blocks belong to the first layer,
     those after them to the last, and a head that is also an embedding to both."""
     path = find_blocks(module)

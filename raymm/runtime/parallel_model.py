@@ -33,7 +33,7 @@ from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.errors import DataError, ModelError, PlanError
 from raymm.kernels.flash.gpu.launch_configs import LARGEST_HEAD_DIM
-from raymm.layout.host_memory import check_hosts, host_needs
+from raymm.layout.host_memory import check_hosts, host_needs, offloads
 from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants, differences
@@ -163,7 +163,7 @@ class ParallelModel(ParallelModule):
         if (astride := straddling(plan, self.group.placement.process_nodes)) is not None:
             run.placement.say(astride)
         self._check_weights()
-        if any(run.copies):
+        if any(run.copies) or offloads(plan):
             needs = host_needs(ranks, self.model, run.optimizer, run.copies, run.device)
             try:
                 check_hosts(needs, self.group.call("host_memory"))

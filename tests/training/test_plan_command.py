@@ -121,6 +121,21 @@ def test_a_given_layout_is_evaluated_unchanged(raymm, make_config, tmp_path, wid
         assert "<svg" in (tmp_path / "plan" / name).read_text()
 
 
+def test_host_memory_is_shown_and_refused_if_a_node_lacks_it(raymm, make_config, tmp_path, wide):
+    config = make_config({"run.snapshot_every": 2})
+    code, text = raymm("plan", config, "--out", str(tmp_path / "a"))
+    assert code == 0 and re.search(r"^host memory of 1 node ", text, re.M)
+    columns = "node processes checkpoint snapshots pinned offloaded total"
+    assert re.search("^" + columns.replace(" ", " +"), text, re.M)
+    code, text = raymm("plan", config, "--out", str(tmp_path / "b"), "--host-memory-gib", "1e-6")
+    assert code == 2 and "on each node need" in text
+    assert "snapshots (run.snapshot_every)" in text
+    assert "asynchronous checkpoints (run.asynchronous_checkpoints)" in text
+    assert not (tmp_path / "b").exists()
+    code, text = raymm("plan", config, "--host-memory-gib", "0")
+    assert code == 2 and "--host-memory-gib is 0.0; it must be above 0" in text
+
+
 def test_a_saved_plan_is_evaluated_and_rejected_if_too_large(
     raymm, make_config, tmp_path, wide
 ):
