@@ -4,11 +4,15 @@ Run with `python -m benchmarks.host_stalls --json`.
 
 Full steps (forwards, backwards, messages, clipping, AdamW) of a tiny vision-language model run
 through a rank's actor, on a CPU that pretends to be a GPU. Waits are counted by CUDA's rules, per
-file and line, from the first instruction to the last one. Losses and norms are compared with those
-on the CPU.
+file and line. Losses and norms are compared with those on the CPU. All numbers are the largest of
+any rank's third step.
 
-- `waits_per_step`: largest number of waits in any rank's third step, over all cases;
-- `cases`: `waits_per_step`, `waits_by_place`, `max_relative_error` and `bound` of each case.
+- `waits_per_step`: waits from the first instruction to the last one, over all cases;
+- `waits_at_start`: waits from the call to the first instruction, before anything is issued;
+- `waits_at_end`: waits from the last instruction to the return of the step. The device is idle from
+  the last of them until the next step issues its first kernel;
+- `cases`: these three numbers, `waits_by_place` of each part, `max_relative_error` and `bound` of
+  each case.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ RANKS = {
     "fp32": 1, "bf16": 1, "frozen": 1, "plain": 1, "packed": 1, "two ranks": 2,
     "two ranks, plain": 2,
 }  # fmt: skip
+# Names of the numbers by part of a step.
+FIGURES = {"start": "waits_at_start", "within": "waits_per_step", "end": "waits_at_end"}
 BOUNDS = {"fp32": 1e-5, "packed": 1e-5, "two ranks, plain": 1e-5}
 BF16_BOUND = 1e-3
 SECONDS = 240
@@ -52,10 +58,13 @@ def measure(case: str) -> dict[str, Any]:
         if process.returncode:
             raise RuntimeError(f"{case}:\n{errors}")
     results = [json.loads(text.splitlines()[-1]) for text, _ in outputs]
-    most = max(results, key=lambda result: sum(result["waits"].values()))["waits"]
+    most = {
+        part: max((result["waits"][part] for result in results), key=lambda at: sum(at.values()))
+        for part in FIGURES
+    }
     return {
         "case": case,
-        "waits_per_step": sum(most.values()),
+        **{figure: sum(most[part].values()) for part, figure in FIGURES.items()},
         "waits_by_place": most,
         "max_relative_error": max(result["max_relative_error"] for result in results),
         "bound": BOUNDS.get(case, BF16_BOUND),
@@ -80,18 +89,20 @@ def main() -> int:
     options.add_argument("--cases", nargs="+", choices=RANKS, default=list(RANKS))
     chosen = options.parse_args()
     cases = [measure(case) for case in chosen.cases]
-    table = Table(title="waits of the host within a step")
-    for heading in ("case", "waits", "error", "where"):
+    table = Table(title="waits of the host in a step")
+    for heading in ("case", "at its start", "within", "at its end", "error", "where"):
         table.add_column(heading)
     for case in cases:
-        where = ", ".join(f"{count} {place}" for place, count in case["waits_by_place"].items())
-        table.add_row(
-            case["case"], str(case["waits_per_step"]), f"{case['max_relative_error']:.1e}", where
+        where = "\n".join(
+            f"{count} {place}" for part in case["waits_by_place"].values()
+            for place, count in part.items()
         )
+        numbers = (str(case[figure]) for figure in FIGURES.values())
+        table.add_row(case["case"], *numbers, f"{case['max_relative_error']:.1e}", where)
     _common.console().print(table)
     result = {
         "benchmark": "host_stalls",
-        "waits_per_step": max(case["waits_per_step"] for case in cases),
+        **{figure: max(case[figure] for case in cases) for figure in FIGURES.values()},
         "cases": cases,
         "machine": _common.machine(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from raymm.scheduler.program.program import OPTIMIZER_OPS, Op
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.search.stage_space import make_plan
 
+START, WITHIN, END = PARTS = "start", "within", "end"
 STEPS = 3
 """Number of steps. Waits are counted in the last, when layouts and gradients are known."""
 # Relative differences of losses and norms: other summation order, or rounding to bf16.
@@ -90,7 +92,7 @@ class RankProcess:
     """Rank of a plan in this process, with everything that an actor does in a step."""
 
     def __init__(
-        self, case: Case, rank: int, port: int, kind: str, waits: Mapping[str, int]
+        self, case: Case, rank: int, port: int, kind: str, waits: Counter[str]
     ) -> None:
         model = _model(case)
         plan = _plan(model, case)
@@ -108,15 +110,24 @@ class RankProcess:
             int((batch["labels"][:, 1:] != -100).sum()) for batch in microbatches(TINY)
         )
         self._number = 0
-        self._waits, self.counted = waits, {}
+        self._waits = waits
+        # Waits of the last step by part: before its first instruction, in its instructions, after.
+        self.counted: dict[str, dict[str, int]] = {}
         enter = self.actor.task_tracker.enter
 
         def noting(task: Any) -> None:
             enter(task)
-            if task == "the end of a step":
-                self.counted = dict(self._waits)
+            if not isinstance(task, str) and not self.counted:
+                self._close(START)
+            elif task == "the end of a step":
+                self._close(WITHIN)
 
         self.actor.task_tracker.enter = noting
+
+    def _close(self, part: str) -> None:
+        """Assign the waits since the last part of the step to this one."""
+        self.counted[part] = dict(self._waits)
+        self._waits.clear()
 
     def load(self) -> None:
         """Load the step's program, which the actor drops when it reconnects."""
@@ -141,7 +152,10 @@ class RankProcess:
         meta = StepMeta(self._number, self._labels, (0,) * TINY.microbatches)
         self._number += 1
         layout = [(stage, microbatch) for stage, microbatch, _ in self._inputs]
+        self._waits.clear()
+        self.counted = {}
         result = self.actor.run_step("step", meta, layout, *(i for *_, i in self._inputs))
+        self._close(END)
         return sum(result.losses.values()), result.grad_norm or 0.0
 
 
@@ -160,7 +174,6 @@ def run(name: str, rank: int, port: int) -> dict[str, Any]:
             process = RankProcess(case, rank, port + again, kind, waits)
             steps = []
             for _ in range(STEPS):
-                waits.clear()
                 steps.append(process.step())
             counted = process.counted
             numbers.append(torch.tensor(steps, dtype=torch.float64, device="cpu"))
