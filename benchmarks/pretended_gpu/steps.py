@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,7 +91,7 @@ class RankProcess:
     """Rank of a plan in this process, with everything that an actor does in a step."""
 
     def __init__(
-        self, case: Case, rank: int, port: int, kind: str, waits: Counter[str]
+        self, case: Case, rank: int, port: int, kind: str, waits: dict[str, int]
     ) -> None:
         model = _model(case)
         plan = _plan(model, case)
