@@ -38,8 +38,7 @@ from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
-    from raymm.model.multimodal import MultimodalModule
-    from raymm.model.whole_model import WholeModel
+    from raymm.model.model import Model
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
     from raymm.scheduler.plan.plan import Plan
@@ -131,7 +130,7 @@ def _run_plan(args: argparse.Namespace) -> None:
 
 
 def _check_runs(
-    config: TrainConfig, model: MultimodalModule | WholeModel, plan: Plan | None
+    config: TrainConfig, model: Model, plan: Plan | None
 ) -> None:
     """Run the checks of ``raymm train`` before it starts processes, and for a given plan also the
     check that the model can run under it. A search omits plans that cannot run."""
@@ -174,7 +173,7 @@ def _request(args: argparse.Namespace, config: TrainConfig) -> PlanRequest:
 
 
 def _planned(
-    config: TrainConfig, model: MultimodalModule | WholeModel, plan: Plan | None,
+    config: TrainConfig, model: Model, plan: Plan | None,
     request: PlanRequest, console: Console,
 ) -> Planned:
     """Return a plan that raymm makes, or the evaluated given one."""
@@ -238,7 +237,7 @@ def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest
 
 
 def _measured(
-    count: int, config: TrainConfig, model: MultimodalModule | WholeModel, planned: Planned,
+    count: int, config: TrainConfig, model: Model, planned: Planned,
     console: Console,
 ) -> Planned:
     """Run the best plans, and return the planned object with the fastest as its plan."""

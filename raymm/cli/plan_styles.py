@@ -23,8 +23,7 @@ from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
-    from raymm.model.multimodal import MultimodalModule
-    from raymm.model.whole_model import WholeModel
+    from raymm.model.model import Model
     from raymm.planning.inputs import Costs
     from raymm.planning.multiplexed import PlannedMultiplexed
     from raymm.planning.plan import Planned
@@ -83,7 +82,7 @@ def planned_precision(config: TrainConfig, request: PlanRequest) -> str:
     return resolve_precision(config.run.precision, device)
 
 
-def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
+def given_plan(config: TrainConfig, model: Model) -> Plan | None:
     """Return the plan of the configuration's layouts or file; None without. Raises ConfigError for
     a multiplexed mapping, which is complete already, and PlanError if the plan cannot run."""
     from raymm.config.build import build_plan
@@ -99,7 +98,7 @@ def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
 
 
 def run_style(
-    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule | WholeModel,
+    args: argparse.Namespace, config: TrainConfig, model: Model,
     plan: Plan | None, request: PlanRequest, *, note: str | None, output: Output, suffix: str,
     console: Console,
 ) -> None:
@@ -167,7 +166,7 @@ def _microbatches_note(planned: int, configured: int) -> str:
 
 
 def _say_what_is_mapped(
-    workload, request: PlanRequest, model: MultimodalModule | WholeModel, note: str | None,
+    workload, request: PlanRequest, model: Model, note: str | None,
     console: Console,
 ) -> None:
     if not console.is_terminal:
@@ -212,7 +211,7 @@ def show(planned: Planned | PlannedMultiplexed, console: Console) -> None:
 
 
 def show_hosts(
-    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule | WholeModel,
+    args: argparse.Namespace, config: TrainConfig, model: Model,
     plan: Plan, costs: Costs, console: Console,
 ) -> None:
     """Print the host memory that the nodes of a plan need. Raises PlanError if it is known that

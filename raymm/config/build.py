@@ -19,16 +19,16 @@ from raymm.config.model_section import (
     frozen_flag,
 )
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
-from raymm.config.whole_model import build_whole_model, whole_layouts
+from raymm.config.whole_model import build_whole_model
 from raymm.data.conversations.text import load_tokenizer
 from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
 from raymm.kernels.preference import PreferenceLoss
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
+from raymm.model.model import Model
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
 from raymm.plural import plural
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import read_file
@@ -36,7 +36,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.options import LAYERS
 
 
-def build_model(config: TrainConfig) -> MultimodalModule | WholeModel:
+def build_model(config: TrainConfig) -> Model:
     """Return the model of a configuration. It holds no weights except the projectors'. Raises
     ModelError, ConfigError or DataError, which name what does not exist or fit."""
     if config.model.path is not None:
@@ -157,7 +157,7 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     return ReplaceTokens(ids)
 
 
-def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
+def build_plan(config: TrainConfig, model: Model) -> Plan | None:
     """Return the plan of the configuration's layouts or its ``parallel.plan`` file, which may be a
     multiplexed mapping. None if raymm makes the plan.
 
@@ -183,7 +183,7 @@ def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
         )
     if (specs := build_layouts(config)) is None:
         return None
-    return whole_layouts(specs, model) if isinstance(model, WholeModel) else specs.plan(model)
+    return specs.plan(model)
 
 
 def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
@@ -201,7 +201,7 @@ def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
 
 
 def _plan_of_file(
-    path: str, config: TrainConfig, model: MultimodalModule | WholeModel
+    path: str, config: TrainConfig, model: Model
 ) -> Plan:
     _refuse_pipelined_only(config.parallel, "parallel.plan is given, which has its own")
     file = Path(path)

@@ -10,12 +10,9 @@ from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, open_split
 from raymm.data.conversations.example_items import example_items
 from raymm.data.loading.processed import ProcessedBuilder
-from raymm.errors import ConfigError, DataError, NotRunError, PlanError, SampleError
+from raymm.errors import ConfigError, DataError, NotRunError, SampleError
 from raymm.model.batch_rules import LABELS
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import LANGUAGE, WholeModel, from_pretrained
-from raymm.runtime.specs import MultimodalParallelSpec, whole_plan
-from raymm.scheduler.plan.plan import Plan
 
 # Samples that are tried per modality to find a usable one.
 _TRIED = 16
@@ -104,11 +101,3 @@ def _text_example(builder: ProcessedBuilder) -> dict[str, torch.Tensor]:
         except SampleError as error:
             failure = str(error)
     raise DataError(f"no sample of data.train can be used to try the model: {failure}")
-
-
-def whole_layouts(specs: MultimodalParallelSpec, model: WholeModel) -> Plan:
-    """Return the plan of layouts. Raises PlanError if they do not fit the model."""
-    if specs.elastic:
-        raise PlanError("dp is a range; accepted for modules of a Hugging Face VLM: a number")
-    module_specs = {**specs.encoder_specs, LANGUAGE_MODEL: specs.language_model_spec}
-    return whole_plan(model, module_specs, specs.num_microbatches, specs.schedule, specs.recompute)

@@ -36,9 +36,8 @@ from raymm.costs.forward_run import forward_run
 from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
 from raymm.costs.load import Load, default_tokens
 from raymm.errors import PlanError
+from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import ALL, ATTENTION, MATMULS, OFFLOAD, LayerOption
@@ -49,7 +48,7 @@ _FP32_BYTES = 4
 
 
 def analytic_profile(
-    model: MultimodalModule | WholeModel,
+    model: Model,
     loads: Mapping[str, Load],
     device: DeviceSpec | str,
     dtype: str = "bf16",

@@ -19,8 +19,7 @@ from raymm.actors.optimizer.optimizer_config import (
     UpdateRule,
 )
 from raymm.actors.optimizer.updates import matrices_of
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.scheduler.costs.layer_costs import MOMENTS, CostProfile
 
 _FP32_BYTES = 4
@@ -29,7 +28,7 @@ _MOMENT_8BIT = (1 + _FP32_BYTES / BLOCK) / _FP32_BYTES
 
 
 def with_optimizer(
-    profile: CostProfile, model: MultimodalModule | WholeModel, config: OptimizerConfig
+    profile: CostProfile, model: Model, config: OptimizerConfig
 ) -> CostProfile:
     """Return a profile whose layers have the optimizer state of their trained parameters."""
     modules = {}

@@ -25,15 +25,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.quota import Multiprocessors
 from raymm.costs.analytic import analytic_layers, projector_layers
 from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load, default_tokens
 from raymm.errors import PlanError
-from raymm.model.module_dag import ModuleDag
-from raymm.model.module_kind import ModuleKind, module_kind
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.model import Model
 from raymm.scheduler.costs.devices import DeviceSpec, Links
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -113,67 +110,33 @@ class ModuleShape:
         return max(1.0, elements / max(1, len(products)) / TILE**2)
 
 
-def shapes_of(model: MultimodalModule | ModuleDag) -> tuple[ModuleShape, ...]:
+def shapes_of(model: Model) -> tuple[ModuleShape, ...]:
     """Return the modules of a model that are mapped. Losses without weight matrices (such as
     contrastive losses) are not; they run with their inputs."""
-    if isinstance(model, ModuleDag):
-        return _dag_shapes(model)
-    graph = module_graph(model)
-    shapes, trained = [], False
-    for node in graph.nodes:  # the last node is the language model
-        language = module_kind(node.name) is ModuleKind.LANGUAGE_MODEL
-        spec = model.spec(node.name)
-        projector = getattr(spec, "projector", None)
-        shapes.append(ModuleShape(
-            node.name, spec.source.skeleton(), projector and projector.skeleton(), language,
-            node.trainable, _before(node.trainable, language and trained),
-        ))
-        trained = trained or any(node.trainable)
-    return tuple(shapes)
-
-
-def edges_of(
-    model: MultimodalModule | ModuleDag, modules: Sequence[str]
-) -> tuple[tuple[str, str], ...]:
-    """Return the (producer, consumer) pairs between these modules."""
-    edges = model.graph.edges if isinstance(model, ModuleDag) else module_graph(model).edges
-    return tuple((a, b) for a, b in edges if a in modules and b in modules)
-
-
-def _dag_shapes(dag: ModuleDag) -> tuple[ModuleShape, ...]:
-    shapes, trained = [], {}
-    for name in dag.graph.topological:
-        modality = dag.nodes[name].modality
-        skeleton, projector = modality.source().skeleton(), modality.projector
-        trainable = _trainable_layers(skeleton)
-        if projector is not None:
-            trainable += (any(p.requires_grad for p in projector.parameters()),)
-        earlier = any(trained[producer] for producer in dag.graph.producers(name))
-        trained[name] = earlier or any(trainable)
-        if not dag.nodes[name].loss or any(p.dim() > 1 for p in skeleton.parameters()):
+    shapes: list[ModuleShape] = []
+    trained: dict[str, bool] = {}
+    for name in model.graph.topological:
+        node, spec = model.graph.node(name), model.spec(name)
+        skeleton, projector = spec.source.skeleton(), getattr(spec, "projector", None)
+        earlier = any(trained[producer] for producer in model.graph.producers(name))
+        trained[name] = earlier or any(node.trainable)
+        if not node.loss or any(p.dim() > 1 for p in skeleton.parameters()):
             shapes.append(ModuleShape(
-                name, skeleton, projector, _is_language_model(skeleton), trainable,
-                _before(trainable, earlier),
+                name, skeleton, projector and projector.skeleton(),
+                model.module(name).causal or _is_language_model(skeleton), node.trainable,
+                _before(node.trainable, earlier),
             ))
     return tuple(shapes)
+
+
+def edges_of(model: Model, modules: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the (producer, consumer) pairs between these modules."""
+    return tuple((a, b) for a, b in model.graph.edges if a in modules and b in modules)
 
 
 def _is_language_model(module: nn.Module) -> bool:
     head = getattr(module, "get_output_embeddings", lambda: None)()
     return head is not None and "CausalLM" in type(module).__name__
-
-
-def _trainable_layers(module: nn.Module) -> tuple[bool, ...]:
-    path = find_blocks(module)
-    if path is None or len(block_list(module, path)) < 2:
-        return (any(p.requires_grad for p in module.parameters()),)
-    flags = [
-        any(p.requires_grad for p in block.parameters()) for block in block_list(module, path)
-    ]
-    outer_parameters = (p for n, p in module.named_parameters() if not n.startswith(path + "."))
-    if any(p.requires_grad for p in outer_parameters):
-        flags[0] = flags[-1] = True
-    return tuple(flags)
 
 
 def _before(trainable: Sequence[bool], earlier: bool) -> tuple[bool, ...]:

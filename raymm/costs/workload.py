@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from raymm.errors import USER_CODE_RAISES, PlanError, ProbeError
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
+from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -39,16 +41,18 @@ class ModuleWorkloads:
     notes: tuple[str, ...] = ()
 
 
-def microbatch_workload(
-    model: MultimodalModule | WholeModel, microbatch: Mapping[str, Any]
-) -> ModuleWorkloads:
-    """Return the loads of a real microbatch, in the format of :meth:`MultimodalModule.forward`.
+@singledispatch
+def microbatch_workload(model: Model, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
+    """Return the loads of a real microbatch on the modules of a model.
 
     An encoder's tokens come from running its skeleton on the shapes of one item on the meta device,
     without weights or memory. If that fails, they come from its config.
     """
-    if isinstance(model, WholeModel):
-        return _whole_workload(model, microbatch)
+    raise TypeError(f"models of class {type(model).__name__} have no microbatch workload")
+
+
+@microbatch_workload.register
+def _(model: MultimodalModule, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
     microbatch = complete_microbatch(microbatch, model.encoder_names)
     loads: dict[str, Load] = {}
     notes: list[str] = []
@@ -76,9 +80,10 @@ def microbatch_workload(
     return ModuleWorkloads(loads, tuple(notes))
 
 
-def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
-    """Return the loads of a whole model's microbatch. A tower has its observed load, otherwise the
-    tokens of its largest input's rows, or for images those of its config."""
+@microbatch_workload.register
+def _(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
+    # A tower has its observed load, otherwise the tokens of its largest input's rows, or for images
+    # those of its config.
     loads, notes = {}, []
     for name in model.tower_names:
         tower_inputs = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
@@ -273,7 +278,7 @@ def changed_tokens(loads: ModuleWorkloads, tokens: Mapping[str, int]) -> ModuleW
     return ModuleWorkloads(changed, loads.notes)
 
 
-def check_tokens(model: MultimodalModule | WholeModel, tokens: Mapping[str, int]) -> None:
+def check_tokens(model: Model, tokens: Mapping[str, int]) -> None:
     """Raise a PlanError for an unknown module or a number below 1."""
     names = model.module_names
     for name, number in tokens.items():

@@ -13,7 +13,7 @@ import ray
 from raymm.data import MicrobatchMeta, StepLoader
 from raymm.errors import ConfigError
 from raymm.files.run_files import write_whole
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 
 REFERENCES = "references.json"
 # Relative tolerance between the log-probabilities of a row that is in the data several times:
@@ -23,11 +23,11 @@ _ROUNDING = 1e-2
 
 
 def keep_references(
-    parallel: MultimodalParallelModule, loaders: Iterable[StepLoader], folder: Path,
+    parallel: ParallelModel, loaders: Iterable[StepLoader], folder: Path,
     run: Mapping[str, Any], same_rows: Callable[[Mapping[str, Any]], bool] | None,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Set :attr:`MultimodalParallelModule.references` of a model with ``reference: initial``.
+    """Set :attr:`ParallelModel.references` of a model with ``reference: initial``.
 
     The model computes the references for a new run, or a resumed run whose data have different
     rows. Otherwise they are read from the folder of the run.

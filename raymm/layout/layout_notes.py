@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from transformers import PretrainedConfig
 
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.scheduler.plan.plan import Plan
 
 # Attention implementations of transformers with the dropout masks of one process on any device.
@@ -19,7 +18,7 @@ _CUT_ATTENTION = ("eager",)
 
 
 def layout_notes(
-    model: MultimodalModule | WholeModel, plan: Plan, device: str
+    model: Model, plan: Plan, device: str
 ) -> Iterator[str]:
     """Yield one line for each module that trains differently than in one process. On ``"cuda"``,
     attention kernels draw their own dropout masks."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 from raymm.actors.experts.router_loss import Mixture
 from raymm.errors import ModelError
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.module import Module
 from raymm.scheduler.graph.module_graph import ModuleGraph
+
+# Modes of a part: its weights (or its adapters) are trained, or nothing is.
+FULL, FROZEN = "full", "frozen"
 
 
 class Model(ABC):
@@ -23,6 +28,8 @@ class Model(ABC):
         mixture: mixture of experts of the language model; None for a dense model.
         changing: modules that a run freezes or unfreezes while it trains; their weights are in all
             checkpoints, frozen or not.
+        vocabulary: number of token ids that the language model has embeddings for.
+        tower_inputs: for a Hugging Face VLM, entry of a batch by tower and argument of its call.
         module_names: all modules; the language model is last.
         encoder_names: modules that feed the language model.
         computed_attention: modules whose attention raymm computes under every plan.
@@ -38,6 +45,8 @@ class Model(ABC):
     preference: PreferenceLoss | None = None
     mixture: Mixture | None = None
     changing: frozenset[str] = frozenset()
+    vocabulary: int | None = None
+    tower_inputs: Mapping[str, Mapping[str, str]] = {}
     module_names: tuple[str, ...] = ()
     encoder_names: tuple[str, ...] = ()
     computed_attention: frozenset[str] = frozenset()
@@ -55,6 +64,14 @@ class Model(ABC):
         """Return the spec of a module for the ranks."""
 
     @abstractmethod
+    def materialize(self) -> nn.Module:
+        """Load all weights into this process and return the module that has them."""
+
+    @abstractmethod
+    def parameter_counts(self) -> dict[str, tuple[int, int]]:
+        """Return (trained elements, all elements) of the parameters, by part."""
+
+    @abstractmethod
     def reloadable(self) -> frozenset[str]:
         """Return the modules whose frozen weights checkpoints need not contain."""
 
@@ -65,6 +82,41 @@ class Model(ABC):
     def set_changing(self, modules: Iterable[str]) -> None:
         """Set the modules that a run freezes or unfreezes while it trains."""
         self.changing = frozenset(modules)
+
+    def mode(self, name: str) -> str:
+        """Return the current mode of a part, :data:`FULL` or :data:`FROZEN`. Raises ModelError if
+        the model has no such part, or the part is partly frozen."""
+        raise NotImplementedError(f"{type(self).__name__} are not frozen during a run")
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        """Freeze or unfreeze a part; with adapters, only the adapters change."""
+        raise NotImplementedError(f"{type(self).__name__} are not frozen during a run")
+
+    def modules_of(self, name: str) -> set[str]:
+        """Return the modules that contain a part."""
+        return {name}
+
+    def state_prefixes(self, name: str) -> tuple[str, ...]:
+        """Return the prefixes of a part's optimizer state names, after ``optimizer/``."""
+        return (f"{name}/",)
+
+    def give_examples(self, items: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
+        """Set one item as example inputs of each encoder that has none.
+
+        Args:
+            items: returns the inputs of an item by encoder.
+        """
+        return
+
+    def check_unshared(self) -> None:
+        """Raise ModelError if modules share parameters."""
+        return
+
+    def check_generates(self) -> None:
+        """Raise ModelError if the model cannot generate text."""
+        raise ModelError(
+            f"to generate text, the model needs a language model; it is a {type(self).__name__}"
+        )
 
     def check_loss(self) -> None:
         """Raise a ProbeError if the model computes another loss than the one that is trained."""

@@ -32,6 +32,7 @@ from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.model import Model
 from raymm.model.module import Module, NodeModule
 from raymm.model.ports import node_ports
+from raymm.model.trainable_layers import counted
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -201,6 +202,11 @@ class ModuleDag(nn.Module, Model):
             name for name, node in self.nodes.items()
             if not isinstance(node.modality.source(), LiveSource)
         )
+
+    def parameter_counts(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: counted(node.skeleton(name).parameters()) for name, node in self.nodes.items()
+        }
 
     def parameter_name(self, module: str, name: str) -> str:
         return f"{module}.{self.nodes[module].parameter_name(name)}"

@@ -6,7 +6,7 @@ Names follow Cornstarch v1, Listings 1 and 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -14,16 +14,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from raymm.actors.adapters.lora import without_adapters
+from raymm.actors.adapters.lora import is_adapter, without_adapters
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.modules.blocks import checkpoints_itself, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
+from raymm.actors.optimizer.optimizer_config import PROJECTOR
 from raymm.actors.probe.attention import find_mixers, probe_mask, probe_packing
 from raymm.actors.probe.experts.own_loss import check_language_loss
 from raymm.actors.probe.experts.router_loss import mixture_of
+from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
@@ -34,11 +36,12 @@ from raymm.kernels.mask.spans import MAX_KIND
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule, check_weights
-from raymm.model.model import Model
+from raymm.model.model import FROZEN, FULL, Model
 from raymm.model.module import EncoderModule, LanguageModule, Module
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
+from raymm.model.writing_trial import why_not_written
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 # Policies that always read the features of all encoders; others may ignore some.
@@ -170,6 +173,86 @@ class MultimodalModule(nn.Module, Model):
     @property
     def adapts_language(self) -> bool:
         return bool(self.language_model.lora)
+
+    @property
+    def vocabulary(self) -> int | None:
+        source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        return Vocabulary.of(source.skeleton()).ids
+
+    def _part(self, name: str) -> tuple[ModalityModule, bool]:
+        """Return the module of a part, and True if the part is its projector."""
+        module = name.removesuffix(PROJECTOR)
+        return self.encoders.get(module, self.language_model), name != module
+
+    def mode(self, name: str) -> str:
+        accepted = [*self.module_names]
+        accepted += [f"{n}{PROJECTOR}" for n, e in self.encoders.items() if e.projector]
+        if name not in accepted:
+            raise ModelError(
+                f"at names {name!r}, which is not a part of the model; accepted: "
+                f"{', '.join(accepted)}"
+            )
+        modality, is_projector = self._part(name)
+        spec = self.spec(name.removesuffix(PROJECTOR))
+        skeleton = modality.projector if is_projector else spec.source.skeleton()
+        assert skeleton is not None  # only projectors that exist are accepted
+        parameters = dict(skeleton.named_parameters())
+        adapters = [p for parameter, p in parameters.items() if is_adapter(parameter)]
+        flags = {p.requires_grad for p in adapters or parameters.values()}
+        if len(flags) > 1:
+            raise ModelError(
+                f"at names {name!r}, which is partly frozen; accepted: modules that are entirely "
+                "frozen or entirely trained"
+            )
+        return FULL if True in flags else FROZEN
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        modality, is_projector = self._part(name)
+        modality.set_frozen(frozen, is_projector)
+
+    def modules_of(self, name: str) -> set[str]:
+        return {name.removesuffix(PROJECTOR)}
+
+    def state_prefixes(self, name: str) -> tuple[str, ...]:
+        inner = "projector." if name.endswith(PROJECTOR) else "module."
+        return (f"{name.removesuffix(PROJECTOR)}/{inner}",)
+
+    def give_examples(self, items: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
+        for name, item in items().items():
+            self.encoders[name].give_example(item)
+
+    def check_unshared(self) -> None:
+        modules: dict[str, nn.Module] = {}
+        for name, modality in (*self.encoders.items(), (LANGUAGE_MODEL, self.language_model)):
+            if modality.module is not None:
+                modules[name] = modality.module
+            if modality.projector is not None:
+                modules[f"{name} projector"] = modality.projector
+        try:
+            check_no_shared_parameters(modules)
+        except ValueError as error:
+            raise ModelError(
+                f"{error}; give each module a separate copy, or do not tie parameters"
+            ) from None
+
+    def check_generates(self) -> None:
+        if isinstance(self.merge, CrossAttend) or hasattr(self.merge, "model_arguments"):
+            raise ModelError(
+                f"to generate text, the merge policy must insert items among the tokens; it is "
+                f"{type(self.merge).__name__}; accepted: prepend, or token ids"
+            )
+        if self.packing or self.mask is not None and self.mask not in MASKS.values():
+            raise ModelError(
+                "to generate text, each token must attend to all tokens before it; accepted: no "
+                f"packing, and no mask or one of {', '.join(MASKS)}"
+            )
+        reason = why_not_written(self.language_model.source(ModuleKind.LANGUAGE_MODEL))
+        if reason is not None:
+            raise ModelError(
+                f"to generate text, the language model must continue from cached keys and values: "
+                f"{reason}; use another language model, or a Hugging Face VLM (model: "
+                "{path: FOLDER, train: ...})"
+            )
 
     def by_parts(self, what: str) -> MultimodalModule:
         return self

@@ -8,6 +8,7 @@ calls them.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -49,16 +50,15 @@ from raymm.actors.weights.new_rows_source import NewRowsSource
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.errors import ModelError
-from raymm.model.batch_rules import LABELS
+from raymm.model.batch_rules import LABELS, Vocabulary
 from raymm.model.modality_module import check_weights
-from raymm.model.model import Model
+from raymm.model.model import FROZEN, FULL, Model
 from raymm.model.module import Module, TowerModule, VlmLanguageModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.model.whole_batch import WholeBatchCheck
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
-FULL, FROZEN = "full", "frozen"
 LANGUAGE, PROJECTOR = "language_model", "projector"
 Batch = Mapping[str, torch.Tensor]
 # Training mode of a part: full, frozen, or by adapters.
@@ -238,6 +238,10 @@ class WholeModel(Model):
         return LANGUAGE in self.adapters
 
     @property
+    def vocabulary(self) -> int | None:
+        return Vocabulary.of(self.source.skeleton()).ids
+
+    @property
     def rows_in_layout(self) -> bool:
         return self.packing
 
@@ -247,8 +251,40 @@ class WholeModel(Model):
     def parameter_name(self, module: str, name: str) -> str:
         return name.removeprefix("module.")
 
+    def mode(self, name: str) -> str:
+        if name not in self.part_names:
+            accepted = ", ".join(self.part_names)
+            raise ModelError(
+                f"at names {name!r}, which is not a part of the model; accepted: {accepted}"
+            )
+        return FROZEN if self.is_frozen(name) else FULL
+
+    def modules_of(self, name: str) -> set[str]:
+        return {module for module, _ in self.parameters_of(name)}
+
+    def state_prefixes(self, name: str) -> tuple[str, ...]:
+        return tuple(f"{module}/module.{p}" for module, p in self.parameters_of(name))
+
+    def check_generates(self) -> None:
+        skeleton = self.source.skeleton()
+        if self.packing or not getattr(skeleton, "can_generate", bool)():
+            raise ModelError(
+                "to generate text, a Hugging Face VLM must not pack its rows, and transformers "
+                f"must be able to generate with its class; packing is {self.packing}, the class is "
+                f"{type(skeleton).__name__}"
+            )
+        needed = [
+            name for name, parameter in inspect.signature(skeleton.forward).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if needed:
+            raise ModelError(
+                f"to generate text, the forward of a Hugging Face VLM must not need more than "
+                f"tokens; {type(skeleton).__name__} always needs {', '.join(needed)}"
+            )
+
     def set_frozen(self, name: str, frozen: bool) -> None:
-        """Freeze or unfreeze a part; with adapters, only the adapters change."""
         self._frozen = self._frozen | {name} if frozen else self._frozen - {name}
         if name not in self.adapters:
             self.train[name] = FROZEN if frozen else FULL

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.data import MicrobatchMeta
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.monitor.training_data import TrainingData
 from raymm.scheduler.program.timeline import Timeline
 
@@ -19,7 +18,7 @@ class ObservedRun:
     """Run that observers watch."""
 
     parallel: Any
-    model: MultimodalModule | WholeModel
+    model: Model
     data: Any
     training: TrainingData
     folder: Path

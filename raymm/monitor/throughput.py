@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import singledispatch
 from typing import Any, TypeVar
 
 from raymm.costs.named_devices import CPU, cluster_device
@@ -10,6 +11,7 @@ from raymm.costs.step_flops import StepFlops
 from raymm.costs.whole_step_flops import WholeStepFlops
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError
+from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.devices import find_device
@@ -27,7 +29,7 @@ class Throughput:
     """
 
     def __init__(
-        self, model: MultimodalModule | WholeModel, processes: Mapping[str, int], device: str,
+        self, model: Model, processes: Mapping[str, int], device: str,
         precision: str, say: Callable[[str], None],
     ) -> None:
         self._processes, self._say = processes, say
@@ -70,8 +72,13 @@ class Throughput:
             return None
 
 
-def _step_flops(model: MultimodalModule | WholeModel) -> StepFlops | WholeStepFlops:
-    return WholeStepFlops(model) if isinstance(model, WholeModel) else StepFlops(model)
+@singledispatch
+def _step_flops(model: Model) -> StepFlops | WholeStepFlops:
+    raise PlanError(f"the FLOPs of models of class {type(model).__name__} are not counted")
+
+
+_step_flops.register(MultimodalModule, StepFlops)
+_step_flops.register(WholeModel, WholeStepFlops)
 
 
 def _peak(device: str, precision: str) -> float | None:

@@ -22,8 +22,7 @@ from raymm.data import (
 )
 from raymm.data.readers import Dataset
 from raymm.errors import SampleError
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.monitor.progress import ScanProgress
 from raymm.plural import plural
 
@@ -46,7 +45,7 @@ class TrainingData:
 
 
 def training_data(
-    data: Any, model: MultimodalModule | WholeModel, state: Any = None,
+    data: Any, model: Model, state: Any = None,
     console: Console | None = None, dataset: Dataset | None = None,
 ) -> TrainingData:
     """Open, scan and plan the training data as ``data.batching`` configures, and check a data
@@ -71,8 +70,10 @@ def training_data(
         sampler.check(state)
         return TrainingData(dataset, sampler)
     tokens = {}
-    if isinstance(model, MultimodalModule):  # the processor of a Hugging Face VLM states its tokens
-        tokens = item_tokens(model, one_item_each(data, dataset))
+    if data.processor is None:  # a processor of the whole model states its tokens
+        tokens = item_tokens(
+            model.by_parts("data.processor is not given"), one_item_each(data, dataset)
+        )
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
         sampler = training_sampler(data, dataset, tokens, progress, measure_of(data))
@@ -82,12 +83,9 @@ def training_data(
     return TrainingData(dataset, sampler, tokens)
 
 
-def give_examples(model: MultimodalModule | WholeModel, data: DataConfig, dataset: Dataset) -> None:
+def give_examples(model: Model, data: DataConfig, dataset: Dataset) -> None:
     """Set the data's first items as ``example_inputs`` of encoders that have none."""
-    if isinstance(model, WholeModel):
-        return  # it was created with an example
-    for name, item in one_item_each(data, dataset).items():
-        model.encoders[name].give_example(item)
+    model.give_examples(lambda: one_item_each(data, dataset))
 
 
 def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:

@@ -17,9 +17,9 @@ from raymm.costs.workload import (
     token_workload,
 )
 from raymm.errors import PlanError
+from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
 from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
@@ -84,7 +84,7 @@ class PlanInputs:
         PlanError: ``ranks`` is out of range.
     """
 
-    model: MultimodalModule | WholeModel
+    model: Model
     workload: Workload
     request: PlanRequest
     costs: Costs
@@ -96,7 +96,7 @@ class PlanInputs:
 
     @classmethod
     def of(
-        cls, model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload,
+        cls, model: Model, request: PlanRequest, workload: Workload,
         costs: Costs | None = None, notes: Sequence[str] = (),
     ) -> PlanInputs:
         """Build the inputs of a request whose ``ranks`` are set. ``costs`` default to
@@ -122,7 +122,7 @@ class PlanInputs:
     @property
     def parts(self) -> MultimodalModule:
         """The model, for a multiplexed plan. Raises ModelError if the model is a
-        :class:`WholeModel`."""
+        Hugging Face VLM."""
         return self.model.by_parts(f"parallel.style is {self.request.style!r}")
 
     @property
@@ -131,7 +131,7 @@ class PlanInputs:
 
 
 def costs_of(
-    model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload
+    model: Model, request: PlanRequest, workload: Workload
 ) -> Costs:
     """Return the costs of a model's layers: measured if the request has a profile, otherwise
     analytic.
@@ -164,16 +164,18 @@ def costs_of(
 
 
 def _without_kept(
-    profile: CostProfile, model: MultimodalModule | WholeModel, request: PlanRequest
+    profile: CostProfile, model: Model, request: PlanRequest
 ) -> tuple[CostProfile, tuple[str, ...]]:
     """Return costs of epochs in which the features of frozen first blocks are cached, and notes."""
-    if not request.keeps_features or request.style != PIPELINED or isinstance(model, WholeModel):
+    if not request.keeps_features or request.style != PIPELINED:
         return profile, ()
     modules, cached = dict(profile.modules), []
     for name in model.encoder_names:
         node = model.graph.node(name)
         blocks = node.frozen_blocks
-        if not blocks or (blocks == node.num_blocks and not node.projector):
+        if not model.separate_features or not blocks or (
+            blocks == node.num_blocks and not node.projector
+        ):
             continue
         cached.append(name)
         modules[name] = tuple(
@@ -185,7 +187,7 @@ def _without_kept(
 
 
 def loads_of(
-    model: MultimodalModule | WholeModel, workload: Workload, tokens: Mapping[str, int]
+    model: Model, workload: Workload, tokens: Mapping[str, int]
 ) -> ModuleWorkloads:
     """Return the load of one microbatch on each module. ``tokens`` per sample replace the
     microbatch's."""

@@ -19,8 +19,7 @@ from raymm.draw.mapping import draw_mapping
 from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.errors import PlanError
-from raymm.model.module_dag import ModuleDag
-from raymm.model.multimodal import MultimodalModule
+from raymm.model.model import Model
 from raymm.planning.mapping_inputs import MappedBatch, MappingInputs, mapping_inputs
 from raymm.planning.request import PlanRequest
 from raymm.plural import plural
@@ -164,7 +163,7 @@ class PlannedMultiplexed:
 
 
 def plan_multiplexed(
-    model: MultimodalModule | ModuleDag,
+    model: Model,
     *,
     gpus: int,
     batch: int | None = None,

@@ -14,8 +14,7 @@ from raymm.config.planning_options import AUTO, PIPELINED
 from raymm.costs.named_devices import cluster_device
 from raymm.data import DataConfig
 from raymm.errors import PlanError
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
@@ -43,7 +42,7 @@ class PlannedRun:
 
 
 def plan_for_cluster(
-    request: PlanRequest, model: MultimodalModule | WholeModel, data: DataConfig | Sequence[Any], *,
+    request: PlanRequest, model: Model, data: DataConfig | Sequence[Any], *,
     device: str, resources: RankResources, worker_cpus: float, dtype: str,
     optimizer: OptimizerConfig,
     say: Callable[[str], None] | None = None,

@@ -16,8 +16,7 @@ from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
 from raymm.errors import PlanError
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.planning.degrees import DegreeRequest
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.profile_table import ProfileTable
@@ -67,7 +66,7 @@ class PlanRequest(PlanOptions):
         """:attr:`degrees`, parsed."""
         return DegreeRequest.of(self.degrees)
 
-    def check(self, model: MultimodalModule | WholeModel) -> None:
+    def check(self, model: Model) -> None:
         """Check the request before anything starts. Raises PlanError, which names the field, its
         value and what is accepted."""
         if self.ranks is not None and self.ranks > MOST_RANKS:

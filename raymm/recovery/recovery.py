@@ -12,7 +12,6 @@ from raymm.errors import Loss, RunFailedError
 from raymm.recovery.failure_policy import Action, Decision
 from raymm.recovery.run_controller import RunController, first_line
 from raymm.recovery.run_state import RunState
-from raymm.runtime.parallel_model import ParallelModel
 
 
 class Recovery:
@@ -33,7 +32,7 @@ class Recovery:
     ) -> None:
         self._parallel, self._controller, self._say = parallel, controller, say
         self._pause = pause
-        self._every = every if isinstance(parallel, ParallelModel) else None
+        self._every = every
         self._snapshots = Snapshots(parallel.group)
         self.count, self.lost_node = 0, False
         if self.enabled:

@@ -8,7 +8,6 @@ while texts wait for their next tokens.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
-from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.modules.message import Decode
-from raymm.actors.modules.token_layout import MASKS
 from raymm.data import MicrobatchMeta, describe
 from raymm.data.loading.builder import SampleCheck
 from raymm.errors import ModelError
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
-from raymm.model.whole_model import WholeModel
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.runtime.pending_step import PendingStep
-from raymm.runtime.writing_trial import why_not_written
 from raymm.scheduler.plan.plan import Plan
 
 # Settings of a generation configuration that do not affect the text, or for which raymm has its own
@@ -148,47 +143,7 @@ def check_generates(parallel: WritingModule) -> None:
             "to generate text, each process of the language model needs whole samples; accepted: "
             "pp, tp and dp, without cp, sharding 'fsdp' or a mapping"
         )
-    if isinstance(model, WholeModel):
-        _check_whole(model)
-        return
-    if isinstance(model.merge, CrossAttend) or hasattr(model.merge, "model_arguments"):
-        raise ModelError(
-            f"to generate text, the merge policy must insert items among the tokens; it is "
-            f"{type(model.merge).__name__}; accepted: prepend, or token ids"
-        )
-    if model.packing or model.mask is not None and model.mask not in MASKS.values():
-        raise ModelError(
-            "to generate text, each token must attend to all tokens before it; accepted: no "
-            f"packing, and no mask or one of {', '.join(MASKS)}"
-        )
-    if (reason := why_not_written(
-        model.language_model.source(ModuleKind.LANGUAGE_MODEL)
-    )) is not None:
-        raise ModelError(
-            f"to generate text, the language model must continue from cached keys and values: "
-            f"{reason}; use another language model, or a Hugging Face VLM (model: "
-            "{path: FOLDER, train: ...})"
-        )
-
-
-def _check_whole(model: WholeModel) -> None:
-    skeleton = model.source.skeleton()
-    if model.packing or not getattr(skeleton, "can_generate", bool)():
-        raise ModelError(
-            "to generate text, a Hugging Face VLM must not pack its rows, and transformers must be "
-            f"able to generate with its class; packing is {model.packing}, the class is "
-            f"{type(skeleton).__name__}"
-        )
-    needed = [
-        name for name, parameter in inspect.signature(skeleton.forward).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if needed:
-        raise ModelError(
-            f"to generate text, the forward of a Hugging Face VLM must not need more than tokens; "
-            f"{type(skeleton).__name__} always needs {', '.join(needed)}"
-        )
+    model.check_generates()
 
 
 def generate(

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise, product
 from typing import Any
 
 from raymm.errors import PlanError
+from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.model.whole_model import WholeModel
 from raymm.plural import plural
 from raymm.runtime.parallel_model import ParallelModel
@@ -212,13 +212,12 @@ class MultimodalParallelSpec:
             if self.num_microbatches % replace(spec, dp=dp, max_dp=None).module_replicas == 0
         ]
 
-    def plan(self, model: MultimodalModule) -> Plan:
+    def plan(self, model: Model) -> Plan:
         """Return the plan for a model, with the fewest replicas where they have a range.
 
         Raises:
             PlanError: the specs do not fit the model.
         """
-        graph = module_graph(model)
         if unknown := set(self.encoder_specs) - set(model.encoder_names):
             raise PlanError(
                 f"encoder_specs name {sorted(unknown)}; the model's encoders are "
@@ -226,9 +225,9 @@ class MultimodalParallelSpec:
             )
         specs = {n: self.encoder_specs.get(n, ParallelSpec()) for n in model.encoder_names}
         specs[LANGUAGE_MODEL] = self.language_model_spec
-        return plan_of(graph, specs, self.num_microbatches, self.schedule, self.recompute)
+        return plan_of(model.graph, specs, self.num_microbatches, self.schedule, self.recompute)
 
-    def apply(self, model: MultimodalModule, **options: Any) -> ParallelModel:
+    def apply(self, model: Model, **options: Any) -> ParallelModel:
         """Start the model on the connected Ray cluster. Return a
         :class:`raymm.runtime.parallel_model.ParallelModel`, which takes the options."""
         return ParallelModel(model, self.plan(model), **options)

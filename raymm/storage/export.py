@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,21 +19,22 @@ from raymm.actors.storage.folder import PARTIAL, set_file_modes
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.text import load_tokenizer
-from raymm.errors import CheckpointError
+from raymm.errors import CheckpointError, ModelError
 from raymm.files.output import Output
 from raymm.model.modality_module import ModalityModule
+from raymm.model.model import Model
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.adapter_folder import save_adapters
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.loading import load_into_model, load_into_whole
+from raymm.storage.loading import load_into_model
 from raymm.storage.model_folder import SOURCE, ModelFolder
 
 
 def export_model(
-    model: MultimodalModule | WholeModel, storage: str, output: str, tokenizer: str | None = None,
+    model: Model, storage: str, output: str, tokenizer: str | None = None,
     say: Callable[[str], None] = print,
     trust_remote_code: bool = False,
     merge: bool = False,
@@ -84,27 +86,15 @@ def export_model(
         )
     for line in checkpoint.warnings():
         say(line)
-    vlm: Any = None
-    if isinstance(model, WholeModel):
-        load_into_whole(model, checkpoint.folder, averaged)
-        vlm = model.materialize()
-        _check_finite(vlm, checkpoint.folder)
-    else:
-        load_into_model(model, checkpoint.folder, averaged)
-        _check_finite(model, checkpoint.folder)
+    load_into_model(model, checkpoint.folder, averaged)
+    _check_finite(model.materialize(), checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with destination.writing():
-            if isinstance(model, WholeModel):
-                names = writer.write_whole(model, vlm, temporary)
-                if tokenizer is not None:
-                    ModelProcessor(tokenizer, trust_remote_code).save(temporary / names[0])
-            else:
-                names = writer.write(model, temporary)
-                if tokenizer is not None:
-                    loaded = load_tokenizer(tokenizer, trust_remote_code)
-                    loaded.save_pretrained(temporary / "language_model")
+            names = writer.write(model, temporary)
+            if tokenizer is not None:
+                writer.write_tokenizer(model, temporary, tokenizer, trust_remote_code)
             set_file_modes(temporary)
             temporary.rename(target)
     finally:
@@ -134,12 +124,18 @@ class _Writer:
         self._shard_size, self._dtype = shard_size, dtype
         self._names: list[str] = []
 
-    def check(self, model: MultimodalModule | WholeModel) -> None:
+    @singledispatchmethod
+    def check(self, model: Model) -> None:
         """Raise ModelError if a folder cannot be written in the dtype."""
-        if isinstance(model, WholeModel):
-            if not self._adapters_only(model):
-                ModelFolder(_path(model.source), self._dtype)
-            return
+        raise ModelError(f"models of class {type(model).__name__} cannot be exported")
+
+    @check.register
+    def _(self, model: WholeModel) -> None:
+        if not self._adapters_only(model):
+            ModelFolder(_path(model.source), self._dtype)
+
+    @check.register
+    def _(self, model: MultimodalModule) -> None:
         for modality in (model.language_model, *model.encoders.values()):
             if modality.lora is None or self._merge:
                 ModelFolder(modality.folder, self._dtype)
@@ -151,10 +147,36 @@ class _Writer:
             and all(map(is_adapter, trained))
         )
 
-    def write_whole(self, model: WholeModel, whole: nn.Module, folder: Path) -> list[str]:
-        """Write a Hugging Face VLM, and its adapters unless merged. Return the names of the
-        folders, first the one for the processor."""
-        source = _path(model.source)
+    @singledispatchmethod
+    def write_tokenizer(
+        self, model: Model, folder: Path, tokenizer: str, trust_remote_code: bool
+    ) -> None:
+        """Add the files of a tokenizer, or of a processor, to the written model."""
+
+    @write_tokenizer.register
+    def _(
+        self, model: WholeModel, folder: Path, tokenizer: str, trust_remote_code: bool
+    ) -> None:
+        in_model = folder / "model"
+        target = in_model if in_model.is_dir() else folder
+        ModelProcessor(tokenizer, trust_remote_code).save(target)
+
+    @write_tokenizer.register
+    def _(
+        self, model: MultimodalModule, folder: Path, tokenizer: str, trust_remote_code: bool
+    ) -> None:
+        loaded = load_tokenizer(tokenizer, trust_remote_code)
+        loaded.save_pretrained(folder / "language_model")
+
+    @singledispatchmethod
+    def write(self, model: Model, folder: Path) -> list[str]:
+        """Write a model, which is materialized, and its adapters unless merged. Return the names of
+        the folders."""
+        raise ModelError(f"models of class {type(model).__name__} cannot be exported")
+
+    @write.register
+    def _(self, model: WholeModel, folder: Path) -> list[str]:
+        source, whole = _path(model.source), model.materialize()
 
         def save(module: nn.Module, name: str) -> None:
             writer = ModelFolder(source, self._dtype)
@@ -171,8 +193,8 @@ class _Writer:
         save_adapters(whole, folder / "adapters", str(self._final / "model"), causal=False)
         return ["model", "adapters"]
 
-    def write(self, model: MultimodalModule, folder: Path) -> list[str]:
-        """Write all modules; return the names of their folders."""
+    @write.register
+    def _(self, model: MultimodalModule, folder: Path) -> list[str]:
         language = model.language_model
         module = language.materialize(ModuleKind.LANGUAGE_MODEL)
         sample = {"input_ids": torch.arange(8)[None] % _vocabulary(module)}

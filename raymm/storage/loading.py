@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import singledispatch
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from raymm.actors.optimizer.averages import AVERAGE_NAME
 from raymm.actors.optimizer.checkpoint_shards import copy_tensors, stored_names
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.errors import CheckpointError
+from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -57,14 +59,18 @@ def restore(
     return manifest
 
 
-def load_into_whole(
-    model: WholeModel, folder: Path | str, averaged: bool = False
-) -> Manifest:
-    """Load a checkpoint's weights into a Hugging Face VLM, which is materialized in this process.
+@singledispatch
+def load_into_model(model: Model, folder: Path | str, averaged: bool = False) -> Manifest:
+    """Load a checkpoint's weights into a model, which is materialized in this process.
 
     Raises:
         CheckpointError: as in :func:`restore`, or the checkpoint has no averages.
     """
+    raise TypeError(f"models of class {type(model).__name__} are not loaded in one process")
+
+
+@load_into_model.register
+def _(model: WholeModel, folder: Path | str, averaged: bool = False) -> Manifest:
     tensors = model.materialize().state_dict(keep_vars=True)
     return _load_parts({
         module: (
@@ -75,14 +81,8 @@ def load_into_whole(
     }, folder, averaged)
 
 
-def load_into_model(
-    model: MultimodalModule, folder: Path | str, averaged: bool = False
-) -> Manifest:
-    """Load a checkpoint's weights into a model, which is materialized in this process.
-
-    Raises:
-        CheckpointError: as in :func:`restore`, or the checkpoint has no averages.
-    """
+@load_into_model.register
+def _(model: MultimodalModule, folder: Path | str, averaged: bool = False) -> Manifest:
     model.materialize()
     modalities = {name: model.encoders[name] for name in model.encoder_names}
     modalities[LANGUAGE_MODEL] = model.language_model

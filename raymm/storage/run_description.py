@@ -21,6 +21,7 @@ from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, ModalityDataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.model.modality_module import ModalityModule
+from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -47,7 +48,7 @@ _LOADING = {
 
 def describe_run(
     run: RunConfig,
-    model: MultimodalModule | WholeModel,
+    model: Model,
     optimizer: OptimizerConfig,
     data: DataConfig | Sequence[Any],
     splits: Mapping[str, Dataset],
@@ -64,10 +65,18 @@ def describe_run(
     fields |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
     fields["optimizer.ema"] = optimizer.ema and dataclasses.asdict(optimizer.ema)
     fields |= _of_data(data, splits)
-    if isinstance(model, WholeModel):
-        fields |= _of_whole(model)
-        return json.loads(json.dumps(fields, default=str))
-    fields |= {
+    fields |= _of_model(model)
+    return json.loads(json.dumps(fields, default=str))
+
+
+@functools.singledispatch
+def _of_model(model: Model) -> dict[str, Any]:
+    raise TypeError(f"models of class {type(model).__name__} are not described")
+
+
+@_of_model.register
+def _(model: MultimodalModule) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
         "model.packing": model.packing, "model.parameters": {},
     }
@@ -81,10 +90,11 @@ def describe_run(
         fields["model.parameters"] |= _parameters(f"{name}/module", skeleton)
         if modality.projector is not None:
             fields["model.parameters"] |= _parameters(f"{name}/projector", modality.projector)
-    return json.loads(json.dumps(fields, default=str))
+    return fields
 
 
-def _of_whole(model: WholeModel) -> dict[str, Any]:
+@_of_model.register
+def _(model: WholeModel) -> dict[str, Any]:
     fields: dict[str, Any] = {"model.packing": model.packing}
     for name, setting in model.train.items():
         if isinstance(setting, LoraConfig):

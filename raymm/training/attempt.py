@@ -18,8 +18,7 @@ from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.errors import Loss, RunFailedError
 from raymm.evaluation.first_scores import keep_references
 from raymm.evaluation.text_evaluation import TextEvaluation
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.monitor.drain_notices import DrainObserver
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedRun
@@ -29,7 +28,7 @@ from raymm.monitor.training_data import TrainingData
 from raymm.recovery.failure_policy import Cause
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.run_controller import RunController, cause_of, first_line
-from raymm.runtime.parallel_model import MultimodalParallelModule, WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.storage.resuming import have_same_rows
@@ -55,7 +54,7 @@ class Attempt:
 
     folder: Path
     run: RunConfig
-    model: MultimodalModule | WholeModel
+    model: Model
     data: Any
     training: TrainingData
     store: CheckpointStore
@@ -74,7 +73,7 @@ class Attempt:
     loop: TrainingLoop | None = None
 
     def take_steps(
-        self, parallel: MultimodalParallelModule | WholeParallelModule, execution: Execution
+        self, parallel: ParallelModel, execution: Execution
     ) -> Result:
         """Take steps until all are taken or a stop is requested.
 
@@ -87,13 +86,12 @@ class Attempt:
             self.data, self.training, parallel.sample_check(), parallel.group.places_beside,
             self.features,
         )
-        if isinstance(parallel, MultimodalParallelModule):
-            shuffled = self.run.eval_every is not None and self.run.eval_shuffled
-            begins = self.checkpoint is None
-            keep_references(
-                parallel, batches.once(shuffled), folder, self.store.run,
-                None if begins else partial(have_same_rows, now=self.store.run), self._say,
-            )
+        shuffled = self.run.eval_every is not None and self.run.eval_shuffled
+        begins = self.checkpoint is None
+        keep_references(
+            parallel, batches.once(shuffled), folder, self.store.run,
+            None if begins else partial(have_same_rows, now=self.store.run), self._say,
+        )
         if self.checkpoint is not None:
             restore(parallel, self.checkpoint.folder, self.dropped)
             self._say(f"resuming from {self.checkpoint.folder}")

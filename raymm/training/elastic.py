@@ -14,7 +14,7 @@ from raymm.actors.placement.node_types import Resources, has_autoscaler
 from raymm.actors.placement.placement import RELEASE_S, PlacementOptions, call_behind
 from raymm.actors.placement.room import count_places, free_resources, wait_for_release
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.model.multimodal import MultimodalModule
+from raymm.model.model import Model
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
@@ -35,7 +35,7 @@ class ElasticPlans:
         PlanError: a candidate plan is invalid.
     """
 
-    def __init__(self, spec: MultimodalParallelSpec, model: MultimodalModule) -> None:
+    def __init__(self, spec: MultimodalParallelSpec, model: Model) -> None:
         sizes = sorted(spec.sizes(), key=lambda size: size.language_model_spec.dp)
         plans = [size.plan(model) for size in sizes]
         self.plans = sorted(plans, key=lambda plan: plan.num_processes)

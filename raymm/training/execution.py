@@ -9,8 +9,7 @@ from typing import Any
 from raymm.config.build import write_json
 from raymm.data import DataConfig
 from raymm.layout.plan_check import differences
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.monitor.balance import step_balance
 from raymm.monitor.drift_observer import DriftObserver
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
@@ -20,7 +19,7 @@ from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import TOTAL
 from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_model import MultimodalParallelModule, WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_quotas import SLOTS
 
@@ -51,7 +50,7 @@ class Execution:
         """Write the plan to ``plan.json`` in a folder."""
         write_json(folder / "plan.json", self.plan.to_dict())
 
-    def unkept(self, model: MultimodalModule | WholeModel, data: Any) -> str | None:
+    def unkept(self, model: Model, data: Any) -> str | None:
         """Return why a resumed run cannot keep this plan (other model or number of microbatches),
         or None."""
         different = differences(self.plan.graph, model.graph)
@@ -85,23 +84,19 @@ class Execution:
             )
         return [*lines, *self._notes]
 
-    def check(self, model: MultimodalModule | WholeModel, **options: Any) -> None:
+    def check(self, model: Model, **options: Any) -> None:
         """Raise the errors of :meth:`start` that occur before processes start. Needs no cluster."""
-        _parallel_class(model).check_plan(model, self.plan, RuntimeOptions.of(options))
+        ParallelModel.check_plan(model, self.plan, RuntimeOptions.of(options))
 
     def start(
-        self, model: MultimodalModule | WholeModel, **options: Any
-    ) -> MultimodalParallelModule | WholeParallelModule:
+        self, model: Model, **options: Any
+    ) -> ParallelModel:
         """Start the ranks. Options are those of :class:`raymm.runtime.options.RuntimeOptions`."""
-        return _parallel_class(model)(model, self.plan, **options)
+        return ParallelModel(model, self.plan, **options)
 
     def observer(self, run: ObservedRun) -> StepObserver:
         """Return an observer of the steps of a run."""
         return StepObserver(run, self.plan)
-
-
-def _parallel_class(model: MultimodalModule | WholeModel) -> Any:
-    return WholeParallelModule if isinstance(model, WholeModel) else MultimodalParallelModule
 
 
 def _mapped(plan: Plan) -> bool:

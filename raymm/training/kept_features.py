@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.layout.feature_stages import featured_modules, featured_towers, with_feature_stages
 from raymm.layout.frozen_blocks import what_changes
 from raymm.model.modality_module import ModalityModule
+from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
@@ -67,7 +69,7 @@ class KeptFeatures:
 
     @classmethod
     def of(
-        cls, cache: CacheSection | None, model: MultimodalModule | WholeModel, plan: Plan,
+        cls, cache: CacheSection | None, model: Model, plan: Plan,
         data: DataConfig | Sequence[Any], computed: str,
     ) -> KeptFeatures:
         """Return the cached features of a run.
@@ -83,24 +85,7 @@ class KeptFeatures:
             return cls(plan, {})
         # Only features on disk outlive the code that computed them.
         code = CodeKey(cache.version, strict=cache.features == "disk")
-        if isinstance(model, WholeModel):
-            names, reasons = featured_towers(model, plan)
-            digests = {name: _tower_digest(name, model, computed, code) for name in names}
-            described = names
-        else:
-            blocks, reasons = _first_blocks(model, plan, data)
-            digests = {
-                name: _digest(
-                    name, model.encoders[name], first, data,
-                    f"{computed} tp {plan.module_stages(name)[0].tp}", code,
-                )
-                for name, first in blocks.items()
-            }
-            described = [
-                n if first == plan.graph.node(n).num_blocks else f"{n}'s first {first} blocks"
-                for n, first in blocks.items()
-            ]
-            plan = with_feature_stages(plan, blocks)
+        plan, digests, described, reasons, make_lookup = _cached(model, plan, data, computed, code)
         memory = _MEMORY / f"raymm-features-{os.getpid()}" if cache.features == "host" else None
         root = memory or Path(cache.folder or default_cache().parent / "features").expanduser()
         room = 0 if cache.features == "none" else int(cache.room_gib * GIB)
@@ -111,10 +96,7 @@ class KeptFeatures:
         removed = make_room(root, paths.values(), room)
         lines = [f"removed {path}: features of another encoder" for path in removed]
         lines.append(f"features of {', '.join(described)} are kept in {root}")
-        lookup = FeatureLookup(folders)
-        if isinstance(model, WholeModel):
-            lookup = TowerLookup(folders, {name: model.root_form(name) for name in paths})
-        return cls(plan, folders, lookup, (*lines, *reasons), memory)
+        return cls(plan, folders, make_lookup(folders), (*lines, *reasons), memory)
 
     @contextmanager
     def while_it_runs(self) -> Iterator[None]:
@@ -124,6 +106,58 @@ class KeptFeatures:
         finally:
             if self.memory is not None:
                 shutil.rmtree(self.memory, ignore_errors=True)
+
+
+class _Cached(NamedTuple):
+    """Features of a model that can be cached.
+
+    Attributes:
+        plan: the plan, with separate stages for cached first blocks.
+        digests: by module, a digest of all that determines its features.
+        described: texts that name what is cached.
+        reasons: why features of other modules are not cached.
+        lookup: makes the lookup of data workers.
+    """
+
+    plan: Plan
+    digests: dict[str, str]
+    described: list[str]
+    reasons: list[str]
+    lookup: Callable[[dict[str, FeatureFolder]], FeatureLookup]
+
+
+@singledispatch
+def _cached(model: Model, plan: Plan, data: DataConfig, computed: str, code: CodeKey) -> _Cached:
+    raise TypeError(f"features of models of class {type(model).__name__} are not cached")
+
+
+@_cached.register
+def _(
+    model: WholeModel, plan: Plan, data: DataConfig, computed: str, code: CodeKey
+) -> _Cached:
+    names, reasons = featured_towers(model, plan)
+    digests = {name: _tower_digest(name, model, computed, code) for name in names}
+    forms = {name: model.root_form(name) for name in names}
+    return _Cached(plan, digests, names, reasons, lambda folders: TowerLookup(folders, forms))
+
+
+@_cached.register
+def _(
+    model: MultimodalModule, plan: Plan, data: DataConfig, computed: str, code: CodeKey
+) -> _Cached:
+    blocks, reasons = _first_blocks(model, plan, data)
+    digests = {
+        name: _digest(
+            name, model.encoders[name], first, data,
+            f"{computed} tp {plan.module_stages(name)[0].tp}", code,
+        )
+        for name, first in blocks.items()
+    }
+    described = [
+        n if first == plan.graph.node(n).num_blocks else f"{n}'s first {first} blocks"
+        for n, first in blocks.items()
+    ]
+    return _Cached(with_feature_stages(plan, blocks), digests, described, reasons, FeatureLookup)
 
 
 def _first_blocks(

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from raymm.errors import ModelError
-from raymm.layout.changing_parts import changing_parts
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import FROZEN, FULL, WholeModel
+from raymm.model.model import FROZEN, FULL, Model
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
 from raymm.training.result import Result
@@ -31,7 +29,7 @@ class Phases:
     """
 
     def __init__(
-        self, model: MultimodalModule | WholeModel, at: Mapping[int, Mapping[str, str]],
+        self, model: Model, at: Mapping[int, Mapping[str, str]],
         steps: int,
     ) -> None:
         self._at = {step: dict(at[step]) for step in sorted(at) if step < steps}
@@ -39,10 +37,10 @@ class Phases:
         if not at:
             check_trains(model)
             return
-        self._parts = changing_parts(model)
+        self._model = model
         names = sorted({name for changes in at.values() for name in changes})
-        self._first = {name: self._parts.mode(name) for name in names}
-        self._parts.change(names)
+        self._first = {name: model.mode(name) for name in names}
+        model.set_changing(set().union(*map(model.modules_of, names)))
         try:
             for step in (0, *self._at):
                 self.enter(step)
@@ -58,7 +56,7 @@ class Phases:
         for start, changes in self._at.items():
             modes |= changes if start <= step else {}
         for name, mode in modes.items():
-            self._parts.set_frozen(name, mode == FROZEN)
+            self._model.set_frozen(name, mode == FROZEN)
 
     def enter_before(self, checkpoint: Checkpoint | None) -> None:
         """Set the modules as for the last step before a checkpoint, or for the first step if it is
@@ -84,7 +82,7 @@ class Phases:
 
     def plan(self, plan: Plan | None) -> Plan | None:
         """Return a given plan with the graph of the model in its current phase."""
-        return plan if plan is None or not self._at else replace(plan, graph=self._parts.graph)
+        return plan if plan is None or not self._at else replace(plan, graph=self._model.graph)
 
     def changes(self, step: int) -> str:
         """Describe the changes after ``step`` steps; empty if nothing changes."""
@@ -111,11 +109,11 @@ class Phases:
         return tuple(
             f"optimizer/{prefix}"
             for name, mode in self._at.get(step, {}).items() if mode == FROZEN
-            for prefix in self._parts.prefixes(name)
+            for prefix in self._model.state_prefixes(name)
         )
 
 
-def check_trains(model: MultimodalModule | WholeModel, when: str = "") -> None:
+def check_trains(model: Model, when: str = "") -> None:
     """Raise ModelError if no parameter of the model is trained."""
     counts = model.parameter_counts()
     if not any(trained for trained, _ in counts.values()):

@@ -10,8 +10,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.errors import ClusterError
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
@@ -23,7 +22,7 @@ class RunPlanner:
     """Planner of a run for the connected cluster."""
 
     request: PlanRequest
-    model: MultimodalModule | WholeModel
+    model: Model
     data: Any
     precision: str
     optimizer: OptimizerConfig

@@ -15,10 +15,7 @@ from raymm.data.readers import Dataset
 from raymm.errors import CheckpointError, ConfigError
 from raymm.layout.optimizer_check import check_modules, check_optimizer
 from raymm.layout.preference_check import check_preference
-from raymm.model.batch_rules import Vocabulary
-from raymm.model.module_kind import ModuleKind
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.model import Model
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
 
@@ -34,7 +31,7 @@ def open_splits(data: object) -> dict[str, Dataset]:
 
 
 def check_updates(
-    optimizer: OptimizerConfig, run: RunConfig, model: MultimodalModule | WholeModel, plan: object
+    optimizer: OptimizerConfig, run: RunConfig, model: Model, plan: object
 ) -> None:
     """Check that every step has a learning rate above 0 and every optimizer rule matches a module.
 
@@ -47,7 +44,7 @@ def check_updates(
             :func:`raymm.layout.preference_check.check_preference`.
     """
     if run.evaluate is not None:
-        pairs = isinstance(model, MultimodalModule) and model.preference is not None
+        pairs = model.preference is not None
         wrong = {PERPLEXITY} if pairs else set(OF_PAIRS)
         if unsupported := wrong.intersection(run.evaluate.metrics):
             raise ConfigError(
@@ -55,8 +52,7 @@ def check_updates(
                 f"{'a preference loss' if pairs else 'cross entropy'}; accepted: "
                 f"{', '.join(name for name in METRICS if name not in wrong)}"
             )
-    if isinstance(model, MultimodalModule):
-        check_preference(model, plan if isinstance(plan, Plan) else None)
+    check_preference(model, plan if isinstance(plan, Plan) else None)
     # "auto" may become bf16 on a GPU or by a checkpoint; the trainer checks again once it is known.
     in_bf16 = run.precision != "fp32"
     if isinstance(plan, Plan):
@@ -86,10 +82,10 @@ def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
     return optimizer.total_steps + 1
 
 
-def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
+def with_vocabulary(data: Any, model: Model) -> Any:
     """Return the data configuration with the model's token ids and, for a Hugging Face VLM, the
     inputs of its towers."""
-    preference = getattr(model, "preference", None)
+    preference = model.preference
     if not isinstance(data, DataConfig):
         if preference is not None and preference.asked_once:
             raise ConfigError(
@@ -106,11 +102,9 @@ def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
         )
     if data.vocabulary is not None:
         return data
-    if isinstance(model, WholeModel):
-        ids = Vocabulary.of(model.source.skeleton()).ids
-        return data.model_copy(update={"vocabulary": ids, "towers": model.tower_inputs})
-    vocabulary = Vocabulary.of(model.language_model.source(ModuleKind.LANGUAGE_MODEL).skeleton())
-    return data.model_copy(update={"vocabulary": vocabulary.ids})
+    return data.model_copy(
+        update={"vocabulary": model.vocabulary, "towers": model.tower_inputs}
+    )
 
 
 def with_commits(data: Any) -> Any:

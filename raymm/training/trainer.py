@@ -31,9 +31,8 @@ from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.files.run_files import remove_partial
 from raymm.layout.layout_notes import layout_notes
 from raymm.layout.mapping_plan import plan_of_mapping
-from raymm.model.multimodal import MultimodalModule
+from raymm.model.model import Model
 from raymm.model.trainable_layers import counts_text
-from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.rebalancing import FILE as DECISIONS
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
@@ -106,7 +105,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: MultimodalModule | WholeModel,
+        model: Model,
         parallel: Plan | StageMapping | MultimodalParallelSpec | PlanRequest | None = None,
         data: DataConfig | Sequence[Any] | None = None,
         run_config: RunConfig | None = None,
@@ -136,9 +135,8 @@ class Trainer:
             modules = model.by_parts("parallel is a mapping")
             self.plan = plan_of_mapping(modules, parallel, whole_microbatches(data))
         elif isinstance(parallel, MultimodalParallelSpec):
-            modules = model.by_parts("parallel is a MultimodalParallelSpec")
-            self.plan = None if parallel.elastic else parallel.plan(modules)
-            self._elastic = ElasticPlans(parallel, modules) if parallel.elastic else None
+            self.plan = None if parallel.elastic else parallel.plan(model)
+            self._elastic = ElasticPlans(parallel, model) if parallel.elastic else None
         self.data = with_commits(with_vocabulary(data, model))
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()

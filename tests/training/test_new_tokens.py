@@ -19,7 +19,7 @@ from raymm.errors import ConfigError, ModelError, SampleError
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.loading import load_into_whole
+from raymm.storage.loading import load_into_model
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import tiny
 from tests.trainer_groups import trainer_groups
@@ -119,7 +119,7 @@ def trained(config):
     assert isinstance(model, WholeModel)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None
-    load_into_whole(model, checkpoint.folder)
+    load_into_model(model, checkpoint.folder)
     return model.materialize().eval()
 
 

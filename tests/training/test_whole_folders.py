@@ -24,7 +24,7 @@ from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.export import export_model
-from raymm.storage.loading import load_into_whole
+from raymm.storage.loading import load_into_model
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
 from tests.trainer_groups import trainer_groups
@@ -92,7 +92,7 @@ def test_a_vlm_folder_is_trained_resumed_and_exported(tmp_path):
     assert isinstance(model, WholeModel)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None
-    load_into_whole(model, checkpoint.folder)
+    load_into_model(model, checkpoint.folder)
     out, folder = tmp_path / "out", str(config.model.path)
     export_model(
         build_model(config), config.run.storage_path, str(out), config.data.processor,
@@ -147,7 +147,7 @@ def test_vlm_options_by_configuration(tmp_path):
     assert isinstance(model, WholeModel)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None
-    load_into_whole(model, checkpoint.folder)
+    load_into_model(model, checkpoint.folder)
     base, example = AutoModelForImageTextToText.from_pretrained(folder).eval(), dict(model.example)
     with torch.no_grad():
         due, before = model.materialize().eval()(**example).logits, base(**example).logits
@@ -190,7 +190,7 @@ def test_texts_are_generated_in_training_and_by_the_command(tmp_path, capsys):
     assert isinstance(model, WholeModel)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None
-    load_into_whole(model, checkpoint.folder)
+    load_into_model(model, checkpoint.folder)
     samples = {row["id"]: row for row in map(json.loads, Path(data).read_text().splitlines())}
     processor = AutoProcessor.from_pretrained(folder)
     lines = (tmp_path / "run/evaluations/step-00000004.jsonl").read_text().splitlines()

@@ -16,7 +16,7 @@ from raymm.config.sections import load_config
 from raymm.data import local_steps
 from raymm.model.whole_model import WholeModel
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.loading import load_into_whole
+from raymm.storage.loading import load_into_model
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
 from tests.trainer_groups import trainer_groups
@@ -98,7 +98,7 @@ def test_phases_of_a_vlm(tmp_path, capsys):
     assert moments == {"vision"}
     model = build_model(load_config(file))
     assert isinstance(model, WholeModel)
-    load_into_whole(model, CheckpointStore(tmp_path / "run").latest())
+    load_into_model(model, CheckpointStore(tmp_path / "run").latest())
 
 
 def test_an_unknown_part_is_rejected(tmp_path, capsys):

@@ -8,9 +8,9 @@ from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.writing_trial import why_not_written
 from raymm.runtime.generation import check_generates
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.runtime.writing_trial import why_not_written
 
 
 def model_of(name):
