@@ -67,10 +67,10 @@ class Batches(ABC):
             DataError: the batch does not fit the model. Names the entry.
         """
 
-    def sample_check(self) -> SampleCheck:
-        """Return the check that data workers apply to samples; it raises the errors of
-        :meth:`prepare`."""
-        raise NotImplementedError(f"{type(self).__name__} are not loaded by data workers")
+    def sample_check(self) -> SampleCheck | None:
+        """Return the check that data workers apply to samples, which raises the errors of
+        :meth:`prepare`; None if data workers do not load such batches."""
+        return None
 
     def check(self, inputs: Sequence[Mapping[str, Any]], meta: Sequence[MicrobatchMeta]) -> None:
         """Raise a ``DataError`` if modules cannot take prepared inputs as they are split."""

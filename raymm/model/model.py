@@ -108,6 +108,15 @@ class Model(ABC):
         """
         return
 
+    def check_run(self, from_files: bool, planned: bool) -> None:
+        """Raise ModelError if a trainer cannot run the model.
+
+        Args:
+            from_files: True if data workers load the data.
+            planned: True if a plan is given.
+        """
+        return
+
     def check_unshared(self) -> None:
         """Raise ModelError if modules share parameters."""
         return

@@ -24,12 +24,11 @@ from torch import nn
 
 from raymm.actors.modules.node import ONLY, NodeSpec, call
 from raymm.actors.modules.noise import SampleSeeds
-from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.node import NodeStageSpec
-from raymm.actors.weights.source import LiveSource
 from raymm.errors import ModelError
 from raymm.model.dag_module import DagLoss, DagModule
-from raymm.model.model import Model
+from raymm.model.modality_model import ModalityModel
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module import Module, NodeModule
 from raymm.model.ports import node_ports
 from raymm.model.trainable_layers import counted
@@ -45,7 +44,7 @@ class DagOutput:
     losses: dict[str, torch.Tensor]
 
 
-class ModuleDag(nn.Module, Model):
+class ModuleDag(nn.Module, ModalityModel):
     """A model as a graph of modules and losses. ``forward`` runs the graph in this process.
 
     Args:
@@ -66,12 +65,7 @@ class ModuleDag(nn.Module, Model):
         self.nodes = dict(nodes)
         self.graph = _graph(nodes)
         self._handed_on = {name: self._outputs(name) for name in nodes}
-        live = {n: node.modality.module for n, node in nodes.items()}
-        live |= {f"{n} projector": node.modality.projector for n, node in nodes.items()}
-        try:
-            check_no_shared_parameters({n: entry for n, entry in live.items() if entry is not None})
-        except ValueError as error:
-            raise ModelError(str(error)) from error
+        self.check_unshared()
         for name in nodes:  # last, so that names are compared with all attributes
             if not name.isidentifier() or hasattr(self, name):
                 raise ModelError(
@@ -197,11 +191,29 @@ class ModuleDag(nn.Module, Model):
                 losses[name] = outputs[name][ONLY].sum() * scales[name]
         return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
 
-    def reloadable(self) -> frozenset[str]:
-        return frozenset(
-            name for name, node in self.nodes.items()
-            if not isinstance(node.modality.source(), LiveSource)
-        )
+    @property
+    def modalities(self) -> dict[str, ModalityModule]:
+        return {name: node.modality for name, node in self.nodes.items()}
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        super().set_frozen(name, frozen)
+        self.graph = _graph(self.nodes)
+
+    def check_run(self, from_files: bool, planned: bool) -> None:
+        if from_files:
+            raise ModelError(
+                "data is a DataConfig; accepted for a graph of modules: a list of batches in "
+                "memory, dicts of tensors with the entries that its modules read"
+            )
+        if not planned:
+            raise ModelError(
+                "parallel is no plan; accepted for a graph of modules: a plan from raymm.dag_plan, "
+                "or a mapping"
+            )
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         return {

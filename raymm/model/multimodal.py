@@ -14,18 +14,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from raymm.actors.adapters.lora import is_adapter, without_adapters
+from raymm.actors.adapters.lora import without_adapters
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.modules.blocks import checkpoints_itself, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
-from raymm.actors.optimizer.optimizer_config import PROJECTOR
 from raymm.actors.probe.attention import find_mixers, probe_mask, probe_packing
 from raymm.actors.probe.experts.own_loss import check_language_loss
 from raymm.actors.probe.experts.router_loss import mixture_of
-from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
@@ -35,8 +33,8 @@ from raymm.errors import ModelError
 from raymm.kernels.mask.spans import MAX_KIND
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
+from raymm.model.modality_model import ModalityModel
 from raymm.model.modality_module import ModalityModule, check_weights
-from raymm.model.model import FROZEN, FULL, Model
 from raymm.model.module import EncoderModule, LanguageModule, Module
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.ports import language_ports
@@ -58,7 +56,7 @@ def _embedding_width(source: ModuleSource) -> int | None:
     return None if weight is None else weight.shape[1]
 
 
-class MultimodalModule(nn.Module, Model):
+class MultimodalModule(nn.Module, ModalityModel):
     """Encoders that feed a language model.
 
     ``forward`` runs everything in this process and is the reference of parallel training. Encoders
@@ -179,61 +177,9 @@ class MultimodalModule(nn.Module, Model):
         source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
         return Vocabulary.of(source.skeleton()).ids
 
-    def _part(self, name: str) -> tuple[ModalityModule, bool]:
-        """Return the module of a part, and True if the part is its projector."""
-        module = name.removesuffix(PROJECTOR)
-        return self.encoders.get(module, self.language_model), name != module
-
-    def mode(self, name: str) -> str:
-        accepted = [*self.module_names]
-        accepted += [f"{n}{PROJECTOR}" for n, e in self.encoders.items() if e.projector]
-        if name not in accepted:
-            raise ModelError(
-                f"at names {name!r}, which is not a part of the model; accepted: "
-                f"{', '.join(accepted)}"
-            )
-        modality, is_projector = self._part(name)
-        spec = self.spec(name.removesuffix(PROJECTOR))
-        skeleton = modality.projector if is_projector else spec.source.skeleton()
-        assert skeleton is not None  # only projectors that exist are accepted
-        parameters = dict(skeleton.named_parameters())
-        adapters = [p for parameter, p in parameters.items() if is_adapter(parameter)]
-        flags = {p.requires_grad for p in adapters or parameters.values()}
-        if len(flags) > 1:
-            raise ModelError(
-                f"at names {name!r}, which is partly frozen; accepted: modules that are entirely "
-                "frozen or entirely trained"
-            )
-        return FULL if True in flags else FROZEN
-
-    def set_frozen(self, name: str, frozen: bool) -> None:
-        modality, is_projector = self._part(name)
-        modality.set_frozen(frozen, is_projector)
-
-    def modules_of(self, name: str) -> set[str]:
-        return {name.removesuffix(PROJECTOR)}
-
-    def state_prefixes(self, name: str) -> tuple[str, ...]:
-        inner = "projector." if name.endswith(PROJECTOR) else "module."
-        return (f"{name.removesuffix(PROJECTOR)}/{inner}",)
-
     def give_examples(self, items: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
         for name, item in items().items():
             self.encoders[name].give_example(item)
-
-    def check_unshared(self) -> None:
-        modules: dict[str, nn.Module] = {}
-        for name, modality in (*self.encoders.items(), (LANGUAGE_MODEL, self.language_model)):
-            if modality.module is not None:
-                modules[name] = modality.module
-            if modality.projector is not None:
-                modules[f"{name} projector"] = modality.projector
-        try:
-            check_no_shared_parameters(modules)
-        except ValueError as error:
-            raise ModelError(
-                f"{error}; give each module a separate copy, or do not tie parameters"
-            ) from None
 
     def check_generates(self) -> None:
         if isinstance(self.merge, CrossAttend) or hasattr(self.merge, "model_arguments"):
@@ -257,12 +203,9 @@ class MultimodalModule(nn.Module, Model):
     def by_parts(self, what: str) -> MultimodalModule:
         return self
 
-    def reloadable(self) -> frozenset[str]:
-        sources = {name: encoder.source() for name, encoder in self.encoders.items()}
-        sources[LANGUAGE_MODEL] = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
-        return frozenset(
-            name for name, source in sources.items() if not isinstance(source, LiveSource)
-        ) - self.changing
+    @property
+    def modalities(self) -> dict[str, ModalityModule]:
+        return {**self.encoders, LANGUAGE_MODEL: self.language_model}
 
     def parameter_name(self, module: str, name: str) -> str:
         return f"{'language_model' if module == LANGUAGE_MODEL else f'{module}_encoder'}.{name}"

@@ -76,8 +76,8 @@ class ScanProgress:
 
 
 def step_line(row: Mapping[str, Any], steps: int, speed: float) -> str:
-    """Return a line about a step: loss, speed (tokens per second), load of stages, balance of
-    microbatches."""
+    """Return a line about a step: loss, speed (tokens per second, if the data have any), load of
+    stages, balance of microbatches."""
     busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
     balance = row.get("balance", {})
     if balance.get("microbatches", 1) > 1:
@@ -87,7 +87,7 @@ def step_line(row: Mapping[str, Any], steps: int, speed: float) -> str:
         busy += ")"
     return (
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
-        f"{speed:,.0f} tokens/s  {_utilisation(row)}"
+        f"{f'{speed:,.0f} tokens/s  ' if speed else ''}{_utilisation(row)}"
         f"grad norm {row['grad_norm']:.3g}  busy: {busy}"
     )
 

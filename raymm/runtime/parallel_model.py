@@ -240,9 +240,9 @@ class ParallelModel(ParallelModule):
     def prepare(self, batch: Any) -> Prepared:
         return self._inputs_of.prepare(batch)
 
-    def sample_check(self) -> SampleCheck:
-        """Return the check that data workers apply to every sample. It raises the errors of
-        :meth:`execute`."""
+    def sample_check(self) -> SampleCheck | None:
+        """Return the check that data workers apply to every sample, which raises the errors of
+        :meth:`execute`; None for a graph of modules, whose batches they do not load."""
         return self._inputs_of.sample_check()
 
     def submit(

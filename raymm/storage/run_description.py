@@ -22,6 +22,7 @@ from raymm.data import DataConfig, ModalityDataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
+from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -78,13 +79,31 @@ def _of_model(model: Model) -> dict[str, Any]:
 def _(model: MultimodalModule) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
-        "model.packing": model.packing, "model.parameters": {},
+        "model.packing": model.packing,
     }
     if model.preference is not None:
         fields["model.preference"] = _named(model.preference)
     fields |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
-    for name, modality in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
-        source = modality.source(module_kind(name))
+    modalities = {**model.encoders, LANGUAGE_MODEL: model.language_model}
+    return fields | _of_modalities({
+        name: (modality, modality.source(module_kind(name)))
+        for name, modality in modalities.items()
+    })
+
+
+@_of_model.register
+def _(model: ModuleDag) -> dict[str, Any]:
+    modalities = {name: node.modality for name, node in model.nodes.items()}
+    return {"model.edges": model.graph.edges} | _of_modalities({
+        name: (modality, modality.source()) for name, modality in modalities.items()
+    })
+
+
+def _of_modalities(
+    modalities: Mapping[str, tuple[ModalityModule, ModuleSource]]
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model.parameters": {}}
+    for name, (modality, source) in modalities.items():
         skeleton = source.skeleton()
         fields |= describe_module(f"model.{name}", modality, source, skeleton)
         fields["model.parameters"] |= _parameters(f"{name}/module", skeleton)

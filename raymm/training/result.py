@@ -65,7 +65,8 @@ class Result:
         last = self.metrics
         lines = [f"{self.path}: {plural(last.get('step', 0), 'step')}"]
         if last.get("loss") is not None:
-            lines[0] += f", loss {last['loss']:.4f}, {last['tokens_per_s']:,.0f} tokens/s"
+            rate = last["tokens_per_s"]
+            lines[0] += f", loss {last['loss']:.4f}" + (f", {rate:,.0f} tokens/s" if rate else "")
         lines += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
         lines += [self.stopped] if self.stopped else []
         pictures = {

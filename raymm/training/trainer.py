@@ -122,6 +122,7 @@ class Trainer:
             raise ConfigError("data is None; pass a DataConfig or a list of batches")
         if run_config is None:
             raise ConfigError("run_config is None; pass a RunConfig")
+        model.check_run(isinstance(data, DataConfig), isinstance(parallel, Plan | StageMapping))
         self.model = model
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest(
             keeps_features=cache is not None and cache.features != "none"
@@ -132,8 +133,7 @@ class Trainer:
         if isinstance(parallel, Plan):
             self.plan = parallel
         elif isinstance(parallel, StageMapping):
-            modules = model.by_parts("parallel is a mapping")
-            self.plan = plan_of_mapping(modules, parallel, whole_microbatches(data))
+            self.plan = plan_of_mapping(model, parallel, whole_microbatches(data))
         elif isinstance(parallel, MultimodalParallelSpec):
             self.plan = None if parallel.elastic else parallel.plan(model)
             self._elastic = ElasticPlans(parallel, model) if parallel.elastic else None
