@@ -6,7 +6,7 @@ import argparse
 import os
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich import box
 from rich.console import Console
@@ -39,6 +39,7 @@ from raymm.training.under_way import UnderWay
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
     from raymm.model.model import Model
+    from raymm.model.multimodal import MultimodalModule
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
     from raymm.scheduler.plan.plan import Plan
@@ -242,15 +243,17 @@ def _measured(
 ) -> Planned:
     """Run the best plans, and return the planned object with the fastest as its plan."""
     from raymm.costs.full_microbatch import full_microbatch
+    from raymm.model.features import MEASURED_COSTS
     from raymm.profiling.measure_plans import distinct_options, measure_options
     from raymm.runtime.cluster import pick_device
     from raymm.runtime.options import resolve_precision
 
+    model.require(MEASURED_COSTS, "--measure is given")
     options = distinct_options(planned.proposal.options, count)
     device = pick_device(config.run.device, config.resources.for_device)
     console.print(f"running {plural(len(options), 'plan')} on {device} ...")
     results = measure_options(
-        model.by_parts("--measure is given"), options,
+        cast("MultimodalModule", model), options,
         full_microbatch(config.data, model.encoder_names), device=device,
         precision=resolve_precision(config.run.precision, device),
         resources=config.resources.for_device(device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -74,12 +75,15 @@ def run_profile(args: argparse.Namespace) -> None:
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.costs.profile_files import save_table
     from raymm.draw.profile import draw_profile
-    from raymm.model.multimodal import module_graph
+    from raymm.model.features import MEASURED_COSTS
+    from raymm.model.multimodal import MultimodalModule, module_graph
     from raymm.profiling.layers import profile_model
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.options import resolve_precision
 
-    model = build_model(config).by_parts("raymm profile measures layers of modules")
+    model = build_model(config)
+    model.require(MEASURED_COSTS)
+    model = cast(MultimodalModule, model)  # only models by parts have measured costs
     if args.multiplex:
         from raymm.cli.profile_surfaces import run_surfaces
 

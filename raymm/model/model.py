@@ -11,6 +11,7 @@ from torch import nn
 from raymm.actors.experts.router_loss import Mixture
 from raymm.errors import ModelError
 from raymm.kernels.preference import PreferenceLoss
+from raymm.model.features import GENERATION, Feature, Kind
 from raymm.model.module import Module
 from raymm.scheduler.graph.module_graph import ModuleGraph
 
@@ -22,6 +23,7 @@ class Model(ABC):
     """Description of a model: modules, their graph, and what its loss needs.
 
     Attributes:
+        kind: how the model is described.
         graph: modules and the edges between them.
         packing: True if the rows of a microbatch run as one sequence without padding.
         preference: loss for pairs of answers; None for cross entropy.
@@ -40,6 +42,7 @@ class Model(ABC):
         rows_in_layout: True if the layout of messages depends on the rows' lengths and items.
     """
 
+    kind: Kind
     graph: ModuleGraph
     packing: bool = False
     preference: PreferenceLoss | None = None
@@ -123,17 +126,21 @@ class Model(ABC):
 
     def check_generates(self) -> None:
         """Raise ModelError if the model cannot generate text."""
-        raise ModelError(
-            f"to generate text, the model needs a language model; it is a {type(self).__name__}"
-        )
+        self.require(GENERATION)
 
     def check_loss(self) -> None:
         """Raise a ProbeError if the model computes another loss than the one that is trained."""
         return
 
-    def by_parts(self, what: str) -> Any:
-        """Return the model if it is described by its parts. Raises a ModelError, which begins with
-        ``what``, for other models."""
-        raise ModelError(
-            f"{what}; accepted for a model that is given by its parts, not for a Hugging Face VLM"
-        )
+    def require(self, feature: Feature, given: str = "") -> None:
+        """Raise a ModelError if models of this kind lack a feature.
+
+        Args:
+            given: what asks for the feature, such as a field and its value; by default the
+                feature's title.
+        """
+        if reason := feature.reason(self.kind):
+            kinds = " and ".join(kind for kind in Kind if not feature.reason(kind))
+            raise ModelError(
+                f"{given or feature.title}; accepted for {kinds}, not for {self.kind}: {reason}"
+            )

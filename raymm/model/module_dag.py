@@ -27,6 +27,7 @@ from raymm.actors.modules.noise import SampleSeeds
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.errors import ModelError
 from raymm.model.dag_module import DagLoss, DagModule
+from raymm.model.features import FILES, PIPELINED_PLANS, Kind
 from raymm.model.modality_model import ModalityModel
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module import Module, NodeModule
@@ -54,6 +55,8 @@ class ModuleDag(nn.Module, ModalityModel):
         ModelError, PlanError: names that are unknown or not identifiers, a cycle, modules that no
             loss depends on, or modules that share parameters.
     """
+
+    kind = Kind.GRAPH
 
     def __init__(self, nodes: Mapping[str, DagModule]) -> None:
         super().__init__()
@@ -205,15 +208,9 @@ class ModuleDag(nn.Module, ModalityModel):
 
     def check_run(self, from_files: bool, planned: bool) -> None:
         if from_files:
-            raise ModelError(
-                "data is a DataConfig; accepted for a graph of modules: a list of batches in "
-                "memory, dicts of tensors with the entries that its modules read"
-            )
+            self.require(FILES, "data is a DataConfig")
         if not planned:
-            raise ModelError(
-                "parallel is no plan; accepted for a graph of modules: a plan from raymm.dag_plan, "
-                "or a mapping"
-            )
+            self.require(PIPELINED_PLANS, "parallel is neither a plan nor a mapping")
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         return {

@@ -33,6 +33,7 @@ from raymm.errors import ModelError
 from raymm.kernels.mask.spans import MAX_KIND
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
+from raymm.model.features import Kind
 from raymm.model.modality_model import ModalityModel
 from raymm.model.modality_module import ModalityModule, check_weights
 from raymm.model.module import EncoderModule, LanguageModule, Module
@@ -86,6 +87,7 @@ class MultimodalModule(nn.Module, ModalityModel):
             findings about weights are a :class:`raymm.model.modality_module.WeightsWarning`.
     """
 
+    kind = Kind.PARTS
     separate_features = rows_in_layout = True
 
     def __init__(
@@ -199,9 +201,6 @@ class MultimodalModule(nn.Module, ModalityModel):
                 f"{reason}; use another language model, or a Hugging Face VLM (model: "
                 "{path: FOLDER, train: ...})"
             )
-
-    def by_parts(self, what: str) -> MultimodalModule:
-        return self
 
     @property
     def modalities(self) -> dict[str, ModalityModule]:

@@ -51,6 +51,7 @@ from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.errors import ModelError
 from raymm.model.batch_rules import LABELS, Vocabulary
+from raymm.model.features import Kind
 from raymm.model.modality_module import check_weights
 from raymm.model.model import FROZEN, FULL, Model
 from raymm.model.module import Module, TowerModule, VlmLanguageModule
@@ -123,6 +124,7 @@ class WholeModel(Model):
         train: training mode by part; parts that are absent are fully trained.
     """
 
+    kind = Kind.VLM
     language_field = "model.train.language_model"
 
     def __init__(

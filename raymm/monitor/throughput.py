@@ -10,7 +10,8 @@ from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops
 from raymm.costs.whole_step_flops import WholeStepFlops
 from raymm.data import MicrobatchMeta
-from raymm.errors import PlanError
+from raymm.errors import ModelError, PlanError
+from raymm.model.features import FLOPS
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -67,14 +68,15 @@ class Throughput:
     def _counted(self, count: Callable[[], T]) -> T | None:
         try:
             return count()
-        except PlanError as error:
+        except (ModelError, PlanError) as error:
             self._say(f"no TFLOP/s: {error}")
             return None
 
 
 @singledispatch
 def _step_flops(model: Model) -> StepFlops | WholeStepFlops:
-    raise PlanError(f"the FLOPs of models of class {type(model).__name__} are not counted")
+    model.require(FLOPS)
+    raise TypeError(f"the FLOPs of {type(model).__name__} are not counted")
 
 
 _step_flops.register(MultimodalModule, StepFlops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -23,6 +23,7 @@ from raymm.data import (
 from raymm.data.readers import Dataset
 from raymm.errors import SampleError
 from raymm.model.model import Model
+from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.progress import ScanProgress
 from raymm.plural import plural
 
@@ -71,9 +72,7 @@ def training_data(
         return TrainingData(dataset, sampler)
     tokens = {}
     if data.processor is None:  # a processor of the whole model states its tokens
-        tokens = item_tokens(
-            model.by_parts("data.processor is not given"), one_item_each(data, dataset)
-        )
+        tokens = item_tokens(cast(MultimodalModule, model), one_item_each(data, dataset))
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
         sampler = training_sampler(data, dataset, tokens, progress, measure_of(data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from raymm.config.planning_options import PIPELINED
 from raymm.costs.analytic import analytic_profile
@@ -17,6 +18,7 @@ from raymm.costs.workload import (
     token_workload,
 )
 from raymm.errors import PlanError
+from raymm.model.features import GIVEN_SIZES, MULTIPLEXED_PLANS
 from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
@@ -121,9 +123,9 @@ class PlanInputs:
 
     @property
     def parts(self) -> MultimodalModule:
-        """The model, for a multiplexed plan. Raises ModelError if the model is a
-        Hugging Face VLM."""
-        return self.model.by_parts(f"parallel.style is {self.request.style!r}")
+        """The model, for a multiplexed plan. Raises ModelError for a Hugging Face VLM."""
+        self.model.require(MULTIPLEXED_PLANS, f"parallel.style is {self.request.style!r}")
+        return cast(MultimodalModule, self.model)
 
     @property
     def graph(self) -> ModuleGraph:
@@ -193,9 +195,9 @@ def loads_of(
     microbatch's."""
     complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
     if workload.microbatch is None or complete:
+        model.require(GIVEN_SIZES, "there is no data to read sizes from")
         return token_workload(
-            model.by_parts("there is no data to read sizes from"), tokens,
-            workload.samples, workload.text,
+            cast(MultimodalModule, model), tokens, workload.samples, workload.text
         )
     return changed_tokens(microbatch_workload(model, workload.read_microbatch()), tokens)
 

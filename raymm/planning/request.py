@@ -16,6 +16,7 @@ from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
 from raymm.errors import PlanError
 from raymm.model.batch_rules import complete_microbatch
+from raymm.model.features import MULTIPLEXED_PLANS
 from raymm.model.model import Model
 from raymm.planning.degrees import DegreeRequest
 from raymm.scheduler.costs.devices import find_device
@@ -77,7 +78,7 @@ class PlanRequest(PlanOptions):
             )
         self.degree_request.check(model.module_names)
         if self.style != PIPELINED:
-            model.by_parts(f"parallel.style is {self.style!r}")
+            model.require(MULTIPLEXED_PLANS, f"parallel.style is {self.style!r}")
         if self.device is not None:
             find_device(self.device)
         if self.profile is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raymm.actors.probe.callbacks import Cuts
 from raymm.errors import NoPlanError, ProbeError
+from raymm.model.features import PIPELINED_PLANS
 from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.degrees import Refused, refused_degrees
@@ -52,9 +53,11 @@ def plan(
 
     Raises:
         TypeError: unknown option.
+        ModelError: the model is a graph of modules, whose plans are given.
         PlanError: names the argument and what is accepted.
         NoPlanError: no plan fits.
     """
+    model.require(PIPELINED_PLANS)
     request = PlanRequest.of_options({"ranks": ranks, **options})
     request.degree_request.check(model.module_names)
     workload = Workload(microbatches, samples, microbatch=microbatch, dtype=dtype)

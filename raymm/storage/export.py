@@ -19,8 +19,9 @@ from raymm.actors.storage.folder import PARTIAL, set_file_modes
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.text import load_tokenizer
-from raymm.errors import CheckpointError, ModelError
+from raymm.errors import CheckpointError
 from raymm.files.output import Output
+from raymm.model.features import EXPORT
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.module_kind import ModuleKind
@@ -127,7 +128,7 @@ class _Writer:
     @singledispatchmethod
     def check(self, model: Model) -> None:
         """Raise ModelError if a folder cannot be written in the dtype."""
-        raise ModelError(f"models of class {type(model).__name__} cannot be exported")
+        model.require(EXPORT)
 
     @check.register
     def _(self, model: WholeModel) -> None:
@@ -172,7 +173,7 @@ class _Writer:
     def write(self, model: Model, folder: Path) -> list[str]:
         """Write a model, which is materialized, and its adapters unless merged. Return the names of
         the folders."""
-        raise ModelError(f"models of class {type(model).__name__} cannot be exported")
+        raise TypeError(f"no format for {type(model).__name__}")
 
     @write.register
     def _(self, model: WholeModel, folder: Path) -> list[str]:

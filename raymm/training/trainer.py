@@ -31,6 +31,7 @@ from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.files.run_files import remove_partial
 from raymm.layout.layout_notes import layout_notes
 from raymm.layout.mapping_plan import plan_of_mapping
+from raymm.model.features import CACHED_FEATURES
 from raymm.model.model import Model
 from raymm.model.trainable_layers import counts_text
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
@@ -122,6 +123,8 @@ class Trainer:
             raise ConfigError("data is None; pass a DataConfig or a list of batches")
         if run_config is None:
             raise ConfigError("run_config is None; pass a RunConfig")
+        if cache is not None and cache.features != "none":
+            model.require(CACHED_FEATURES, "cache is given")
         model.check_run(isinstance(data, DataConfig), isinstance(parallel, Plan | StageMapping))
         self.model = model
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest(
