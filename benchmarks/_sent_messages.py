@@ -19,9 +19,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel, from_pretrained
 from raymm.runtime.parallel_model import (
-    MultimodalParallelModule,
     ParallelModel,
-    WholeParallelModule,
 )
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
 from raymm.scheduler.plan.plan import Plan
@@ -65,11 +63,11 @@ def message_rows() -> Iterator[dict[str, Any]]:
         if isinstance(model, WholeModel):
             specs = {"vision": ParallelSpec(), "llm": _TWO}
             plan = replace(whole_plan(model, specs, MICROBATCHES), profile=profile)
-            running = WholeParallelModule(model, plan, resources=_HALF)
+            running = ParallelModel(model, plan, resources=_HALF)
         else:
             spec = MultimodalParallelSpec({"vision": _TWO}, _TWO, MICROBATCHES)
             plan = replace(spec.plan(model), profile=profile)
-            running = MultimodalParallelModule(model, plan, resources=_HALF)
+            running = ParallelModel(model, plan, resources=_HALF)
         with running:
             running.execute([microbatch] * MICROBATCHES)
             sent = sent_bytes(running)

@@ -42,7 +42,7 @@ from raymm.layout.feature_stages import featured_modules, with_feature_stages
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
-from raymm.runtime.parallel_model import MultimodalParallelModule, WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
@@ -150,7 +150,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
                     blocks, _ = featured_modules(model, plan, ["vision"])
                     plan, caches = with_feature_stages(plan, blocks), dict.fromkeys(blocks, kept)
                 whole = isinstance(model, WholeModel)
-                parallel = (WholeParallelModule if whole else MultimodalParallelModule)(
+                parallel = (ParallelModel if whole else ParallelModel)(
                     model, plan, optimizer=option.config, precision=option.precision, seed=SEED,
                     timeout_s=_TIMEOUT_S, features=caches,
                 )

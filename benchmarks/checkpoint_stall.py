@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from benchmarks import _common
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.storage.checkpoint import CheckpointStore
 
@@ -71,14 +71,14 @@ def timed(work: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - start
 
 
-def synchronous(store: CheckpointStore, parallel: MultimodalParallelModule) -> Save:
+def synchronous(store: CheckpointStore, parallel: ParallelModel) -> Save:
     """Save the current state synchronously."""
     seconds = timed(store.save, parallel, {})
     return Save(seconds, 0.0, seconds)
 
 
 def asynchronous(
-    store: CheckpointStore, parallel: MultimodalParallelModule, step: Callable[[], float],
+    store: CheckpointStore, parallel: ParallelModel, step: Callable[[], float],
     usual: float,
 ) -> Save:
     """Save the current state asynchronously, and run steps until it is committed.
@@ -104,7 +104,7 @@ def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, An
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), MICROBATCHES).plan(model)
     saves: dict[str, list[Save]] = {"synchronous": [], "asynchronous": []}
     store = CheckpointStore(folder, keep=1)
-    with _common.local_ray(4), MultimodalParallelModule(model, plan) as parallel:
+    with _common.local_ray(4), ParallelModel(model, plan) as parallel:
         def step() -> float:
             return timed(parallel.train_step, batch)
 

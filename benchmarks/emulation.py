@@ -19,7 +19,7 @@ ENTRY = "x"
 
 @dataclass(frozen=True)
 class Emulation:
-    """Arguments for :class:`raymm.DagParallelModule`.
+    """Arguments for :class:`raymm.ParallelModel`.
 
     Attributes:
         dag: nodes that sleep. Nodes without a consumer are losses.

@@ -45,7 +45,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.embedded.embedded_ray import start_embedded_ray
 from raymm.runtime.embedded.forked_workers import OFF, start_servers
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 MICROBATCHES, STAGES, IN_FLIGHT, HEARTBEATS, COPIES = 4, 2, 2, 100, 5
@@ -78,7 +78,7 @@ def build(hidden: int, layers: int, tokens: int) -> tuple[MultimodalModule, list
 
 
 def turn(
-    parallel: MultimodalParallelModule, prepared: Any, snapshots: Snapshots | None
+    parallel: ParallelModel, prepared: Any, snapshots: Snapshots | None
 ) -> Seconds:
     """Measure :data:`TURN` steps, including the wait for the last.
 
@@ -100,7 +100,7 @@ def turn(
     return Seconds(wall, _cpu_seconds(parallel) - cpu)
 
 
-def _cpu_seconds(parallel: MultimodalParallelModule) -> float:
+def _cpu_seconds(parallel: ParallelModel) -> float:
     """Return the CPU seconds of the driver and all ranks so far."""
     ticks = 0
     for pid in [os.getpid(), *(place.pid for place in parallel.group.places)]:
@@ -109,7 +109,7 @@ def _cpu_seconds(parallel: MultimodalParallelModule) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def heartbeat(parallel: MultimodalParallelModule) -> float:
+def heartbeat(parallel: ParallelModel) -> float:
     """Return CPU seconds of one heartbeat to all ranks over the second between two of them.
 
     CPU seconds are those of all processes.
@@ -121,7 +121,7 @@ def heartbeat(parallel: MultimodalParallelModule) -> float:
     return (_cpu_seconds(parallel) - cpu) / HEARTBEATS / BEAT_S
 
 
-def copy(parallel: MultimodalParallelModule) -> float:
+def copy(parallel: ParallelModel) -> float:
     """Return seconds of the copy to host memory on all ranks, the only part that blocks steps."""
     start = time.perf_counter()
     parallel.group.call("copy_snapshot")
@@ -131,7 +131,7 @@ def copy(parallel: MultimodalParallelModule) -> float:
 
 
 def recovery(
-    parallel: MultimodalParallelModule, prepared: Any, snapshots: Snapshots
+    parallel: ParallelModel, prepared: Any, snapshots: Snapshots
 ) -> tuple[float, float]:
     """Return seconds from an error to the completed rendezvous, and to the restored snapshot.
 
@@ -162,7 +162,7 @@ def recovery(
 
 
 def costs(
-    parallel: MultimodalParallelModule, prepared: Any, every: int, seconds: float
+    parallel: ParallelModel, prepared: Any, every: int, seconds: float
 ) -> dict[str, Any]:
     """Return the costs of snapshots and heartbeats.
 
@@ -214,7 +214,7 @@ def recoveries(
         name: prefix of the figures' names.
     """
     options = PlacementOptions(spares=spares)
-    with MultimodalParallelModule(model, plan, placement=options) as parallel:
+    with ParallelModel(model, plan, placement=options) as parallel:
         parallel.group.keeps_survivors = True
         snapshots, prepared = Snapshots(parallel.group), parallel.prepare(batch)
         turn(parallel, prepared, snapshots)
@@ -231,7 +231,7 @@ def measure(args: Any) -> dict[str, Any]:
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), MICROBATCHES).plan(model)
     start_servers(2, ["transformers.models.llama.modeling_llama"])
     start_embedded_ray(num_cpus=CPUS, log_to_driver=False, logging_level="error")
-    with MultimodalParallelModule(model, plan) as parallel:
+    with ParallelModel(model, plan) as parallel:
         prepared = parallel.prepare(batch)
         result = costs(parallel, prepared, args.every, args.seconds)
     for name, spares in (("", 0), ("spare_", 1)):

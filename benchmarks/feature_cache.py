@@ -40,7 +40,7 @@ from raymm.config.cache_section import CacheSection
 from raymm.config.sections import TrainConfig, load_config
 from raymm.data import StepLoader
 from raymm.data.loading.feature_lookup import FeatureLookup, item_key
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.training.kept_features import KeptFeatures
 
 CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
@@ -83,7 +83,7 @@ class Run:
         plan = build_plan(config, model)
         assert plan is not None  # the file has layouts
         self.kept = KeptFeatures.of(cache, model, plan, config.data, "cpu bf16")
-        self.parallel = MultimodalParallelModule(
+        self.parallel = ParallelModel(
             model, self.kept.plan, optimizer=config.optimizer.build(config.run.steps),
             precision="bf16", seed=config.run.seed, features=self.kept.folders,
             resources=config.resources.for_device("cpu"),

@@ -37,7 +37,7 @@ from raymm.layout.host_memory import HostNeed, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import ALL, MATMULS
@@ -210,7 +210,7 @@ def measure(
     needs = rank_memory(plan, full_program(plan))
     peaks: list[tuple[int, ...]] = []
     RankGroup.actor_class = CountedRank
-    with MultimodalParallelModule(model, plan, precision=case.precision) as parallel:
+    with ParallelModel(model, plan, precision=case.precision) as parallel:
         for _ in range(STEPS):
             peaks.append(parallel.train_step(batch).peak_bytes)
         copied = parallel.group.call("copied_bytes")

@@ -26,7 +26,7 @@ from benchmarks.emulated_gpu import SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.draw import draw_timelines
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
@@ -48,7 +48,7 @@ def plans(shape: Shape, problem: MappingProblem) -> dict[str, Mapping]:
     }
 
 
-def iteration_seconds(running: DagParallelModule, count: int) -> list[float]:
+def iteration_seconds(running: ParallelModel, count: int) -> list[float]:
     """Return seconds between the ends of training iterations, all submitted ahead."""
     step = running.prepare({ENTRY: torch.randn(SAMPLES, WIDTH)})
     under_way = [running.submit(step, update=True) for _ in range(count + 1)]
@@ -98,7 +98,7 @@ def measure(model: str, iterations: int, pictures: Path | None) -> dict[str, Any
     for name, mapping in plans(shape, problem).items():
         timeline = simulated(shape, problem, mapping)
         made = emulate(problem, mapping, shape.contrastive)
-        with DagParallelModule(
+        with ParallelModel(
             made.dag, made.plan, quota_backend=made.backend, resources=RankResources(cpus=1.0),
         ) as running:
             seconds = iteration_seconds(running, iterations)

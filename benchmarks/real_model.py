@@ -24,7 +24,7 @@ from benchmarks import _image_text
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.plan.stage import StageId
@@ -147,7 +147,7 @@ def run_case(case: str, latency: float, steps: int) -> list[RealRow]:
     plan = replace(spec.plan(model), profile=before)
     batch = microbatches(MICROBATCHES)
     runs = []
-    with MultimodalParallelModule(model, plan, threads=1) as parallel:
+    with ParallelModel(model, plan, threads=1) as parallel:
         for schedule in SCHEDULES:
             parallel.reschedule(replace(plan, schedule=schedule))
             program = parallel.program([["vision"]] * MICROBATCHES, update=False)

@@ -34,7 +34,7 @@ from raymm.errors import NoPlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.profiling.layers import profile_model
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import ALL
 from raymm.scheduler.graph.module_graph import ModuleGraph
@@ -209,7 +209,7 @@ def measured(console: _common.Console, steps: int) -> dict:
         rows = {name: Measured([], [], []) for name in found}
         with contextlib.ExitStack() as stack:
             running = {
-                name: stack.enter_context(MultimodalParallelModule(model, plan, threads=1))
+                name: stack.enter_context(ParallelModel(model, plan, threads=1))
                 for name, plan in found.items()
             }
             for step in range(steps + 1):

@@ -35,7 +35,7 @@ from benchmarks._styled_plans import backend, styled
 from benchmarks.emulation import ENTRY
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.errors import NoPlanError, PlanError
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
@@ -151,7 +151,7 @@ def step_seconds(plan: Plan, shape: Shape, count: int) -> float:
     dag, running_plan = styled(plan, shape.contrastive)
     assert plan.profile is not None and plan.profile.sharing is not None
     steps = plan.profile.sharing.surfaces[0].steps
-    with DagParallelModule(
+    with ParallelModel(
         dag, running_plan, quota_backend=partial(backend, steps),
         resources=RankResources(cpus=1.0),
     ) as running:

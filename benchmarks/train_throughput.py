@@ -28,7 +28,7 @@ from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
 from raymm.data.samples.collate import split_parts
 from raymm.runtime.cluster import connected
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 
 CONFIG = "examples/alignment/stamps.yaml"
 
@@ -76,7 +76,7 @@ class OnRay:
 
     def __init__(self, config: TrainConfig, optimizer: OptimizerConfig) -> None:
         model = build_model(config)
-        self.parallel = MultimodalParallelModule(
+        self.parallel = ParallelModel(
             model, build_plan(config, model), optimizer=optimizer,
             precision=config.run.precision, device="cpu",
             resources=config.resources.for_device("cpu"), threads=config.resources.threads,

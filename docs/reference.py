@@ -64,8 +64,7 @@ GROUPS = {
         "Result", "connect", "export_model",
     ),
     "Steps": (
-        "MultimodalParallelModule", "WholeParallelModule", "DagParallelModule", "StepOutput",
-        "Timeline", "SkippedStep", "SkippedStepWarning",
+        "ParallelModel", "StepOutput", "Timeline", "SkippedStep", "SkippedStepWarning",
     ),
     "Errors": (
         "Error", "InputError", "PlanError", "ClusterError", "RunError", "RankFailedError",

@@ -29,7 +29,7 @@ _PUBLIC = {
     "Projector": "raymm.actors.modules.projector",
     "ParallelSpec": "raymm.runtime.specs",
     "MultimodalParallelSpec": "raymm.runtime.specs",
-    "MultimodalParallelModule": "raymm.runtime.parallel_model",
+    "ParallelModel": "raymm.runtime.parallel_model",
     "StepOutput": "raymm.runtime.parallel_module",
     "NotFiniteError": "raymm.errors",
     "SkippedStep": "raymm.runtime.skipped_step",
@@ -54,7 +54,6 @@ _PUBLIC = {
     "plan_multiplexed": "raymm.planning.multiplexed",
     "from_pretrained": "raymm.model.whole_model",
     "WholeModel": "raymm.model.whole_model",
-    "WholeParallelModule": "raymm.runtime.parallel_model",
     "whole_plan": "raymm.runtime.specs",
     "ModuleDag": "raymm.model.module_dag",
     "DagModule": "raymm.model.dag_module",
@@ -64,7 +63,6 @@ _PUBLIC = {
     "uniform_noise": "raymm.actors.modules.noise",
     "SampleSeeds": "raymm.actors.modules.noise",
     "ContrastiveLoss": "raymm.model.contrastive",
-    "DagParallelModule": "raymm.runtime.parallel_model",
     "dag_plan": "raymm.runtime.specs",
     "plan_of_mapping": "raymm.layout.mapping_plan",
     "PlannedMultiplexed": "raymm.planning.multiplexed",
@@ -73,6 +71,11 @@ _PUBLIC = {
     "PlanError": "raymm.errors",
     "Timeline": "raymm.scheduler.program.timeline",
 }
+
+# Former names of classes.
+_FORMER = dict.fromkeys(
+    ("MultimodalParallelModule", "WholeParallelModule", "DagParallelModule"), "ParallelModel"
+)
 
 # The names come from the table; pyright only reads lists of literals.
 __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -109,11 +112,7 @@ if TYPE_CHECKING:
     from raymm.planning.request import PlanRequest
     from raymm.planning.search import plan
     from raymm.runtime.cluster import connect
-    from raymm.runtime.parallel_model import (
-        DagParallelModule,
-        MultimodalParallelModule,
-        WholeParallelModule,
-    )
+    from raymm.runtime.parallel_model import ParallelModel
     from raymm.runtime.parallel_module import StepOutput
     from raymm.runtime.skipped_step import SkippedStep, SkippedStepWarning
     from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, whole_plan
@@ -125,6 +124,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    name = _FORMER.get(name, name)
     if name in _PUBLIC:
         return getattr(_importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'raymm' has no attribute {name!r}")

@@ -27,7 +27,7 @@ from examples.alignment.processors import load_image
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.contrastive import clip_dag
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
 IMAGE_SIZE = 56  # pixels, both sides: a quarter of what the processor gives
@@ -170,7 +170,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, list[float]]:
     dag = clip_dag(build_model(captions.size, seed=0))
     found: dict[str, list[float]] = {"train": [], "heldout": []}
     plan = plan_of_mapping(dag, MAPPING)
-    with DagParallelModule(dag, plan, optimizer=optimizer, device=options.device) as running:
+    with ParallelModel(dag, plan, optimizer=optimizer, device=options.device) as running:
         found["heldout"].append(running.evaluate(unseen).loss)
         for step, batch in enumerate(batches(data, options.batch_size, options.steps, seed=0)):
             output = running.train_step(batch)

@@ -23,7 +23,7 @@ from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.cluster import connected
-from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.training.run_start import with_vocabulary
 
 TOLERANCE = 1e-5
@@ -52,7 +52,7 @@ def steps(config: TrainConfig) -> tuple[Step, Step, Step]:
     plan = build_plan(config, model)
     assert isinstance(model, WholeModel) and plan is not None
     step = next(iter(local_steps(with_vocabulary(config.data, model), steps=1)))
-    with WholeParallelModule(
+    with ParallelModel(
         model, plan, resources=config.resources.for_device("cpu"),
         threads=config.resources.threads, timeout_s=config.run.timeout_s,
     ) as running:

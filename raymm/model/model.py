@@ -132,15 +132,15 @@ class Model(ABC):
         """Raise a ProbeError if the model computes another loss than the one that is trained."""
         return
 
-    def require(self, feature: Feature, given: str = "") -> None:
+    def require(self, feature: Feature, field: str = "") -> None:
         """Raise a ModelError if models of this kind lack a feature.
 
         Args:
-            given: what asks for the feature, such as a field and its value; by default the
+            field: what asks for the feature, such as a field and its value; by default the
                 feature's title.
         """
         if reason := feature.reason(self.kind):
             kinds = " and ".join(kind for kind in Kind if not feature.reason(kind))
             raise ModelError(
-                f"{given or feature.title}; accepted for {kinds}, not for {self.kind}: {reason}"
+                f"{field or feature.title}; accepted for {kinds}, not for {self.kind}: {reason}"
             )

@@ -1,6 +1,6 @@
 """A model as a graph of light modules: towers, backbones, decoders, losses.
 
-The graph describes models for :class:`raymm.DagParallelModule`, such as CLIP, ImageBind and OFASys.
+The graph describes models for :class:`raymm.ParallelModel`, such as CLIP, ImageBind and OFASys.
 Samples are in dimension 0 of all tensors that modules pass to each other::
 
     dag = ModuleDag({

@@ -178,7 +178,7 @@ def plan_multiplexed(
 
         planned = raymm.plan_multiplexed(dag, gpus=8, device="H100", batch=256, tokens={"text": 77})
         planned                                # in a notebook: the table
-        DagParallelModule(dag, plan_of_mapping(dag, planned.mapping), ...)
+        ParallelModel(dag, plan_of_mapping(dag, planned.mapping), ...)
 
     Args:
         model: encoders and a language model, or any graph of modules.

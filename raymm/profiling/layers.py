@@ -58,7 +58,7 @@ def profile_model(
         lengths: additional tokens per sample for the language model.
         repeats: runs per measurement; the median counts.
         precision, device, resources, threads: as for the run
-            (:class:`raymm.runtime.parallel_model.MultimodalParallelModule`).
+            (:class:`raymm.runtime.parallel_model.ParallelModel`).
 
     Raises:
         PlanError: an argument is out of range, or a module failed. Names it.

@@ -12,7 +12,7 @@ from raymm.actors.rank.rank_resources import check_capacity
 from raymm.errors import PlanError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.search.evaluation import Option
@@ -82,7 +82,7 @@ def measure_options(
         groups.setdefault(_places(option.plan), []).append(option)
     results: dict[int, Measured] = {}
     for group in groups.values():
-        with MultimodalParallelModule(model, group[0].plan, **runtime) as parallel:
+        with ParallelModel(model, group[0].plan, **runtime) as parallel:
             for option in group:
                 parallel.reschedule(option.plan)
                 seconds = _run(parallel, microbatch, steps)
@@ -96,7 +96,7 @@ def _places(plan: Plan) -> Any:
 
 
 def _run(
-    parallel: MultimodalParallelModule, microbatch: Mapping[str, Any], steps: int
+    parallel: ParallelModel, microbatch: Mapping[str, Any], steps: int
 ) -> tuple[float, ...]:
     prepared = parallel.prepare([microbatch] * parallel.plan.num_microbatches)
     seconds = []

@@ -27,8 +27,8 @@ def resolve_precision(precision: str, device: str) -> str:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Keyword arguments of :class:`raymm.MultimodalParallelModule` and
-    :class:`raymm.DagParallelModule`.
+    """Keyword arguments of :class:`raymm.ParallelModel` and
+    :class:`raymm.ParallelModel`.
 
     Attributes:
         precision: ``"fp32"``; ``"bf16"`` for autocast with fp32 parameters; or ``"auto"``, which

@@ -605,7 +605,3 @@ def process_labels(processes: Processes) -> list[str]:
         positions = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
         labels.append(f"{stages}, {', '.join(positions)}" if positions else stages)
     return labels
-
-
-# Names by which models of one kind are started.
-MultimodalParallelModule = WholeParallelModule = DagParallelModule = ParallelModel

@@ -83,7 +83,7 @@ class Trainer:
             after a checkpoint when these change. By default raymm plans for the connected cluster,
             and a resumed run keeps its plan.
         data: :class:`DataConfig`, or a list of batches as
-            :meth:`raymm.MultimodalParallelModule.execute` takes them, used in turn.
+            :meth:`raymm.ParallelModel.execute` takes them, used in turn.
         resources: Ray resources of each rank, or a function of the device (``"cpu"``, ``"cuda"``)
             that returns them. Default: one CPU, and one GPU on CUDA.
         threads: intra-op threads per rank.

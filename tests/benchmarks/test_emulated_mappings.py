@@ -15,7 +15,7 @@ from benchmarks._multiplexed_models import SHAPES
 from benchmarks.baselines.mappings import megatron, spindle
 from benchmarks.emulated_gpu import Slice, SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solver.solve import solve
@@ -71,7 +71,7 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster, make):
     made = emulate(quick, mapping, ("align",))
     assert made.mapping == replace(mapping, bound=0.0)
     assert pickle.loads(pickle.dumps(made.backend))().gpu.total == quick.steps
-    with DagParallelModule(made.dag, made.plan, quota_backend=made.backend) as running:
+    with ParallelModel(made.dag, made.plan, quota_backend=made.backend) as running:
         batch = {ENTRY: torch.ones(4, 2)}
         output = running.train_step(batch)
         # Both towers return x + weight; align adds them and its own weight.

@@ -11,7 +11,7 @@ from benchmarks._styled_plans import backend, styled
 from benchmarks.emulation import ENTRY
 from benchmarks.styles import AUTO, BILLIONS, MODELS, searched
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.schedule.lower import full_program
@@ -56,7 +56,7 @@ def test_a_plan_between_the_styles_equals_one_process(ray_cluster):
     plan = replace(search.best.plan, profile=quick, memory_limit=None)
     dag, running_plan = styled(plan)
     batch = {ENTRY: torch.randn(16, 4)}
-    with DagParallelModule(
+    with ParallelModel(
         dag, running_plan, quota_backend=lambda: backend(10), resources=RankResources(cpus=0.1)
     ) as running:
         found = running.train_step(batch)

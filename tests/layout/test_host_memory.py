@@ -19,7 +19,7 @@ from raymm.layout.host_memory import GIB, HostNeed, check_hosts, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 VISION = SiglipVisionConfig(
@@ -54,7 +54,7 @@ def test_copies_have_the_planned_bytes(ray_cluster, tmp_path, case) -> None:
     model = MultimodalModule({"vision": vision}, ModalityModule(LLAMA, seed=2))
     plan = MultimodalParallelSpec({"vision": ParallelSpec()}, spec, 2).plan(model)
     batches = microbatches(2, ROWS, TOKENS, LLAMA.vocab_size, VISION.image_size)
-    with MultimodalParallelModule(
+    with ParallelModel(
         model, plan, optimizer=optimizer, precision=precision, resources=RankResources(cpus=0.1)
     ) as parallel:
         parallel.train_step(batches)
@@ -80,7 +80,7 @@ def test_copies_have_the_planned_bytes(ray_cluster, tmp_path, case) -> None:
 def test_pinned_memory_is_counted_on_gpus_only() -> None:
     model = MultimodalModule({}, ModalityModule(LLAMA, seed=2))
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2).plan(model)
-    ranks = MultimodalParallelModule.check_plan(model, plan, RuntimeOptions())
+    ranks = ParallelModel.check_plan(model, plan, RuntimeOptions())
     for copies in (BOTH, CopyOptions(True, False), CopyOptions(False, True), CopyOptions()):
         for need in host_needs(ranks, model, OptimizerConfig(), copies, "cuda"):
             assert need.pinned == min(max(need[:2]), 2 * CHUNK_BYTES)
@@ -116,7 +116,7 @@ def test_a_run_is_refused_before_its_first_step(ray_cluster, monkeypatch) -> Non
     plan = MultimodalParallelSpec({}, ParallelSpec(), 2).plan(model)
     monkeypatch.setattr(RankGroup, "actor_class", RankWithoutMemory)
     with pytest.raises(PlanError, match=r"on host-a need .* 1,000 bytes are available"):
-        MultimodalParallelModule(model, plan, copies=CopyOptions(checkpoints=True))
+        ParallelModel(model, plan, copies=CopyOptions(checkpoints=True))
 
 
 class RankWithoutMemory(RankActor):

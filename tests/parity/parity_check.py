@@ -18,7 +18,7 @@ from parity_oracle import (
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.parallel_module import StepOutput
 from tests.trainer_groups import trainer_groups
 
@@ -61,7 +61,7 @@ def check_reference(model: MultimodalModule, oracle: Oracle, step: Step) -> None
 
 
 def check_gradients(
-    parallel: MultimodalParallelModule, oracle: Oracle, *steps: Step
+    parallel: ParallelModel, oracle: Oracle, *steps: Step
 ) -> list[StepOutput]:
     """Check loss and every gradient, accumulated over ``steps``.
 
@@ -86,7 +86,7 @@ def check_gradients(
 
 
 def check_training(
-    parallel: MultimodalParallelModule,
+    parallel: ParallelModel,
     oracle: Oracle,
     updates: Sequence[Sequence[Step]],
     config: OptimizerConfig = OPTIMIZER,

@@ -25,7 +25,7 @@ from raymm.actors.sharding.visual_tokens import recomputes
 from raymm.errors import ModelError, ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -181,7 +181,7 @@ def test_in_slots_on_quotas(ray_cluster):
         MultiplexStage((Placement("llm", (0, 1), 10),), 1.0),
     ))
     plan = mapped_plan(module_graph(model), mapping, 4)
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, steps)
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
 

@@ -13,7 +13,7 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.search.layouts import replicated
@@ -77,7 +77,7 @@ def test_replicas_of_a_layout_with_shared_ranks(ray_cluster, window):
     assert plan.num_ranks == 4 and len(plan.replicas("llm")) == 2
     assert len(plan.replicas("vision")) == len(plan.replicas("audio")) == 2 * len(window)
     plan = replace(plan, schedule="zero_bubble")
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER, timeout_s=120) as parallel:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER, timeout_s=120) as parallel:
         check_gradients(parallel, oracle, step())
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
 

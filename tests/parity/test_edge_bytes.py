@@ -11,7 +11,7 @@ from test_cross_attention import model_of
 from benchmarks._sent_messages import message_rows, planned_bytes, sent_bytes
 from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.runtime.parallel_model import DagParallelModule, MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan
@@ -49,7 +49,7 @@ def test_bytes_of_features_for_several_layers():
     # Features of layer 0 go to stage 0, of layer 1 and the last to stage 1, of layer 2 to stage 2,
     # which gets the last ones from stage 1: five tensors, two hidden states, and the output.
     assert sum(due.values()) == 2 * microbatches * own * (5 + 2 + 1)
-    with DagParallelModule(dag, plan, timeout_s=120) as running:
+    with ParallelModel(dag, plan, timeout_s=120) as running:
         running.execute([deep_batch(rows, m) for m in range(microbatches)])
         assert sent_bytes(running) == due
 
@@ -66,6 +66,6 @@ def test_bytes_of_states_for_cross_attention(cp):
     assert of_stages == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)}
     step = [pm.batch([tokens] * rows, m, vision=[0, 1]) for m in range(microbatches)]
     half = RankResources(cpus=0.5)
-    with MultimodalParallelModule(model, plan, resources=half) as running:
+    with ParallelModel(model, plan, resources=half) as running:
         running.execute(step)
         assert sent_bytes(running) == due

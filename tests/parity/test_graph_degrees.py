@@ -12,7 +12,7 @@ from torch import nn
 from raymm.errors import PlanError, ProbeError
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from tests.actors.multiplex_models import WIDTH, clip_batch
 from tests.parity.test_pipelined_graphs import (
@@ -147,7 +147,7 @@ def test_unshardable_modules_are_rejected_by_name():
     """Check that this happens before any process starts."""
     def refused(error: type[Exception], text: str, dag: ModuleDag, **specs: ParallelSpec) -> None:
         with pytest.raises(error, match=re.escape(text)):
-            DagParallelModule(dag, dag_plan(dag, specs))
+            ParallelModel(dag, dag_plan(dag, specs))
 
     fsdp = ParallelSpec(dp=2, sharding="fsdp")
     refused(PlanError, "sharding of 'talker' is 'fsdp', but no list of blocks", speaking(),

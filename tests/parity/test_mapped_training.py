@@ -27,7 +27,7 @@ from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def running_of(dag, mapping, microbatches=1, **options):
     """Start the model on separate processes."""
     plan = plan_of_mapping(dag, mapping, microbatches)
-    return DagParallelModule(dag, plan, timeout_s=120, **options)
+    return ParallelModel(dag, plan, timeout_s=120, **options)
 
 
 def test_a_transformers_clip_and_its_granted_quotas():

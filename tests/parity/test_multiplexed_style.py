@@ -22,7 +22,7 @@ from raymm.actors.modules.merge import ReplaceTokens
 from raymm.errors import DataError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -56,7 +56,7 @@ def running_of(model, mapping, **options):
     """Start the model on separate processes."""
     plan = mapped_plan(module_graph(model), mapping, 3)
     options = {"optimizer": OPTIMIZER, "timeout_s": 120, **options}
-    with MultimodalParallelModule(model, plan, **options) as running:
+    with ParallelModel(model, plan, **options) as running:
         yield running
 
 
@@ -145,7 +145,7 @@ def test_both_styles_agree():
     # All parameters decay, so that biases of keys, whose gradients are rounding error, move by more
     # than that.
     decays = dataclasses.replace(OPTIMIZER, no_decay=())
-    pipeline = MultimodalParallelModule(model, plan, optimizer=decays)
+    pipeline = ParallelModel(model, plan, optimizer=decays)
     with running_of(model, SIDE_BY_SIDE, optimizer=decays) as running, pipeline as pipelined:
         for seed in (0, 10, 20):
             mine, other = running.train_step(step(seed)), pipelined.train_step(step(seed))

@@ -16,7 +16,7 @@ from raymm.errors import CheckpointError, ModelError, NotFiniteError
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.skipped_step import SkippedStepWarning
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -79,7 +79,7 @@ def multiplexed():
         3, 10, tuple(MultiplexStage(tuple(one.values()), 1.0) for one in stages)
     )
     model = model_of()
-    return MultimodalParallelModule(model, plan_of_mapping(model, mapping), optimizer=OPTIMIZER)
+    return ParallelModel(model, plan_of_mapping(model, mapping), optimizer=OPTIMIZER)
 
 
 LAYOUTS = {

@@ -17,7 +17,7 @@ from raymm.errors import DataError, PlanError, ProbeError
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
@@ -65,7 +65,7 @@ def check(dag, plan, steps, unmoved=(), **options):
     dag.materialize()
     trained = {n: p for n, p in dag.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
-    with DagParallelModule(dag, plan, optimizer=OPTIMIZER, timeout_s=120, **options) as running:
+    with ParallelModel(dag, plan, optimizer=OPTIMIZER, timeout_s=120, **options) as running:
         loss = step_loss(dag, steps[0])
         loss.backward()
         assert abs(running.evaluate(steps[0]).loss - loss.item()) <= 1e-6 * abs(loss.item())
@@ -294,14 +294,14 @@ def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     dag = talking()
     steps = steps_of(talk_batch, 2)
     plan = dag_plan(dag, {"thinker": ParallelSpec(pp=2)}, 2)
-    with DagParallelModule(dag, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
+    with ParallelModel(dag, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
         running.train_step(steps[0])
         folder = CheckpointStore(tmp_path).save(running, {})
         running.train_step(steps[1])
         due = running.parameters()
     other = dag_plan(dag, {"talker": ParallelSpec(ranks=(0,)), "thinker": ParallelSpec(ranks=(0,))},
                      2)  # fmt: skip
-    with DagParallelModule(dag, other, optimizer=OPTIMIZER, timeout_s=120) as running:
+    with ParallelModel(dag, other, optimizer=OPTIMIZER, timeout_s=120) as running:
         restore(running, folder)
         assert running.steps_taken == 1
         running.train_step(steps[1])
@@ -317,19 +317,19 @@ def test_unsupported_graphs_are_rejected_by_name():
     with pytest.raises(PlanError, match="pp of 'talker' is 2, but it can be cut into at most 1"):
         dag_plan(dag, {"talker": ParallelSpec(pp=2)})
     with pytest.raises(PlanError, match="the model has a module 'thinker', the plan does not"):
-        DagParallelModule(dag, dag_plan(chained()))
+        ParallelModel(dag, dag_plan(chained()))
     guessing = ModuleDag({
         "states": DagModule(States(), reads=("states", "length"), outputs="pooled"),
         "loss": DagLoss(MeanSquare(), inputs={"x": "states"}),
     })
     with pytest.raises(ProbeError, match="give example_inputs"):
-        DagParallelModule(guessing, dag_plan(guessing, {"states": ParallelSpec(pp=2)}))
+        ParallelModel(guessing, dag_plan(guessing, {"states": ParallelSpec(pp=2)}))
     together = ModuleDag({
         "first": DagModule(Tower(5, 8), reads="x"),
         "loss": DagLoss(Compared(), inputs={"x": every("first")}),
     })
     with pytest.raises(ProbeError, match="'loss' reads every\\(\\) of 'first'"):
-        DagParallelModule(together, dag_plan(together, {"loss": ParallelSpec(pp=2)}))
+        ParallelModel(together, dag_plan(together, {"loss": ParallelSpec(pp=2)}))
 
 
 class Compared(nn.Module):
@@ -347,7 +347,7 @@ def test_unfit_batches_are_rejected_and_the_next_one_runs():
     dag = talking()
     plan = dag_plan(dag, {"talker": ParallelSpec(ranks=(0,)), "thinker": ParallelSpec(ranks=(0,))},
                     2)  # fmt: skip
-    with DagParallelModule(dag, plan, timeout_s=120) as running:
+    with ParallelModel(dag, plan, timeout_s=120) as running:
         with pytest.raises(DataError, match="a batch of 3 samples does not divide into 2"):
             running.execute(talk_batch(3, 0))
         with pytest.raises(DataError, match="a step has 3 microbatches; accepted: 1 to 2"):

@@ -10,7 +10,7 @@ from parity_models import batch, llama
 from test_multiplexed_style import model_of, step
 
 from raymm.model.multimodal import module_graph
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
@@ -35,6 +35,6 @@ def test_layouts_of_blocks_equal_one_process(layout):
     assert problem.allowed(layout)
     plan = problem.plan(layout, "1f1b")
     oracle = oracle_of(model)
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
         check_gradients(running, oracle, step(), [batch([4, 6], 9, vision=[1])])
         check_training(running, oracle, [[step(20)], [step(30)]])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raymm.errors import DataError
 from raymm.layout.mapping_plan import plan_of_mapping
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
@@ -34,7 +34,7 @@ def running(request, ray_cluster):
     if request.param == "pipelined":
         parallel = PIPELINED.apply(model)
     else:
-        parallel = MultimodalParallelModule(
+        parallel = ParallelModel(
             model, plan_of_mapping(model, SHARED, 2), timeout_s=120
         )
     with parallel:

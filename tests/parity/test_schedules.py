@@ -13,7 +13,7 @@ from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.parallel_model import MultimodalParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -79,7 +79,7 @@ def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
     )
     plan = spec.plan(model)
     llm_trains = training != "projectors_only"
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER) as parallel:
         parallel.reschedule(planned(plan, "gpipe", "vision"))
         (output,) = check_gradients(parallel, oracle, STEP)
         assert Op.RECOMPUTE in ops(output)[StageId("vision", 1)]
@@ -117,7 +117,7 @@ def test_two_replicas_of_an_encoder(ray_cluster, tmp_path):
         Stage(s.module, s.index, s.layers, 1 - s.rank, 1) for s in plan.module_stages("vision")
     ]
     plan = replace(plan, stages=(*plan.stages, *copies), shared_ranks=None)
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER) as parallel:
         (output,) = check_gradients(parallel, oracle, STEP)
         ran = {
             (s.stage, s.microbatch) for s in output.timeline.compute()
@@ -167,7 +167,7 @@ def test_dropout_is_the_same_when_recomputed(ray_cluster):
         {"audio": ParallelSpec(pp=2, ranks=(0, 1))}, ParallelSpec(pp=2, ranks=(0, 1)), 3
     )
     plan = spec.plan(model)
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER) as parallel:
         expected = parallel.execute(step).loss
         due = parallel.gradients()
         assert abs(parallel.evaluate(step).loss - expected) > 1e-4  # dropout is active
@@ -213,7 +213,7 @@ def test_colocated_encoders(ray_cluster):
         pm.batch([7, 5], 3, vision=[0, 1], audio=[1]), pm.batch([4, 9], 4),
         pm.batch([6], 5, audio=[0, 0]), pm.batch([8, 3], 6, vision=[1]),
     ]
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER) as parallel:
         for schedule in ("1f1b", "zero_bubble"):
             parallel.reschedule(planned(plan, schedule, "audio"))
             check_gradients(parallel, oracle, step)

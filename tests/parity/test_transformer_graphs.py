@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raymm.actors.modules.noise import SampleSeeds
-from raymm.runtime.parallel_model import DagParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from tests.parity.graph_models import flow_batch, flowing, reading, reading_batch
 from tests.parity.test_mapped_graphs import mapped, split
@@ -62,7 +62,7 @@ def test_noise_does_not_depend_on_the_microbatches():
     parts = [flow_batch(size, size) for size in (2, 3)]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     plan = split(dag_plan(dag, {"flow": ParallelSpec(dp=2)}, 2), "flow")
-    with DagParallelModule(dag, plan, timeout_s=120, seed=5) as running:
+    with ParallelModel(dag, plan, timeout_s=120, seed=5) as running:
         due = [dag(whole, SampleSeeds(5, 0, batch)).loss.item() for batch in (0, 1)]
         assert [running.execute(parts).loss for _ in due] == pytest.approx(due, rel=1e-6)
         assert due[0] != pytest.approx(due[1], rel=1e-3)

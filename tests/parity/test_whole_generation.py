@@ -14,7 +14,7 @@ from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
 from raymm.model.whole_model import from_pretrained
 from raymm.runtime.generation import Prompt, generate
-from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, whole_plan
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -77,7 +77,7 @@ def test_tokens_equal_transformers_generate(tmp_path, name, layout):
     ]  # fmt: skip
     assert len(batches) == 6 and len({token for text in due for token in text}) > 5
     specs = {LANGUAGE_MODEL: ParallelSpec(**layout)}
-    with WholeParallelModule(model, whole_plan(model, specs), timeout_s=120) as parallel:
+    with ParallelModel(model, whole_plan(model, specs), timeout_s=120) as parallel:
         before = parallel.evaluate([batches[0]]).loss
         prompts = [Prompt(p[0], m[0]) for p, m in (parallel.prepare([b]) for b in batches)]
         assert list(generate(parallel, prompts, TOKENS)) == due
@@ -87,7 +87,7 @@ def test_tokens_equal_transformers_generate(tmp_path, name, layout):
 
 def test_layouts_without_generation_are_rejected(tmp_path):
     model, _ = prompts_of(GEMMA3, tmp_path / "folder")
-    parallel = WholeParallelModule.__new__(WholeParallelModule)
+    parallel = ParallelModel.__new__(ParallelModel)
     parallel.model = model
     parallel.plan = whole_plan(model, {LANGUAGE_MODEL: ParallelSpec(cp=2)})
     with pytest.raises(ModelError, match="without cp, sharding 'fsdp' or a mapping"):

@@ -19,7 +19,7 @@ from raymm.actors.probe import small_model
 from raymm.actors.probe.whole.cut import cut_tower
 from raymm.errors import DataError, ModelError
 from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, whole_plan
 from tests.actors.multiplex_models import gradient_problems
 from tests.trainer_groups import trainer_groups
@@ -47,7 +47,7 @@ def check(model: WholeModel, plan, microbatches):
     reference = model.materialize()
     trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
-    with WholeParallelModule(model, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
+    with ParallelModel(model, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
         loss = model.loss(microbatches)
         loss.backward()
         output = running.execute(microbatches)
@@ -168,7 +168,7 @@ def test_a_batch_is_split_by_rows_with_their_items():
                 for part in (first, third)
             ])  # fmt: skip
     batch["sample_index"] = {"vision": torch.tensor([0, 1, 3, 3])}
-    with WholeParallelModule(
+    with ParallelModel(
         model, whole_plan(model, {}, 2), optimizer=OPTIMIZER, timeout_s=120
     ) as running:
         output = running.execute(batch)

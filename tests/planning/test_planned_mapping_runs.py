@@ -1,4 +1,4 @@
-""":class:`raymm.DagParallelModule` runs the result of ``raymm.plan_multiplexed``."""
+""":class:`raymm.ParallelModel` runs the result of ``raymm.plan_multiplexed``."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_a_planned_mapping_gives_the_loss_of_one_process(ray_cluster):
     }
     expected = dag(batch).loss.item()
     plan = raymm.plan_of_mapping(dag, planned.mapping)
-    with raymm.DagParallelModule(dag, plan, timeout_s=120) as running:
+    with raymm.ParallelModel(dag, plan, timeout_s=120) as running:
         assert running.execute(batch).loss == pytest.approx(expected, rel=1e-5)
 
 

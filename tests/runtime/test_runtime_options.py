@@ -11,28 +11,23 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_model import (
-    DagParallelModule,
-    MultimodalParallelModule,
+    ParallelModel,
     check_head_dims,
 )
 from raymm.runtime.specs import MultimodalParallelSpec
 
-CLASSES = (MultimodalParallelModule, DagParallelModule)
 
-
-@pytest.mark.parametrize("make", CLASSES)
-def test_options_are_refused_by_name_before_anything_else(make):
+def test_options_are_refused_by_name_before_anything_else():
     with pytest.raises(TypeError, match="'sed' is not an option .* accepted: .*seed, timeout_s"):
-        make(None, None, sed=1)
+        ParallelModel(None, None, sed=1)
     with pytest.raises(ValueError, match="device is 'tpu'; accepted: cpu, cuda"):
-        make(None, None, device="tpu")
+        ParallelModel(None, None, device="tpu")
 
 
-@pytest.mark.parametrize("make", CLASSES)
 @pytest.mark.parametrize("gpus", [0.5, 2.0, 0.0])
-def test_ranks_on_gpus_have_one_each(make, gpus):
+def test_ranks_on_gpus_have_one_each(gpus):
     with pytest.raises(ClusterError, match=f"gpus is {gpus:g} with device 'cuda'; accepted: 1"):
-        make(None, None, device="cuda", resources=RankResources(gpus=gpus))
+        ParallelModel(None, None, device="cuda", resources=RankResources(gpus=gpus))
 
 
 def test_the_environment_of_ranks_is_names_and_texts():
@@ -42,10 +37,9 @@ def test_the_environment_of_ranks_is_names_and_texts():
             RankResources(env=env)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", CLASSES)
-def test_precisions_are_refused_by_name(make):
+def test_precisions_are_refused_by_name():
     with pytest.raises(ValueError, match="precision is 'fp8'; accepted: auto, fp32, bf16"):
-        make(None, None, precision="fp8")
+        ParallelModel(None, None, precision="fp8")
 
 
 @pytest.mark.parametrize("precision, device, autocast", [
@@ -67,7 +61,7 @@ def test_consequences_of_options():
 
 def test_kernels_are_refused_by_name():
     with pytest.raises(ValueError, match="kernels is 'flex'; accepted: raymm, raymm_unordered, au"):
-        MultimodalParallelModule(None, None, kernels="flex")  # type: ignore[arg-type]
+        ParallelModel(None, None, kernels="flex")  # type: ignore[arg-type]
 
 
 def wide_model(mask: str | None) -> MultimodalModule:

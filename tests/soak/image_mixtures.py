@@ -32,7 +32,7 @@ from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.parallel_model import WholeParallelModule
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, whole_plan
 from raymm.scheduler.program.program import Op
 from tests.trainer_groups import trainer_groups
@@ -168,7 +168,7 @@ def soak(
     worst, worst_control, apart, started = 0.0, 0.0, 0.0, time.monotonic()
     alone, control = OneProcess(model), OneProcess(from_pretrained(config, example, seed=seed))
     plan = whole_plan(model, LAYOUTS[layout], MICROBATCHES)
-    with WholeParallelModule(
+    with ParallelModel(
         model, plan, optimizer=OPTIMIZER, timeout_s=TIMEOUT_SECONDS
     ) as running:
         for step in range(steps):

@@ -109,7 +109,7 @@ def test_a_phase_freezes_a_module(tmp_path):
 @pytest.mark.parametrize(("options", "said"), [
     (dict(data=DataConfig(train="rows.jsonl", tokenizer="none", batch_size=2, microbatches=1)),
      "data is a DataConfig; accepted"),
-    (dict(parallel=None), "parallel is no plan; accepted for a graph of modules"),
+    (dict(parallel=None), "parallel is neither a plan nor a mapping; accepted for"),
     (dict(at={1: {"picture": "frozen"}}), "'picture', which is not a part of the model; accepted"),
 ])  # fmt: skip
 def test_what_a_graph_lacks_is_refused_by_name(tmp_path, options, said):
