@@ -73,7 +73,7 @@ _PUBLIC = {
 }
 
 # Former names of classes.
-_FORMER = dict.fromkeys(
+_FORMER: dict[str, str] = dict.fromkeys(
     ("MultimodalParallelModule", "WholeParallelModule", "DagParallelModule"), "ParallelModel"
 )
 

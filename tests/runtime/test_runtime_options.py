@@ -10,10 +10,7 @@ from raymm.errors import ClusterError, ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_model import (
-    ParallelModel,
-    check_head_dims,
-)
+from raymm.runtime.parallel_model import ParallelModel, check_head_dims
 from raymm.runtime.specs import MultimodalParallelSpec
 
 
