@@ -18,6 +18,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import raymm  # noqa: F401 (filters a warning of torch that no user can act on)
 from examples.vlm.drawn import draw, words, write_texts
 from examples.vlm.kinds import ID, KINDS, TEXT_KINDS, Kind
 
@@ -97,13 +98,14 @@ def _with_ids(value: Any, tokenizer: Any) -> Any:
 
 
 def main() -> None:
-    """Make one."""
+    """Write a tiny model and rows, and print the command that trains it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("kind", choices=sorted(KINDS | TEXT_KINDS))
     parser.add_argument("--out", default="tiny", help="a folder (default: tiny)")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     folder, data = make(
         arguments.kind, Path(arguments.out), arguments.samples, arguments.seed
     )
