@@ -4,14 +4,22 @@ Runs with them are in ``tests/cluster/going_on.py``.
 """
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import runnable
+from benchmarks.vlm_matrix import KIND
 from raymm.actors.placement.room import count_places
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.build import build_layouts
-from raymm.config.sections import load_config
+from raymm.config.sections import RunConfig, load_config
 from raymm.errors import PlanError
+from raymm.model.whole_model import from_pretrained
 from raymm.monitor.metrics import read_metrics
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import Plan
 from raymm.training import elastic
 from raymm.training.trainer import Trainer
 
@@ -71,3 +79,22 @@ def test_placements_never_exceed_the_resources(nodes, workers):
         assert count == alone
     elif count:
         assert sum(node["CPU"] for node in nodes) >= 2 * count + workers
+
+
+def test_a_vlm_has_as_many_replicas_as_fit_too(ray_cluster, tmp_path):
+    """The losses are those of a run with a fixed number of replicas."""
+    model_class = transformers.Gemma3ForConditionalGeneration
+    config, microbatches = runnable(Family(KIND, model_class, model_class.config_class))
+    config.architectures = [model_class.__name__]
+    losses = []
+    for number, language in enumerate([ParallelSpec(dp=1, max_dp=2), ParallelSpec(dp=2)]):
+        result = Trainer(
+            from_pretrained(config, microbatches[0], seed=3),
+            MultimodalParallelSpec({"vision": ParallelSpec()}, language, num_microbatches=2),
+            data=[microbatches[:2]], resources=RankResources(cpus=0.25),
+            run_config=RunConfig(steps=2, storage_path=str(tmp_path / str(number))),
+        ).fit()
+        losses.append([row["loss"] for row in result.history])
+        plan = Plan.from_json((tmp_path / str(number) / "plan.json").read_text())
+        assert len(plan.replicas("llm")) == 2
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
