@@ -21,7 +21,6 @@ def exact_distribution(work: np.ndarray, ranks: int, time_limit_s: float) -> Tok
 
     Args:
         work: (blocks,) integers, work per block in any unit.
-        ranks: size of the context-parallel group.
         time_limit_s: seconds for the solver.
     """
     start = distribute(work, ranks)

@@ -81,9 +81,7 @@ class Chain:
 
     Attributes:
         build: builds blocks [lo, hi).
-        blocks: total number.
         inputs: inputs of the first stage, per microbatch.
-        label_tokens: label tokens of the step.
         objective: True if the module returns features instead of a loss.
     """
 

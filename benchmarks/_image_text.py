@@ -13,7 +13,6 @@ def microbatches(
     """Return the same microbatches on every call.
 
     Args:
-        count: number of microbatches.
         rows: rows per microbatch, with one image each.
         tokens: text tokens per row.
         size: image side in pixels.

@@ -112,7 +112,6 @@ def isf_groups(
         values: (N, M) units of every sample.
         budgets: (M,) limits of a group.
         full: (M,) minimum size of a full group.
-        iterations: sampling rounds.
         keep_rest: True to include groups that are not full after the last round.
 
     Returns:
@@ -173,8 +172,6 @@ def search_budgets(
     all but the first.
 
     Args:
-        ranks: data-parallel ranks.
-        batch: samples per group.
         iterations: ISF rounds per candidate.
 
     Raises:

@@ -15,7 +15,6 @@ def p2p_groups_between_ranks(
     """Return the P2P groups of data edges, in both directions, if every rank is one process.
 
     Args:
-        edges: data edges between stages.
         ranks: stage -> rank.
     """
     return tuple(

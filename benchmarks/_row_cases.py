@@ -53,8 +53,6 @@ class Case:
 
     Attributes:
         form, media, file: names of the three; together they name the case.
-        rows: values of the rows, as in the file.
-        expected: conversion of each row.
         needs: required features of the template (``"tools"``, ``"thinks"``) or of the model
             (``"tokenizer"`` for text alone, ``"processor"`` for media).
         config: additional values of the section ``data``.
@@ -129,7 +127,6 @@ def convert(turns: Sequence[Turn], items: Sequence[dict[str, Any]] = ()) -> list
 
     Args:
         turns: (role, text) pairs.
-        items: media parts, in order.
     """
     left, messages = list(items), []
     for role, text in turns:

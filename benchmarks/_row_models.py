@@ -23,13 +23,11 @@ class Target:
     """Processor or tokenizer that reads the rows.
 
     Attributes:
-        shape: name of its template.
         processor: class of the processor; None for a tokenizer alone.
         parts: argument of the processor -> factory.
         options: additional arguments of the processor.
         tokens: special tokens in addition to those of the template.
         named: attribute of the tokenizer -> special token.
-        media: accepted kinds of items.
         training: True for TRL's variant of the template with generation blocks.
     """
 

@@ -52,7 +52,6 @@ class Expected:
             its type (``{"type": "image", "image": PIL.Image}``).
         text: plain text instead of messages; ``{eos}`` is the tokenizer's end of text.
         prompt: characters at the start of ``text`` that are not learned.
-        tools: function definitions.
         template: additional arguments of the template.
         learned: one bool per assistant message, True if it has labels; None for all.
     """
@@ -101,7 +100,6 @@ def reference(
     Args:
         processor: a processor with a tokenizer, or a tokenizer.
         shape_name: name of the template in ``SHAPES``.
-        shape: template of the processor.
         clip: ``video_metadata`` of every video.
 
     Raises:

@@ -35,7 +35,6 @@ def planned_bytes(plan: Plan, microbatches: int) -> dict[Edge, int]:
 
     Args:
         plan: plan with a profile.
-        microbatches: microbatches per step.
     """
     sent = {}
     for (src, dst), nbytes in edge_bytes(plan, stage_costs(plan)).items():

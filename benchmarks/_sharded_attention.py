@@ -32,11 +32,8 @@ class Call:
     """Call of an attention layer.
 
     Attributes:
-        mask: mask of the whole sequence.
         queries, keys: distribution of rows and of keys over ranks.
         heads: Hq, Hk.
-        head_dim: D.
-        dtype: name of a torch dtype.
         link_gbit: Gbit/s of an emulated link that all ranks share; 0 for the real network.
     """
 

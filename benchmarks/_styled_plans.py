@@ -31,7 +31,6 @@ class StageSeconds:
     """Seconds of a stage on a whole device, and on a quota next to others.
 
     Attributes:
-        module: module of the stage.
         forward, backward: seconds on a whole device.
         degree: number of devices over which its samples are split.
         sharing: surfaces and interference.
@@ -75,7 +74,6 @@ class StyledNode(nn.Module):
     """Module that adds up its inputs (n, W) and sleeps.
 
     Args:
-        takes: durations.
         loss: True to return (n,), the means over W.
     """
 

@@ -78,9 +78,6 @@ def cells(
 
     Every feature with the plain option, and every option with its feature, under all layouts; some
     other pairs under a third of the layouts each.
-
-    Args:
-        features, options, layouts: names in the tables.
     """
     every = dict.fromkeys((feature, PLAIN) for feature in features)
     every |= dict.fromkeys((OPTIONS[option].feature, option) for option in options)

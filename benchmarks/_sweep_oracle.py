@@ -130,7 +130,6 @@ class _Row(NamedTuple):
     Attributes:
         embeds: (T, hidden).
         labels: (T,).
-        items: tokens per item.
     """
 
     embeds: torch.Tensor
@@ -178,7 +177,6 @@ class _Plain(nn.Module):
         """Return the loss of a step.
 
         Args:
-            step: microbatches.
             update, batch: indices from 0 of the optimizer step and of the batch, for models that
                 use random numbers.
         """
@@ -363,7 +361,6 @@ class Training:
     """Result of a few training steps.
 
     Attributes:
-        losses: loss of each batch.
         gradients: by name, of the first update, before clipping.
         before: initial trainable parameters by name.
         after: the same after the steps, or their moving averages.
@@ -462,7 +459,6 @@ def _optimizers(
     """Yield one optimizer per parameter.
 
     Args:
-        named: trained parameters.
         matrices: ids of weights for Muon.
         decayed: ids of parameters that ``transformers.Trainer`` decays.
     """

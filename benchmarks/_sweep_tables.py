@@ -262,7 +262,6 @@ class Option:
     Attributes:
         optimizer: fields of :class:`raymm.actors.optimizer.optimizer_config.OptimizerConfig`, in
             addition to the common ones.
-        precision: precision of the run.
         batches: batches whose gradients are accumulated per update.
         averages: True to compare moving averages in a checkpoint instead of parameters. With a
             decay of 0 they are the weights in fp32.
@@ -347,7 +346,6 @@ class Layout:
         degrees: fields of :class:`raymm.runtime.specs.ParallelSpec`; ``recompute_layers`` lists the
             blocks in order.
         plan: fields of :class:`raymm.runtime.specs.MultimodalParallelSpec`.
-        packing: True to pack rows.
         resumed: degrees of the layout that continues after the first step.
     """
 

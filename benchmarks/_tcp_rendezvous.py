@@ -29,8 +29,6 @@ class TcpRendezvousStore(RendezvousStore):
 
     Args:
         me: index of the process; the store of process 0 listens.
-        processes: total number of processes.
-        port: TCP port.
     """
 
     def __init__(self, me: int, processes: int, port: int) -> None:

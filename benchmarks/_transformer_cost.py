@@ -15,7 +15,6 @@ def transformer_cost(
     half of it under a causal mask.
 
     Args:
-        parameters: parameters of all layers.
         tokens_per_unit: e.g. 1025 for a 448-pixel tile in patches of 14.
         causal: True if tokens see only earlier tokens.
         units_attend: False if attention stays within a unit, as within an image tile.

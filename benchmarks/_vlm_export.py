@@ -23,9 +23,7 @@ def reload_problem(
     """Return the problem of an exported folder; None if it gives the same logits bit for bit.
 
     Args:
-        source: source of the full model.
         parameters: parameters of all stages, by name.
-        batch: inputs of the forward.
     """
     model = source.build().eval()
     named = dict(model.named_parameters())
@@ -55,7 +53,6 @@ def _export_problem(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> str 
 
     Args:
         model: fp32 model with trained weights.
-        batch: inputs of the forward.
 
     Returns:
         The difference; None if all files are equal byte for byte.

@@ -25,7 +25,6 @@ class Hint:
         default: changes of its defaults before shrinking, by dotted name.
         config: changes of the small configuration.
         make: function that makes an item of the n-th size; None to use the parameter names.
-        modality: modality of the item.
         per_row: True if rows of items have a separate dimension.
         token: placeholder id; None to use the configuration.
         tokens: placeholders of the first and second item; empty for as many as there are features.

@@ -72,7 +72,6 @@ def made(name: str, layout: Layout) -> tuple[WholeModel, list[dict[str, torch.Te
     """Build a tiny model of a class, and microbatches.
 
     Args:
-        name: class name in transformers.
         layout: layout with options of the model.
     """
     model_class = getattr(transformers, name)
@@ -100,7 +99,6 @@ def outcome(group: dist.ProcessGroup, name: str, layout: Layout) -> Outcome:
 
     Args:
         group: processes; all of them call this function.
-        name: class name in transformers.
         layout: layout for as many processes.
     """
     try:
@@ -117,8 +115,6 @@ def compare(own: _Shares, model: WholeModel, microbatches: list[dict[str, torch.
 
     Args:
         own: this process's shards.
-        model: full model.
-        microbatches: microbatches of every step.
     """
     reference = noisy(model.materialize())
     trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
@@ -150,7 +146,6 @@ def gradient_problems(
     """Describe the gradients that differ, each relative to its own norm.
 
     Args:
-        found, due: gradients by name.
         tolerance: accepted error, relative to the norm.
     """
     problems = [f"{name}: only on one side" for name in sorted(found.keys() ^ due.keys())]
@@ -186,7 +181,6 @@ def moved_problems(
     """Describe the parameters that differ after the steps.
 
     Args:
-        found, due: values by name.
         before: values before the first step.
         rounding: names from :func:`only_rounding`.
         tolerance: accepted error, relative to the distance that a parameter moved.

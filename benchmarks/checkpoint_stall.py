@@ -84,7 +84,6 @@ def asynchronous(
     """Save the current state asynchronously, and run steps until it is committed.
 
     Args:
-        store: checkpoint store.
         step: runs one step and returns its seconds.
         usual: seconds of a step without a concurrent save.
     """

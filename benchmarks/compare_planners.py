@@ -48,9 +48,6 @@ class Timed(Protocol):
 def other_pipelines(planned: Planned) -> dict[str, Option | str]:
     """Solve the problem of a plan with every other planner.
 
-    Args:
-        planned: result of raymm's search.
-
     Returns:
         Best plan of each planner, or the reason why it has none.
     """
@@ -69,7 +66,6 @@ def comparison_rows(
     Args:
         seconds: predicted seconds of a step under raymm's plan.
         solved: solution of each baseline, or the reason why it has none.
-        baselines: baselines in the order of the rows.
     """
     rows = [{"planner": "raymm", "step": time_text(seconds), "longer": "", "what it is": ""}]
     for baseline in baselines:

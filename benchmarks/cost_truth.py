@@ -130,13 +130,7 @@ def _seen(case: Case, inputs: dict[str, Any]) -> Load:
 
 
 def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
-    """Return the figures of the cost model.
-
-    Args:
-        module: skeleton.
-        load: load of the module.
-        causal: True for a language model.
-    """
+    """Return the figures of the cost model."""
     layers = count_layers(module, load, causal, forward_run(module, load, "fp32", causal))
     if isinstance(module, Projector):  # one layer, whatever its components
         costs = projector_layers(module, load, "cpu", "fp32")
@@ -156,13 +150,7 @@ def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
 
 
 def measured(model: nn.Module, inputs: dict[str, Any], causal: bool) -> dict[str, float]:
-    """Return the figures of real runs.
-
-    Args:
-        model: model with weights.
-        inputs: inputs of its forward.
-        causal: True for a language model.
-    """
+    """Return the figures of real runs."""
     forward, backward = _flops(copy.deepcopy(model), inputs, causal)
     saved, messages = _bytes(model, inputs, causal)
     return {

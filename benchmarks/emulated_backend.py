@@ -31,9 +31,7 @@ class Seconds(Protocol):
         """Return the seconds of one call.
 
         Args:
-            module: running module.
             degree: number of GPUs that it is replicated on.
-            quota: granted share of the GPU.
             colocated: granted shares of the modules that run concurrently.
         """
         ...
@@ -102,10 +100,8 @@ class EmulatedBackend(RecordingBackend):
     """Backend whose streams sleep and record their use.
 
     Args:
-        forward_seconds, backward_seconds: performance model.
         gpu: emulated GPU; by default an H100.
         clock: returns the time of the record, in seconds.
-        pause: waits for a number of seconds.
     """
 
     def __init__(

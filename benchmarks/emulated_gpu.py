@@ -65,7 +65,6 @@ class EmulatedGpu:
     """Factory for the backend of one emulated GPU, called in the process of that GPU.
 
     Attributes:
-        problem: emulated problem.
         slices: node of the program -> represented slice.
         forward_share: share of the forward in a module's iteration.
     """

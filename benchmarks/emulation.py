@@ -23,8 +23,6 @@ class Emulation:
 
     Attributes:
         dag: nodes that sleep. Nodes without a consumer are losses.
-        mapping: mapping of the nodes.
-        backend: backend of every GPU.
     """
 
     dag: ModuleDag
@@ -54,7 +52,6 @@ def emulate(
 
     Args:
         problem: modules, their times, and dependencies.
-        mapping: mapping of the problem.
         contrastive: modules that read every sample of their producers.
     """
     whole, parts, degrees, slices = _whole_slices(mapping)

@@ -129,7 +129,6 @@ def outcomes(
 
     Args:
         options: ``timeout`` (seconds), ``workers``; ``eval``, without random numbers.
-        of: returns the outcome of a class.
     """
     forking = multiprocessing.get_context("fork")  # transformers is imported once
     waiting = list(reversed(list(families)))

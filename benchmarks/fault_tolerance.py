@@ -83,7 +83,6 @@ def turn(
     """Measure :data:`TURN` steps, including the wait for the last.
 
     Args:
-        prepared: a step's microbatches.
         snapshots: takes a snapshot after the first step; None for none.
     """
     cpu = _cpu_seconds(parallel)
@@ -164,13 +163,7 @@ def recovery(
 def costs(
     parallel: ParallelModel, prepared: Any, every: int, seconds: float
 ) -> dict[str, Any]:
-    """Return the costs of snapshots and heartbeats.
-
-    Args:
-        prepared: a step's microbatches.
-        every: steps between two snapshots.
-        seconds: duration of the measurement.
-    """
+    """Return the costs of snapshots and heartbeats."""
     snapshots = Snapshots(parallel.group)
     turn(parallel, prepared, snapshots)
     deadline = time.monotonic() + seconds
@@ -205,14 +198,7 @@ def costs(
 def recoveries(
     model: MultimodalModule, plan: Any, batch: Any, kills: int, spares: int, name: str
 ) -> dict[str, float]:
-    """Return medians of :func:`recovery` under two names.
-
-    Args:
-        model, plan, batch: the training job.
-        kills: number of killed ranks.
-        spares: number of spare processes.
-        name: prefix of the figures' names.
-    """
+    """Return medians of :func:`recovery` under two names."""
     options = PlacementOptions(spares=spares)
     with ParallelModel(model, plan, placement=options) as parallel:
         parallel.group.keeps_survivors = True

@@ -70,13 +70,7 @@ def load_features(path: str) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    """Job that runs steps.
-
-    Args:
-        config: configuration of the job.
-        cache: feature cache; None for none.
-        steps: maximum number of steps.
-    """
+    """Job that runs steps."""
 
     def __init__(self, config: TrainConfig, cache: CacheSection | None, steps: int) -> None:
         model = build_model(config)
@@ -162,12 +156,7 @@ def without_towers(
 
 
 def measure(rows: int, folder: Path) -> dict[str, Any]:
-    """Run all four jobs for an epoch each.
-
-    Args:
-        rows: number of rows of the data.
-        folder: folder for all output.
-    """
+    """Run all four jobs for an epoch each."""
     loaded = load_config(CONFIG)
     values = json.loads(loaded.model_dump_json(exclude_unset=True))
     values["data"].pop("heldout")

@@ -74,9 +74,7 @@ def in_one_process(
     """Generate with transformers.
 
     Args:
-        prompts: token ids.
         tokens: number of tokens to generate per prompt.
-        threads: torch threads.
         batched: True to generate for all prompts as one batch.
     """
     torch.set_num_threads(threads)
@@ -128,9 +126,7 @@ class Ranks:
         """Generate with the ranks.
 
         Args:
-            prompts: token ids.
             tokens: number of tokens to generate per prompt.
-            under_way: prompts in flight.
         """
         from raymm.runtime.generation import Prompt, generate
 
@@ -185,11 +181,9 @@ def result_of(
     """Return the figures.
 
     Args:
-        seconds: seconds of each method and round.
         busy: compute seconds of every rank, for each method on ranks and each round.
         written: tokens of every prompt, for each method and round.
         chain: median compute seconds of a token on all ranks with one prompt in flight, per round.
-        tokens: tokens per round.
     """
     due = written["one_process"][0]
     rate = {way: tokens / statistics.median(values) for way, values in seconds.items()}

@@ -85,12 +85,7 @@ class CountedRank(RankActor):
 
 @dataclass(frozen=True)
 class Case:
-    """Layout of the model.
-
-    Attributes:
-        vision, llm: degrees of the two modules.
-        precision, recompute: settings for both modules.
-    """
+    """Layout of the model."""
 
     llm: ParallelSpec = ParallelSpec()
     vision: ParallelSpec = ParallelSpec()
@@ -148,7 +143,6 @@ class Row:
     """Row of one rank of one case.
 
     Attributes:
-        need: planned bytes.
         measured: peak bytes of the rank's process with the highest peak.
     """
 

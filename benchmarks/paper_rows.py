@@ -69,12 +69,9 @@ class PaperRow:
     """Model of a table.
 
     Attributes:
-        name: name in the paper.
         layers: layers of the encoder and of the LLM.
         times: times with frozen-aware and with frozen-unaware partitions.
-        aware, unaware: stage counts.
         paper_speedup: aware over unaware: throughput per GPU (v1), iteration time (v2).
-        microbatches: microbatches per step.
         table_9: (aware, unaware) stage counts of v1's Table 9.
     """
 
@@ -182,10 +179,8 @@ def table_plan(
     """Return the row's pipeline with exactly the table's times per stage.
 
     Args:
-        row: row of the table.
         scale: seconds per printed millisecond.
         aware: True for the frozen-aware partition.
-        schedule: schedule of the plan.
         counts: stage counts; None for the row's.
         trainable: True to train encoder and LLM too: B_w = F everywhere, and B_d = F in the
             encoder.

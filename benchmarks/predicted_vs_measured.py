@@ -53,10 +53,7 @@ class Run:
 
     Attributes:
         name: e.g. ``"unaware 1f1b"``; with ``own`` for raymm's own partition, else the table's.
-        plan, program: executed plan and program.
-        expected: predicted step.
         without_overheads: predicted seconds without the overheads of instructions.
-        timelines: measured steps.
         load: load average of the machine after the last step (sleeping ranks add little).
     """
 

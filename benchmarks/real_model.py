@@ -56,8 +56,6 @@ class RealRow:
 
     Attributes:
         predicted: seconds of a step, the mean of the profiles before and after the steps.
-        measured: median seconds of a step.
-        steps: seconds of each step.
         ops: (profiled before, measured) seconds by stage and operation.
         schedule_errors: per step, relative error of the prediction from the mean durations of the
             step's own operations.

@@ -64,7 +64,6 @@ class SleepingStage(nn.Module):
 
     Args:
         cost: seconds; without ``backward_weight`` the stage is frozen and has no weight.
-        width: floats per message.
         last: True if it computes the loss.
     """
 
@@ -172,7 +171,6 @@ class SleepingPipeline:
         Args:
             plan: a chain of at most ``ranks`` stages, with a profile: stages sleep for the seconds
                 of :func:`~raymm.scheduler.schedule.stage_costs.stage_costs`.
-            width: floats per message.
 
         Returns:
             Timeline of each step, in the plan's names.
@@ -281,9 +279,6 @@ def chain_plan(
     """Return a chain of stages on which F, B_d and B_w take ``seconds`` each, under zero bubble.
 
     Args:
-        ranks: number of stages.
-        seconds: seconds per op.
-        microbatches: microbatches per step.
         trainable: True to train all stages; False to train only the middle one, so that earlier
             stages have no backward and later ones no B_w.
         recompute: True to recompute in every stage with a full backward, except the last.

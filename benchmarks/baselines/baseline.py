@@ -17,8 +17,6 @@ class Baseline(Generic[Problem, Solution]):
     """Solver of another project for a problem that raymm solves.
 
     Attributes:
-        name: name in tables.
-        source: project or publication.
         solve: solves the problem that raymm's own solver gets, with a solution of the same kind;
             raises :class:`raymm.errors.InputError` if it has none.
     """

@@ -25,7 +25,6 @@ class ChainConfig:
 
     Attributes:
         message_bytes: size of one fp32 hidden state of shape (rows, HIDDEN).
-        microbatches: microbatches per step.
         burn_repeats: matrix products of a stage per forward and per backward; 0 for none.
         scaled: True to multiply every element (to check numbers), False for the first (to time).
         stages: length of the chain, one process each.

@@ -33,7 +33,6 @@ def loosely_coupled(
     plan, and even all plans.
 
     Args:
-        space: plans to choose from.
         iteration_time: returns the seconds of one iteration of a plan.
         fits: returns True if a plan fits in memory; by default all do.
         alternatives: number of next fastest plans to return.

@@ -86,7 +86,6 @@ def spindle(
 
     Args:
         slices: slices of every module whose layers are unknown.
-        layers: layers by module name.
 
     Raises:
         PlanError: slices or layers below 1, or a module that fits no whole GPU.

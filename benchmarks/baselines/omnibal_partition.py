@@ -85,7 +85,6 @@ def partition_candidates(
         origin: partition to start from; :func:`greedy_start` by default. An origin with the least
             bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`) takes
             frozen layers into account.
-        top: number of candidates to return.
 
     Returns:
         Up to ``top`` candidates, best first.

@@ -303,11 +303,6 @@ def compare(
     shape: Heads,
 ) -> dict[str, float]:
     """Return errors relative to norms: raymm on sampled rows against the oracle, and against Flex.
-
-    Args:
-        mask: mask of the rows.
-        tensors: query, key, value, output gradient.
-        results: output and gradients, by contender.
     """
     ours = results["raymm"]
     found = {"out_rows": 0.0, "query_rows": 0.0}

@@ -104,7 +104,6 @@ def errors(
     """Return the relative error of each tensor against the oracle, by norms.
 
     Args:
-        device: device that computes both.
         actual: result of :func:`run`; None to compute it.
 
     Raises:

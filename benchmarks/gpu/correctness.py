@@ -34,13 +34,7 @@ class WrongError(AssertionError):
 
 
 class Check(NamedTuple):
-    """Comparison with float64.
-
-    Attributes:
-        name: name of the part.
-        find: returns errors by name.
-        bound: limit of the largest error.
-    """
+    """Comparison with float64."""
 
     name: str
     find: Callable[[], Mapping[str, float]]

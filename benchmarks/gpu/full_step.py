@@ -57,10 +57,8 @@ class Shape:
     """Sizes of a Qwen3-VL model and its step.
 
     Attributes:
-        text, vision: fields of the two configurations.
         text_tokens: text tokens of a row, which also has an image.
         side: patches per image side, even.
-        rows, microbatches: numbers per step.
     """
 
     text: dict[str, Any]

@@ -44,9 +44,7 @@ class Sizes:
     """Sizes of a vision-language model and its step.
 
     Attributes:
-        vision, llm: fields of the two configurations.
         rows, text: rows of a microbatch, and text tokens of each; every row has an image.
-        microbatches: microbatches per step.
     """
 
     vision: dict[str, int]
@@ -83,11 +81,7 @@ LARGE = Sizes(
 
 
 def build_model(sizes: Sizes, frozen: bool = False) -> MultimodalModule:
-    """Build SigLIP, an MLP and Llama with seeded random weights.
-
-    Args:
-        frozen: True to train the projector only.
-    """
+    """Build SigLIP, an MLP and Llama with seeded random weights."""
     from transformers import LlamaConfig, SiglipVisionConfig
 
     vision = ModalityModule(SiglipVisionConfig(**sizes.vision), "mlp", frozen=frozen, seed=1)
@@ -142,11 +136,9 @@ class OneRank:
     """Only rank of a plan, in this process.
 
     Args:
-        plan: plan with one rank.
         kind: ``"cpu"`` or ``"cuda"``.
         autocast: name of a dtype, or None.
         inputs: inputs of a step, by microbatch and module.
-        labels: label tokens of a step.
         update: True to clip and update after the gradients, False to leave the gradients.
         options: additional fields of the rank's specification.
     """

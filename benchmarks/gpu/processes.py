@@ -62,11 +62,6 @@ def run_share(
     """Run a share of a section in its process.
 
     Args:
-        kind: kind of device.
-        path: path of the section's record.
-        log: file for the output of the process.
-        seconds: time limit.
-        done: parts to skip.
         share: index of this process, and number of the section's processes.
     """
     os.setsid()  # child processes end with it
@@ -94,8 +89,6 @@ class Share:
 
     Attributes:
         number: index of the section's process, from 0.
-        folder: folder of records and logs.
-        starts: processes so far.
     """
 
     section: Section
@@ -182,10 +175,7 @@ def run_together(
     Args:
         sections: sections with their ``shares`` processes each.
         server: result of :func:`ready_server`.
-        kind: kind of device.
-        folder: folder of records and logs.
         deadlines: one per section, on the clock of ``time.monotonic()``.
-        look: called at intervals meanwhile.
 
     Returns:
         True if there is a device of that kind.

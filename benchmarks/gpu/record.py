@@ -48,7 +48,6 @@ class Record:
         """Run a part, and record its result or its error.
 
         Args:
-            name: unique in the section.
             call: returns figures, ready for JSON.
             needs: expected seconds; with less time left the part is skipped, and recorded as such.
 

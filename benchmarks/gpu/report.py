@@ -52,7 +52,6 @@ def write(path: Path, results: Mapping[str, Any], started: float) -> None:
 
     Args:
         path: results file; its folder is created.
-        results: result of :func:`gather`.
         started: start of the run, ``time.time()``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,6 @@ class Section:
         """Run its parts in this process.
 
         Args:
-            record: recorder of the parts.
             share: index of this process, and number of the section's processes.
         """
         module = import_module(f"benchmarks.gpu.{self.name}")

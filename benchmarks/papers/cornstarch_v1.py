@@ -114,7 +114,6 @@ def profile(llm: str, vision: str, audio: str, tp: int, cp: int) -> tuple[Module
     Args:
         llm: size of the language model, ``"S"``, ``"M"`` or ``"L"``.
         vision, audio: sizes of the encoders; empty for none.
-        tp, cp: degrees of all modules.
     """
     sizes = {kind: size for kind, size in (("vision", vision), ("audio", audio)) if size}
     modules = {

@@ -17,7 +17,6 @@ class Row:
 
     Attributes:
         name: what the figure is of, e.g. ``"VALM-SS, colocated"``.
-        paper: printed figure.
         raymm: figure that raymm computes; None if ``missing`` says what it needs.
         missing: quantity that the paper does not give.
     """

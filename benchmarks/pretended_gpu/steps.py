@@ -39,8 +39,6 @@ class Case:
 
     Attributes:
         autocast: name of a dtype.
-        frozen: True to train only the projector.
-        options: options of the model.
         cuts: layers of the language model's stages; the encoder is on the first one's rank.
     """
 
@@ -162,8 +160,6 @@ def run(name: str, rank: int, port: int) -> dict[str, Any]:
     """Run steps of a rank on both devices.
 
     Args:
-        name: name of the case.
-        rank: index of the rank.
         port: port of the local rendezvous; the next port is for the second rendezvous.
     """
     torch.set_num_threads(1)

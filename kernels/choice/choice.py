@@ -33,13 +33,9 @@ class ShapeClass:
     """Class of calls that share one measurement.
 
     Attributes:
-        device, dtype: names.
         heads: number of query heads and of key heads.
-        head_dims: of keys and of values.
         batch, queries, keys: bit lengths of the sizes, so that a class spans a factor of two.
         needs_bits: True if masks hide kinds of keys.
-        softcap: True if scores are soft-capped.
-        backward: True if gradients are needed.
     """
 
     device: str
@@ -131,7 +127,6 @@ def chosen_attention(
     Args:
         query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one per sequence.
-        own: raymm's kernel.
     """
     if KERNEL_CHOICE.kernels != "auto" or not query.numel() or not key.numel():
         return own
@@ -170,9 +165,7 @@ def seconds(
     """Return the shortest duration of several calls, in seconds.
 
     Args:
-        attend: returns the output.
         tensors: its inputs; detached copies that share their memory are passed.
-        backward: True to include the backward pass.
     """
     device = tensors[0].device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None

@@ -66,7 +66,6 @@ class Exchange:
         Args:
             sends: (destination rank, tensor).
             receives: (source rank, (shape, dtype)).
-            device: device of the received tensors.
         """
         received = tuple(
             torch.empty(shape, dtype=dtype, device=device) for _, (shape, dtype) in receives

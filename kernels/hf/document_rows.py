@@ -71,7 +71,6 @@ class SharedRows:
     Args:
         lengths: lengths of the documents of each row.
         positions: positions of every process's tokens within a row; each position occurs once.
-        rank: this process.
         gather: converts (B, t, ...) of this process's tokens to (B, T, ...) of all, in the order of
             processes.
         real: (B, T) on the host, 0 for padding; None if layers get no padding mask. Needed because

@@ -27,7 +27,6 @@ class AllTokens:
     """Tokens that a mask covers.
 
     Attributes:
-        rows, length: B and T.
         padding: (B, T) bool, False for padding; None if all padding is on the right, where no token
             sees it.
         documents: lengths of packed rows; None if rows are not packed.

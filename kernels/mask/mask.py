@@ -310,8 +310,6 @@ def query_rows(
         starts: (S,) first row of every segment.
         lo, hi: (S,) or one for all: first key of the first interval, and index after its last.
         lo_slope, hi_slope: 1 where the bound moves with the row, else 0.
-        lo2, hi2: the second interval.
-        lo2_slope, hi2_slope: its slopes.
         attend: bits of the kinds of keys that a row sees.
     """
     starts = np.fromiter(starts, dtype=np.int64)

@@ -59,7 +59,6 @@ def multimodal(
     Args:
         spans: items; the rest is text.
         isolate: a modality token sees only its item, not the encoder's other items.
-        document_lengths: see the module.
         window: narrows the past that text sees.
 
     Raises:
@@ -147,7 +146,6 @@ def prefix_causal(
 
     Args:
         prefix_lengths: tokens of the prefix of each document.
-        document_lengths: see the module.
 
     Raises:
         ModelError: the number of prefixes differs from that of documents, or a prefix is longer

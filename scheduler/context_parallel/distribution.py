@@ -26,12 +26,9 @@ class TokenDistribution:
     """Blocks of one sequence, split over ranks.
 
     Attributes:
-        policy: name of the policy.
-        n_tokens: tokens of the sequence.
         block: tokens per block; the last block may have fewer.
         blocks: block numbers of every rank, ascending, so that a rank's tokens keep their order.
         work: attention work of every rank, in the unit of the input.
-        tokens: tokens of every rank.
         bound: lower bound of the largest cost over all distributions (for ``balanced``: over those
             with the accepted counts).
         status: ``optimal`` if the largest cost equals the bound, else ``heuristic``.
@@ -108,11 +105,8 @@ def distribute(
 
     Args:
         work: (blocks,) integers, attention work per block in any unit.
-        ranks: size of the context-parallel group.
         policy: how blocks are assigned; the policies other than the default are for benchmarks.
         n_tokens: tokens of the sequence. Default: every block is full.
-        block: tokens per block.
-        seed: for random policies.
         token_work: cost of a block besides its attention, in the unit of ``work``. If above 0,
             ``balanced`` may use counts that differ by a block or two where that clearly lowers the
             largest cost.

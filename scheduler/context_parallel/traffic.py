@@ -40,7 +40,6 @@ class AttentionShape:
 
     Attributes:
         query_tokens: rows of every rank, in the group's order.
-        key_tokens: keys of every rank.
         query_heads, key_heads, head_dim: Hq, Hk, D.
         activation_bytes: e, bytes per element of Q, K, V, O.
         accumulator_bytes: a, bytes per element of a sum over ranks.

@@ -47,7 +47,6 @@ class Links:
 
     Attributes:
         within_node, across_nodes: the links; each process has separate ones.
-        per_node: number of processes per node.
         nodes: node of each process, where known; overrides ``per_node``.
     """
 

@@ -42,7 +42,6 @@ class LayerCost:
         backward_weight: seconds of B_w, the gradient of its parameters.
         activation_bytes: memory that autograd keeps from forward to backward.
         parameter_bytes: parameters in fp32.
-        output_bytes: output for the next layer.
         replicated_bytes: part of ``parameter_bytes`` that tensor parallelism does not shard (norms,
             convolutions, positions).
         key_value_bytes: keys and values of its attention in the compute dtype.

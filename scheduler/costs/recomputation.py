@@ -35,7 +35,6 @@ class LayerOption(NamedTuple):
     """One way to run a layer.
 
     Attributes:
-        name: one of :data:`OPTIONS`.
         seconds: time added to the backward of each microbatch.
         nbytes: activations held per microbatch in flight.
         working_bytes: peak of temporary memory beyond what this and earlier layers keep, including

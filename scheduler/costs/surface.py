@@ -170,7 +170,6 @@ class SurfaceConditions:
     ``PlanError`` naming an invalid field.
 
     Attributes:
-        batch: samples per iteration.
         device: device name of the driver.
         precision: ``"fp32"`` or ``"bf16"``.
         tokens: tokens per sample, by module.

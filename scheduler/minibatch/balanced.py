@@ -80,7 +80,6 @@ def plan_balanced(
     """Plan an epoch in which every sample is used exactly once.
 
     Args:
-        ranks: number of data-parallel ranks.
         budgets: most units of a group per modality. Default: those of
             :func:`raymm.scheduler.minibatch.budgets.suggest_budgets` for ``samples_per_group``.
         samples_per_group: approximate number of samples per group, if there are no budgets.

@@ -191,7 +191,6 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
         sizes: (N, C) float64.
         samples: (n,) int64, samples of all groups, group by group; changed in place.
         offsets: (groups + 1,) int64, offsets of groups.
-        ranks: groups per step.
         budgets: (C,) float64.
         tolerance: distance above the mean that is accepted; above 0.
         tries: most exchanges per step.
@@ -293,7 +292,6 @@ def spread_sources(samples, step_of, places, cells, sources, kinds):
         places: (n,) int64, places in ``samples``, grouped by the size of their samples.
         cells: (cells + 1,) int64, offsets in ``places`` where another size begins.
         sources: (N,) int64, data set of every sample.
-        kinds: number of data sets.
     """
     n = samples.shape[0]
     steps = step_of.max() + 1

@@ -34,7 +34,6 @@ class Column(NamedTuple):
     """Column of observations: the part of each microbatch that one module replica processes.
 
     Attributes:
-        name: modality of the module.
         share: index of the replica's consecutive share of the samples.
         of: number of shares; 1 if microbatches are not split.
     """
@@ -49,7 +48,6 @@ class MeasuredCosts:
     """Costs of the modules of a run, by modality as in :class:`SampleSizes`.
 
     Attributes:
-        modules: costs of the measured modules.
         replicas: for modules with several replicas, seconds of each relative to their mean; above 1
             for a slow one.
         shared: modules of ``replicas`` that split every microbatch by samples. For all others, each

@@ -22,7 +22,6 @@ class Balance:
         step_efficiency: mean group cost over mean slot cost. A slot of a pipeline with ``depth``
             microbatches in flight takes as long as the costliest of them over all ranks, so this is
             lower if costs vary from step to step.
-        average_batch: samples per group.
         groups, left_out: number of groups, and of unused samples.
         mixing: mean over steps of the total-variation distance between the step's mix of data sets
             and that of all samples.

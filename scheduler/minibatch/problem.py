@@ -100,7 +100,6 @@ class MiniBatchPlan:
         left_out: (m,) int64, unused samples, ascending. Empty for ``balanced``.
         packed: True if a group is one packed sequence, False if samples are padded to the longest.
         budgets: most units of a group, per modality; None for no limit.
-        seed, epoch: source of random numbers.
     """
 
     method: str

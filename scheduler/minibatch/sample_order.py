@@ -28,7 +28,6 @@ def order_for_shares(
     equally long.
 
     Args:
-        samples, offsets: groups of a plan.
         measured: costs of units, and relative seconds of replicas that split microbatches.
     """
     names = sorted(measured.shared & set(sizes.names))

@@ -26,9 +26,7 @@ class MappingProblem:
     the modules of a stage run concurrently and must not depend on each other.
 
     Attributes:
-        surfaces: one per module.
         edges: (producer, consumer) pairs of module names.
-        gpus: number of GPUs.
         steps: quota steps per GPU; the granularity of the search is ``1 / steps``.
         memory_bytes: bytes per GPU; None for no limit.
         interference: interference between colocated modules.

@@ -24,7 +24,6 @@ class ModuleWork:
             at degree d only a share ``parallel / d`` of them helps.
         saturation: share of multiprocessors that reaches the full memory bandwidth.
         state_bytes: parameters, gradients and optimizer state on every GPU, at any degree.
-        activation_bytes: activations of the whole batch.
         ridge: smoothness p of ``(compute^p + memory^p)^(1/p)``. Large values mean that arithmetic
             and traffic overlap, as within one kernel. 1 means no overlap, as where compute-bound
             kernels (products) alternate with memory-bound ones (norms, softmax, activation

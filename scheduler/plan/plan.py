@@ -38,7 +38,6 @@ class Plan:
     above 1.
 
     Attributes:
-        num_microbatches: microbatches per step.
         schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time), ``"gpipe"``, or
             ``"slots"``: stages run in the order of their slots (Mosaic §3: stages in sequence over
             a pool of GPUs, with modules side by side in each).

@@ -27,12 +27,10 @@ class EdgePorts:
     """Ports in the messages of an edge, by the sender's names for them.
 
     Attributes:
-        names: ports that are sent.
         withheld: ports that the message would carry by default, but that no layer behind it reads;
             only their shapes are sent.
         alone: True if the message carries nothing else, and is sent only if the microbatch has data
             for one of ``producers``.
-        producers: names of modules.
     """
 
     names: tuple[str, ...] = ()

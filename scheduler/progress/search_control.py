@@ -25,7 +25,6 @@ class SearchState:
 
     Attributes:
         subject: kind of plans that is being searched.
-        tried: number of plans evaluated.
         best: step time of the best plan so far, in seconds; None before the first one.
         limit: text that says what limits the best plan.
         elapsed: seconds since the search began.

@@ -29,7 +29,6 @@ def lower_bound(
     wait. Moreover, every microbatch takes at least its own path to the loss and back.
 
     Args:
-        plan: plan with a profile.
         delays: seconds of a message per directed edge; 0 where missing.
         activation_limits: bytes of activations per rank; no limit where missing.
     """
@@ -44,7 +43,6 @@ def one_f_one_b_bound(plan: Plan, delays: Mapping[Edge, float] | None = None) ->
     one waits for the backward of the first microbatch, which takes a round trip to the loss.
 
     Args:
-        plan: plan with a profile.
         delays: seconds of a message per directed edge; 0 where missing.
     """
     bound = _Bound(plan, delays or {}, {})

@@ -42,8 +42,6 @@ def edge_transfers(
     message but does not occupy a link between ranks.
 
     Args:
-        within_node, across_nodes: the links.
-        ranks_per_node: number of processes per node.
         sizes: bytes per stage; by default those of the plan.
 
     Raises:

@@ -28,7 +28,6 @@ class Rules:
     """Kind of schedule to create.
 
     Attributes:
-        policy: how a rank chooses its next task.
         flush: True if a stage runs all forwards before its first backward (GPipe); otherwise it
             runs ahead by at most its depth (1F1B's warm-up).
         split: True if B_w is a separate task where another stage waits for B_d. It becomes as

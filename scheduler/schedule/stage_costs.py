@@ -57,7 +57,6 @@ class StageCost:
         input_bytes: received inputs, which a checkpointed forward keeps.
         activation_bytes: memory that autograd keeps of the layers with a backward, and the output,
             at which the backward begins.
-        output_bytes: output of the whole rank.
         state_bytes: weights, and gradients and AdamW moments of trainable ones.
         remade_bytes: peak of temporary memory of a backward, including recomputed or fetched
             activations of a layer.

@@ -18,7 +18,6 @@ class ActiveStages:
     """Stages that one microbatch uses.
 
     Attributes:
-        stages: stages that it passes through.
         needs_backward: stages that are trainable or have a trainable stage before them.
         needs_input_grad: stages that send a gradient to an earlier stage.
         samples: samples of the microbatch, if replicas split them.

@@ -38,7 +38,6 @@ class Part:
     """Stages that depend on each other or share ranks, and the microbatches that use them.
 
     Attributes:
-        stages: in the plan's order.
         ranks, microbatches: numbers in the plan, by their numbers in the arrays.
         arrays: stages, ranks and microbatches by number.
         edges: the plan's data edges, in the order of the arrays.

@@ -67,7 +67,6 @@ class Estimate:
     """Estimate for an assignment.
 
     Attributes:
-        degrees: the assignment.
         seconds: estimated step time: path of a microbatch to the loss and back, work of the slowest
             stage on the other microbatches, and gradient sums.
         bound: lower bound of the seconds of all plans with these degrees.
@@ -124,8 +123,6 @@ class _Module:
         way: forward and backward of one microbatch through all layers.
         reduction: seconds of the gradient sum, if all layers were one stage.
         least: fewest stages that memory allows.
-        most: number of layers.
-        steps: microbatches per replica.
     """
 
     degrees: ModuleDegrees
@@ -180,7 +177,6 @@ def search_degrees(
         iteration_time, lower_bound, fits, gap, control: as in ``joint_search``.
         within: adds :attr:`StageSpace.memory` to a space.
         incumbent: seconds of the best known plan, as measured by ``iteration_time``.
-        searches: most assignments to search.
         per_backbone: most assignments to search with the same degrees of the backbone.
         most_stages: most stages of all plans (or equal parts of plans) made for an assignment, most
             promising plans first; at least :data:`LEAST_PLANS` plans are made.

@@ -94,7 +94,6 @@ class DegreeChoices:
 
         Args:
             devices: most devices of one stage of the module.
-            per_node: devices per node.
             sharding: sharding if several processes hold the same parameters; otherwise ``"none"``.
         """
         for tp in self.tp:

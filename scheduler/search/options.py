@@ -28,7 +28,6 @@ class SearchOptions:
 
     Attributes:
         schedules: schedules to try, of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
-        layouts: layouts to try, of :data:`LAYOUTS`.
         recompute: True if stages recompute; ``"layers"`` if layers keep as much as fits; None to
             try these only for layouts that do not fit otherwise.
     """
@@ -57,7 +56,6 @@ class PlanProblem(SearchOptions):
 
     Attributes:
         ranks: number of devices; a plan may use fewer.
-        num_microbatches: microbatches per step.
         memory_limit: bytes per device; None for no limit.
         chunks: numbers of stages per rank and module to try in addition to one.
         degrees: accepted degrees by module; for other modules, each rank is one process.

@@ -66,7 +66,6 @@ class ModuleMemory:
     """Possible stages of a module: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
 
     Args:
-        layers: costs per process.
         backward: per layer, True if a step runs a backward of it.
         sizes: memory of stages besides the layers' activations.
         recomputing: True for stages that are recomputed as a whole.

@@ -36,7 +36,6 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        best: the fastest plan.
         alternatives: the next fastest plans, best first.
         combinations: number of stage counts within the budget.
         simulated: number of combinations whose iteration time was computed.

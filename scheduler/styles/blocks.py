@@ -80,9 +80,7 @@ class StyleProblem:
 
     Attributes:
         profiles: cost profile with scaling surfaces, by number of microbatches per step.
-        ranks: number of devices.
         memory_limit: bytes per device; None means no limit.
-        network: cost model of messages.
         steps: quota steps per device; 1 means no quotas.
         whole: modules that cannot be split into stages.
         schedules: the search uses the first schedule and tries the others on the best layouts.

@@ -42,10 +42,7 @@ class StyleSearch:
     """Result of a search that mixes styles.
 
     Attributes:
-        best: fastest plan.
-        starts: the starting points, by name.
         ways: seconds of the fastest plan tried, by module and way (:func:`way_of`).
-        tried: number of plans simulated.
         exhaustive: True if no other layout without guests is faster.
     """
 

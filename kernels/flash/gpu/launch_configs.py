@@ -30,7 +30,6 @@ class KernelConfig:
 
     Attributes:
         block_q, block_k: rows and keys of a tile; multiples of 16.
-        warps: warps per program.
         stages: tiles in flight in the software pipeline.
         precision: precision of fp32 products: "tf32x3" (three TF32 products on tensor cores, as
             accurate as fp32) or "ieee" (fp32 units, where splitting operands would spill
@@ -166,8 +165,6 @@ def attention_config(
     """Return the launch configurations for a head dim and dtype.
 
     Args:
-        head_dim: D.
-        softcap: True if scores are soft-capped.
         descriptors: True if device and tensors allow tensor descriptors. They are used where they
             are faster: for 16-bit types up to 256 columns.
         unordered: True if gradients may be summed in any order. This is used where it saves
@@ -198,7 +195,6 @@ def constants(
 
     Args:
         bits: True if masks hide kinds of keys.
-        softcap: True if scores are soft-capped.
         interpreted: True if Triton's interpreter runs the kernel.
     """
     return {

@@ -75,8 +75,6 @@ def makespan(work: np.ndarray, heads: int, processors: int) -> float:
 
     Args:
         work: (n,) per item, any unit.
-        heads: copies of every item.
-        processors: number that work in parallel.
     """
     work = np.sort(np.asarray(work, dtype=np.float64))[::-1]
     if not len(work):

@@ -26,8 +26,6 @@ def improve(
 
     Args:
         stages: initial sets of modules, in order.
-        kicks: most restarts.
-        better: called with every improvement.
         floor: stop when the seconds are this low.
         searches: no restarts after this many searches within stages.
     """

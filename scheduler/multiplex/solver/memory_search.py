@@ -40,7 +40,6 @@ def fitted(
 
     Args:
         problem: problem with ``memory_over`` = ``"iteration"``.
-        mapping: best mapping without that limit.
         solve: solves restricted problems, with memory limits within stages only.
         most: most mappings to solve after the first descent.
         stop: polled between mappings; if it returns True, the best mapping so far is returned.

@@ -36,8 +36,6 @@ class Effort:
         stages: most stages of the partition program.
         nodes: most placements that one search within a stage tries.
         searches: most searches within stages for the dynamic program.
-        rounds: rounds of the partition program.
-        kicks: most restarts of the local search.
         tries: number of searches within stages after which the local search does not restart.
         branches: most restricted problems to solve if memory over the iteration is short.
     """
@@ -91,8 +89,6 @@ def solve(
     deadline or ``stop`` the result depends on the arguments only.
 
     Args:
-        strategy: one of :data:`STRATEGIES`.
-        seed: seed of the local search.
         deadline_seconds: return the best mapping so far after this many seconds.
         stop: polled often; return the best mapping so far when it returns True, as for Ctrl-C.
         effort: limits of the search; by default those of the strategy.
