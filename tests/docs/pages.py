@@ -10,7 +10,9 @@ PAGES = [
     ROOT / "README.md", ROOT / "deploy" / "README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != DEVELOPERS),
 ]
-_BLOCK = re.compile(r"(?:<!-- not (run|checked): .+? -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
+_BLOCK = re.compile(
+    r'(?:<!-- not (run|checked): .+? -->\n)?^```(\w*)(?: title="(.+?)")?\n(.*?)^```', re.M | re.S
+)
 
 
 class Block(NamedTuple):
@@ -21,6 +23,7 @@ class Block(NamedTuple):
         line: first line.
         language: language of the fence; empty for commands.
         text: content.
+        title: name of the file that the block is; empty for most.
         skipped: True if a comment before it explains why it is ``not run`` or ``not checked``.
     """
 
@@ -28,6 +31,7 @@ class Block(NamedTuple):
     line: int
     language: str
     text: str
+    title: str
     skipped: bool
 
     def __str__(self) -> str:
@@ -40,7 +44,7 @@ def blocks(*languages: str) -> list[Block]:
     for page in PAGES:
         text = page.read_text()
         for match in _BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start(2) if match[2] else match.start(3)) + 1
-            name = str(page.relative_to(ROOT))
-            found.append(Block(name, line, match[2], match[3], match[1] is not None))
+            line = text.count("\n", 0, match.start(2) if match[2] else match.start(4)) + 1
+            name, skipped = str(page.relative_to(ROOT)), match[1] is not None
+            found.append(Block(name, line, match[2], match[4], match[3] or "", skipped))
     return [block for block in found if block.language in languages]

@@ -1,7 +1,7 @@
 """Python code on pages runs unchanged, with the described results.
 
 The blocks of a page are one program, in the order of the page. The README's program starts its own
-Ray; the others run in the session's cluster.
+Ray; the others run in the session's cluster. ``test_recipes.py`` runs the recipes.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from tests.docs.pages import blocks
 TINY = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
 PROGRAMS: dict[str, list[str]] = defaultdict(list)
 for block in blocks("python"):
-    if not block.skipped:
+    if not block.skipped and not block.page.startswith("docs/recipe-"):
         PROGRAMS[block.page].append(block.text)
 
 
