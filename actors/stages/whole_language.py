@@ -21,11 +21,12 @@ from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.context_rows import shared_rows
-from raymm.actors.sharding.sample_rows import shares
+from raymm.actors.sharding.sample_rows import row_shares
 from raymm.actors.sharding.whole.text_entry import TextEntry
 from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens, zigzag
 from raymm.actors.stages.features import Form, ReceivedFeatures
-from raymm.actors.stages.language import Labelled, LanguageSpec, LanguageStage
+from raymm.actors.stages.labels import PAIR, with_sources
+from raymm.actors.stages.language import REFERENCE, Labelled, LanguageSpec, LanguageStage
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.stages.texts.decoding import PreparedInputs
 from raymm.actors.stages.texts.joined_texts import apart_if_need_be
@@ -126,7 +127,7 @@ class WholeLanguageStage(LanguageStage):
         """
         rows = attend = columns = together = ranges = None
         if self._samples is not None:
-            rows = shares(shape[0], self._samples.size)[self._samples.rank] or range(1)
+            rows = self._own_rows(shape[0]) or range(1)
         documents = packed_tokens(shape, real, rows) if self.spec.packing else None
         if self._exchange is not None:
             length = shape[1] if documents is None else len(documents)
@@ -155,6 +156,12 @@ class WholeLanguageStage(LanguageStage):
         )
         return TokenShare(shape, rows, columns), attend, together, grid
 
+    def _own_rows(self, count: int) -> range:
+        """Return this process's part of a microbatch's rows, in a group that splits them."""
+        assert self._samples is not None
+        together = PAIR if self.spec.preference else 1
+        return row_shares(count, self._samples.size, together)[self._samples.rank]
+
     def _own(
         self, values: torch.Tensor, share: TokenShare | None, none: int | bool
     ) -> torch.Tensor:
@@ -162,8 +169,8 @@ class WholeLanguageStage(LanguageStage):
         own."""
         if share is None:
             return values
-        local_values, samples = share.of_tokens(values), self._samples
-        if samples is not None and not shares(len(values), samples.size)[samples.rank]:
+        local_values = share.of_tokens(values)
+        if self._samples is not None and not self._own_rows(len(values)):
             local_values = torch.full_like(local_values, none)
         return local_values
 
@@ -177,16 +184,19 @@ class WholeLanguageStage(LanguageStage):
         """Run one microbatch.
 
         Args:
-            inputs: on the first stage, the return value of :func:`language_inputs`.
+            inputs: on the first stage, the return value of :func:`language_inputs`; for answer
+                pairs, :data:`REFERENCE` on the last stage, see :class:`LanguageStage`.
             received: messages by tower (first stage), or of the previous stage.
 
         Returns:
             Hidden state and features that later stages read, with the forward's arguments as side
-            tensors. On the last stage the loss, or the next tokens (decoding).
+            tensors. On the last stage the loss, the next tokens (decoding), or (B,)
+            log-probabilities (references).
         """
         hidden, relays = None, []
+        inputs = with_sources(inputs or {}, rows=self.spec.preference is not None)
+        reference = inputs.pop(REFERENCE, None)
         if self.first:
-            assert inputs is not None
             device = next(self.module.parameters()).device
             side, features = self._begun(inputs, received)
         else:
@@ -228,7 +238,7 @@ class WholeLanguageStage(LanguageStage):
             for port in self._features.values():
                 port.receive(None)
         assert labelled is not None  # earlier stages raise ForwardLeft
-        message = self._outcome(labelled, logits, context, None)
+        message = self._outcome(labelled, logits, context, reference)
         return self._routing.into(message, context)
 
     def _begun(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.stages.labels import PAIR
 from raymm.batch.check import BatchCheck
 from raymm.batch.dag_check import DagCheck
 from raymm.batch.tried_inputs import TriedInputs
@@ -194,7 +195,10 @@ class VlmBatches(Batches):
         self._model = model
         text = plan.replicas(LANGUAGE_MODEL)[0][0]
         self._check = replace(
-            model.batch_check, shares=TextShares(text.cp, text.fsdp, model.packing)
+            model.batch_check,
+            shares=TextShares(
+                text.cp, text.fsdp, model.packing, 1 if model.preference is None else PAIR
+            ),
         )
 
     def prepare(self, batch: Any) -> Prepared:

@@ -128,7 +128,7 @@ def _config(detected: Detected, model: str) -> DataConfig:
     return DataConfig.model_validate({
         **detected.data_section, ("tokenizer" if text_only else "processor"): model,
         "batch_size": 1, "microbatches": 1, "max_length": _MAX_LENGTH, "shuffle": False,
-        "preferences": text_only and detected.preferences > 0,
+        "preferences": detected.preferences > 0,
     })
 
 
@@ -157,7 +157,7 @@ def _rows(
     for number, shown in enumerate(mask):
         ids = microbatch["input_ids"][number][shown].tolist()
         learned = (microbatch["labels"][number][shown] != IGNORE_INDEX).tolist()
-        media = _media_tokens(builder, sample, ids)
+        media = _media_tokens(builder, sample, ids, number)
         title = f"row {sample.index}, {name}"
         title += f" ({('chosen', 'rejected')[number]})" if len(mask) > 1 else ""
         title += f": {len(ids):,} tokens ({len(ids) - media:,} text, {media:,} media), "
@@ -165,12 +165,12 @@ def _rows(
         yield title, _marked(_runs(builder.tokenizer, ids, learned), console)
 
 
-def _media_tokens(builder: Any, sample: Sample, ids: Sequence[int]) -> int:
+def _media_tokens(builder: Any, sample: Sample, ids: Sequence[int], row: int) -> int:
     if builder.config.processor is None:
         return sum(token in builder.text.placeholder_ids.values() for token in ids)
     if not any(sample.media.values()):
         return 0
-    return len(ids) - sum(map(len, builder.encode(sample).runs))
+    return len(ids) - sum(map(len, builder.encode(sample).rows[row].runs))
 
 
 def _sizes(config: DataConfig, sample: Sample) -> Iterator[str]:

@@ -16,7 +16,6 @@ from raymm.config.model_section import LoraSection
 from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
 from raymm.files.field_errors import closest, explain
-from raymm.plural import plural
 from raymm.training.under_way import UnderWay
 
 if TYPE_CHECKING:  # imports numpy
@@ -124,18 +123,12 @@ def first_settings(
                 f"--data has items of {', '.join(detected.modalities)}, and --model {path!r} is a "
                 "text-only model (its folder has no processor); give a model that takes them"
             )
-        if detected.preferences:
-            sections["loss"] = {"dpo": {"reference": "base" if options.lora else "initial"}}
     else:
-        if detected.preferences:
-            raise ConfigError(
-                f"--data has {plural(detected.preferences, 'row')} with a chosen and a rejected "
-                "answer; accepted with a model of images or sound: rows with one answer. For "
-                "preferences, give a text-only model"
-            )
         towers = dict.fromkeys((TOWER_OF[kind] for kind in detected.modalities), "frozen")
         between = {"projector": "full"} if towers else {}
         sections["train"] = {**towers, **between, "language_model": "full"}
+    if detected.preferences:
+        sections["loss"] = {"dpo": {"reference": "base" if options.lora else "initial"}}
     config = DataConfig.model_validate({
         **data, "batch_size": 1, "microbatches": 1, "preferences": bool(detected.preferences),
     })

@@ -19,11 +19,10 @@ from raymm.config.model_section import (
     frozen_flag,
 )
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
-from raymm.config.whole_model import build_whole_model
+from raymm.config.whole_model import build_whole_model, preference_of
 from raymm.data.conversations.text import load_tokenizer
 from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
-from raymm.kernels.preference import PreferenceLoss
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
@@ -79,11 +78,10 @@ def build_model(config: TrainConfig) -> Model:
     mask = config.model.mask
     if mask is not None and ":" in mask:
         mask = _callback("model.mask", mask)
-    loss = config.model.loss
     with _errors_name("model"):
         return MultimodalModule(
             encoders, language_model, build_merge(config), mask, config.model.packing,
-            config.model.router_loss, loss and PreferenceLoss(**loss.dpo.model_dump()),
+            config.model.router_loss, preference_of(config.model),
         )
 
 

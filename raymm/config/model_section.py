@@ -226,7 +226,7 @@ class ModelSection(Section):
             raise ValueError(
                 "train is given; accepted for a Hugging Face VLM (path). Set train of each part"
             )
-        part_fields = {"encoders", "merge", "mask", "router_loss", "loss"}
+        part_fields = {"encoders", "merge", "mask", "router_loss"}
         extra = self.model_fields_set & part_fields
         if self.path is not None and extra:
             raise ValueError(

@@ -259,7 +259,7 @@ class TrainConfig(Section):
             path = model["path"]
             if isinstance(path, str) and isinstance(revision := model.get("revision"), str):
                 path = path_with_revision(path, revision)
-            return {**values, "data": {"processor": path, **data}}
+            values = {**values, "data": (data := {"processor": path, **data})}
         if isinstance(model, dict) and isinstance(data, dict) and model.get("loss"):
             return {**values, "data": {"preferences": True, **data}}
         return values

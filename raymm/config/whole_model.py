@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from raymm.config.model_section import AdaptersSection
+from raymm.config.model_section import AdaptersSection, ModelSection
 from raymm.config.new_tokens import use_new_tokens
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, open_split
 from raymm.data.conversations.example_items import example_items
 from raymm.data.loading.processed import ProcessedBuilder
 from raymm.errors import ConfigError, DataError, NotRunError, SampleError
+from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import LABELS
 from raymm.model.whole_model import LANGUAGE, WholeModel, from_pretrained
 
@@ -45,6 +46,7 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
             },
             seed=config.run.seed, trust_remote_code=section.trust_remote_code,
             packing=section.packing, new_rows=new_rows,
+            preference=preference_of(section),
         )
     except ValueError as error:
         made_by = ""
@@ -59,6 +61,11 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
             if name != LANGUAGE and name not in section.train:
                 model.set_frozen(name, True)  # no gradient would reach it
     return model
+
+
+def preference_of(section: ModelSection) -> PreferenceLoss | None:
+    """Return the loss for pairs of answers of a model; None for cross entropy."""
+    return section.loss and PreferenceLoss(**section.loss.dpo.model_dump())
 
 
 def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:

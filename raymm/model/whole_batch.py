@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.sharding.sample_rows import shares
+from raymm.actors.sharding.sample_rows import row_shares
 from raymm.actors.sharding.whole.token_share import packed_tokens
 from raymm.actors.stages.whole_language import language_inputs
 from raymm.errors import DataError
@@ -55,16 +55,19 @@ class TextShares:
         tokens: processes that split the tokens of every row, ``cp``.
         rows: processes that split rows, ``fsdp``.
         packing: True if a process packs its rows into one.
+        together: number of adjacent rows that stay on one process.
     """
 
     tokens: int = 1
     rows: int = 1
     packing: bool = False
+    together: int = 1
 
     def check(self, microbatch: Batch) -> None:
         """Raise a DataError if a process would get no token."""
         shape, real = tuple(microbatch[IDS].shape), microbatch.get("attention_mask")
-        for rows in shares(shape[0], self.rows) if self.tokens > 1 else ():
+        together = self.together if shape[0] % self.together == 0 else 1
+        for rows in row_shares(shape[0], self.rows, together) if self.tokens > 1 else ():
             tokens = shape[1]
             if self.packing:
                 tokens = len(packed_tokens((shape[0], tokens), real, rows or range(1)))

@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.actors.adapters.lora import disable_dropout, without_adapters
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.experts.routing import Routing
@@ -50,6 +51,7 @@ from raymm.actors.weights.new_rows_source import NewRowsSource
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.errors import ModelError
+from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import LABELS, Vocabulary
 from raymm.model.features import Kind
 from raymm.model.modality_module import check_weights
@@ -69,7 +71,7 @@ How = str | LoraConfig
 def from_pretrained(
     model: str | os.PathLike[str] | PretrainedConfig, example: Batch,
     train: Mapping[str, How] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
-    packing: bool = False, new_rows: range = range(0),
+    packing: bool = False, new_rows: range = range(0), preference: PreferenceLoss | None = None,
 ) -> WholeModel:  # fmt: skip
     """Describe a model from a ``save_pretrained`` folder, or from a configuration with random
     weights.
@@ -90,6 +92,8 @@ def from_pretrained(
             padding, each a separate document.
         new_rows: ids of new tokens, whose rows of the embedding and the head are trained next to
             adapters of ``"language_model"``. The folder has their initial values.
+        preference: the loss for pairs of answers, see :class:`raymm.MultimodalModule`; both rows of
+            a pair have the items of the prompt.
 
     Raises:
         ModelError: the folder is incomplete, or ``train`` names an unknown part.
@@ -100,7 +104,7 @@ def from_pretrained(
     else:
         folder = os.fspath(model)
         source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
-    return WholeModel(source, example, train, packing, seed, new_rows)
+    return WholeModel(source, example, train, packing, seed, new_rows, preference)
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -130,8 +134,9 @@ class WholeModel(Model):
     def __init__(
         self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,
         packing: bool = False, seed: int = 0, new_rows: range = range(0),
+        preference: PreferenceLoss | None = None,
     ) -> None:  # fmt: skip
-        self.source, self.packing = source, packing
+        self.source, self.packing, self.preference = source, packing, preference
         self.example = {name: value for name, value in example.items() if name != LABELS}
         check_weights("the model", source)
         check_kind(source.skeleton())
@@ -213,7 +218,12 @@ class WholeModel(Model):
         )
         if name not in self._blocks:
             self._blocks[name] = num_blocks(source.skeleton())
-        return tower_spec(source, tower, self._blocks[name])
+        spec = tower_spec(source, tower, self._blocks[name])
+        return replace(spec, disable_dropout=self._disables_dropout)
+
+    @property
+    def _disables_dropout(self) -> bool:
+        return self.preference is not None and self.preference.disable_dropout
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -355,7 +365,9 @@ class WholeModel(Model):
         if LANGUAGE_MODEL not in self._blocks:
             self._blocks[LANGUAGE_MODEL] = num_blocks(source.skeleton())
         spec = language_spec(LANGUAGE_MODEL, source, self.towers, self._blocks[LANGUAGE_MODEL])
-        return replace(spec, packing=self.packing, mixture=self.mixture)
+        return replace(
+            spec, packing=self.packing, mixture=self.mixture, preference=self.preference
+        )
 
     @plain_torch()
     def cut_language_spec(self) -> WholeLanguageSpec:
@@ -415,6 +427,8 @@ class WholeModel(Model):
         :meth:`loss`."""
         if self._whole is None:
             model = self._with_frozen(self._adapted.build())
+            if self._disables_dropout:
+                disable_dropout(model)
             self._whole = model.train(any(self.trained.values()))
             for module, training in self._modes().items():
                 model.get_submodule(module).training = training
@@ -444,15 +458,45 @@ class WholeModel(Model):
             parameter.requires_grad_(name in trained)
         return model
 
-    def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
+    def loss(
+        self, microbatches: Sequence[Batch], references: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Return a step's loss, computed in this process by the model's own forward.
 
-        The loss is the sum over label tokens divided by their number, plus the router loss of a
-        mixture of experts over all tokens.
+        The loss is the sum over label tokens divided by their number, or the mean over pairs of
+        answers, plus the router loss of a mixture of experts over all tokens.
+
+        Args:
+            references: (B,) log-probabilities of the reference by microbatch, for pairs of answers;
+                by default :meth:`scores`.
+
+        Raises:
+            ModelError: references are needed, because the reference is the initial model.
         """
+        scores, router_loss = self._forward(microbatches)
+        if self.preference is None:
+            total = -torch.cat(scores).sum() / max(sum(map(label_tokens, microbatches)), 1)
+            return total + router_loss
+        if references is None:
+            if self.preference.asked_once:
+                raise ModelError(
+                    "references is None; give each row's log-probability under the initial weights"
+                )
+            references = self.scores(microbatches)
+        rows = torch.cat(scores)
+        return self.preference(rows, torch.cat(list(references))) / (len(rows) // 2) + router_loss
+
+    def scores(self, microbatches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the log-probabilities of each row's labels by microbatch, (B,), without adapters
+        and gradients."""
+        with torch.no_grad(), without_adapters(self.materialize()):
+            return self._forward(microbatches)[0]
+
+    def _forward(self, microbatches: Sequence[Batch]) -> tuple[list[torch.Tensor], Any]:
+        """Return the log-probabilities of each row's labels by microbatch, and the router loss."""
         module = self.materialize()
         model = cast(Callable[..., Any], module)
-        total = torch.zeros(())
+        scores = []
         towers = [path for tower in self.towers for path in tower.places]
         routing, sums = Routing(module, self.mixture, towers), []
         try:
@@ -461,18 +505,18 @@ class WholeModel(Model):
                 B, T = batch[LABELS].shape
                 with routing.noted(routing.real(inputs.get("attention_mask"), (B, T))):
                     logits = model(**inputs, use_cache=False).logits
-                total = total + F.cross_entropy(
+                losses = F.cross_entropy(
                     logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
-                    ignore_index=IGNORE_INDEX, reduction="sum",
+                    ignore_index=IGNORE_INDEX, reduction="none",
                 )  # fmt: skip
+                scores.append(-losses.view(B, T - 1).sum(1))
                 if (router_sums := routing.sums()) is not None:
                     sums.append(router_sums)
         finally:
             routing.detach()
-        total = total / max(sum(map(label_tokens, microbatches)), 1)
-        if self.mixture is not None and self.mixture.loss is not None:
-            total = total + self.mixture.loss.whole(sums)
-        return total
+        mixture = self.mixture
+        routed = mixture is not None and mixture.loss is not None
+        return scores, mixture.loss.whole(sums) if routed else 0.0
 
 
 def label_tokens(microbatch: Batch) -> int:

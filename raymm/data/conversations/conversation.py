@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raymm.actors.modules.merge import IGNORE_INDEX
@@ -33,6 +33,7 @@ class Conversation:
         ids: token ids of the text.
         learned: True for each token that has a label.
         runs: token ranges of the text before, between and after the items.
+        rejected: the same prompt with the rejected answer, if the row has two answers.
     """
 
     sample: Sample
@@ -41,10 +42,28 @@ class Conversation:
     ids: tuple[int, ...] = field(repr=False)
     learned: tuple[bool, ...] = field(repr=False)
     runs: tuple[range, ...] = field(repr=False)
+    rejected: Conversation | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
         return self.sample.id
+
+    @property
+    def rows(self) -> tuple[Conversation, ...]:
+        """This conversation, followed by the rejected one if there is one; a row each."""
+        return (self,) if self.rejected is None else (self, self.rejected)
+
+    @property
+    def row_ids(self) -> tuple[str, ...]:
+        """An id for each of :attr:`rows`."""
+        if self.rejected is None:
+            return (self.id,)
+        return f"{self.id}:chosen", f"{self.id}:rejected"
+
+    def with_media(self, media: Media) -> Conversation:
+        """Return the conversation with other items in all of its rows."""
+        rejected = self.rejected and self.rejected.with_media(media)
+        return replace(self, media=media, rejected=rejected)
 
     @property
     def has_labels(self) -> bool:

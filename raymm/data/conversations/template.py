@@ -290,6 +290,22 @@ class ChatTemplate:
         )
         return RenderedChat(text, ids, offsets, learned)
 
+    def prompt(
+        self, sample: Sample, messages: Sequence[Message],
+        special: Callable[[str], bool] = lambda text: False,
+    ) -> tuple[int, ...]:
+        """Return the tokens of messages with the generation prompt; arguments as in :meth:`chat`.
+        Raises a ``SampleError`` if the template fails."""
+        try:
+            text, _ = self.render(messages, True, sample.tools, self.options(sample))
+        except MemoryError:
+            raise
+        except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
+            raise text_error(
+                sample, f"the chat template failed on the prompt: {error}"
+            ) from error
+        return self.tokens(text, special(text))[0]
+
     def _warn_of_ends(self, text: str, spans: Sequence[tuple[int, int]]) -> None:
         """Warn once if a learned span ends before the token that ends its turn, or if the template
         writes no such token after the last turn."""

@@ -198,7 +198,7 @@ class TextEncoder:
             else:
                 answer_sample = replace(sample, messages=answer)
                 prompt_sample = replace(sample, messages=preference.prompt)
-                prompt = self._prompt(prompt_sample)
+                prompt = self._template.prompt(prompt_sample, self._messages(prompt_sample))
             prompt = [
                 token for token, _ in
                 repeat_placeholders([(token, token) for token in prompt], self._placeholders)
@@ -231,19 +231,6 @@ class TextEncoder:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, None, self._options, self._ignored)
-
-    def _prompt(self, sample: Sample) -> tuple[int, ...]:
-        try:
-            text, _ = self._template.render(
-                self._messages(sample), True, sample.tools, self._template.options(sample)
-            )
-        except MemoryError:
-            raise
-        except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
-            raise text_error(
-                sample, f"the chat template failed on the prompt: {error}"
-            ) from error
-        return self._template.tokens(text)[0]
 
     @property
     def placeholder_ids(self) -> dict[str, int]:

@@ -250,9 +250,12 @@ class StepBuilder:
             )
             for microbatch, group, cut in zip(microbatches, groups, truncated, strict=True)
         ]
-        telling = getattr(self.dataset, "tells_sources", False) and not pairs
-        sources = [[sample.source for sample in group] for group in groups] if telling else []
-        return BuiltStep(microbatches, meta, skipped, sources)
+        sources = [[sample.source for sample in group] for group in groups]
+        return BuiltStep(microbatches, meta, skipped, sources if self._tells_sources else [])
+
+    @property
+    def _tells_sources(self) -> bool:
+        return getattr(self.dataset, "tells_sources", False) and self.config.preferences is not True
 
     def _kept(self, indices: Sequence[int] | Sequence[Sequence[int]]) -> StepFeatures:
         if self._lookup is None:

@@ -115,4 +115,4 @@ class ProcessedLengths:
             kind: [(0, 0, 0)] * len(encoded.media.get(kind, ()))
             for kind in self._builder.config.modalities
         }
-        return self._builder.length(encoded), items
+        return max(map(self._builder.length, encoded.rows)), items

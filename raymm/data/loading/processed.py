@@ -17,6 +17,7 @@ from raymm.actors.stages.tower import is_featured
 from raymm.data.conversations.conversation import Conversation, conversation
 from raymm.data.conversations.messages import template_messages
 from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
+from raymm.data.conversations.template import RenderedChat
 from raymm.data.conversations.text import check_characters, roles_without_labels, text_chat
 from raymm.data.loading.builder import (
     BuiltStep,
@@ -119,16 +120,17 @@ class ProcessedBuilder(StepBuilder):
         random = np.random.default_rng(int(seed))
         for kind in shuffled:
             groups = [_shuffled(group, kind, random) for group in groups]
-        microbatches, meta = [], []
+        microbatches, meta, sources = [], [], []
         for group in groups:
             microbatch, group, group_skipped = self._of_group(group)
             skipped += group_skipped
             if microbatch is not None:
                 microbatches.append(microbatch)
                 meta.append(self._described(microbatch, group))
+                sources.append([int(self.dataset.sources[s.sample.index]) for s in group])
         if not microbatches:
             raise none_usable(skipped)
-        return BuiltStep(microbatches, meta, skipped)
+        return BuiltStep(microbatches, meta, skipped, sources if self._tells_sources else [])
 
     def processor_batch(self, indices: Sequence[int]) -> Microbatch:
         """Return the processor's tensors of some samples together, and labels; raise a
@@ -136,36 +138,78 @@ class ProcessedBuilder(StepBuilder):
         return self._microbatch([self.encode(self.dataset[index]) for index in indices])
 
     def encode(self, sample: Sample) -> Any:
-        """Render and decode a sample; return a :class:`Conversation`. Errors are those of
-        :meth:`StepBuilder.encode`."""
-        check_characters(sample)
+        """Render and decode a sample; return a :class:`Conversation`, with the rejected one if
+        rows are pairs of answers. Errors are those of :meth:`StepBuilder.encode` and
+        :meth:`TextEncoder.encode_answers`."""
         self._check_answers(sample)
-        if sample.text is not None:
-            if any(sample.media.values()):
-                raise text_error(
-                    sample, "the row has text and media; with data.processor, media need messages, "
-                    "whose parts give the positions of the items"
-                )
-            media: dict[str, list[Any]] = {}
-            chat = text_chat(self.tokenizer, sample, self.processor.adds_special)
-        else:
-            messages = template_messages(
-                sample, self.config.modalities, self.processor.template, self.processor.item_tokens
+        if sample.text is not None and any(sample.media.values()):
+            raise text_error(
+                sample, "the row has text and media; with data.processor, media need messages, "
+                "whose parts give the positions of the items"
             )
-            media = {
-                kind: [
-                    self._decoded(kind, sample, item, self._reader(kind, item)) for item in items
-                ]
-                for kind, items in sample.media.items()
-            }
-            chat = self.processor.template.chat(sample, messages, self.processor.adds_special)
-        encoded = conversation(self.processor, sample, chat, media)
+        answers = self._answers(sample)
+        for answer in answers:
+            check_characters(answer)
+        media: dict[str, list[Any]] = {} if sample.text is not None else {
+            kind: [self._decoded(kind, sample, item, self._reader(kind, item)) for item in items]
+            for kind, items in sample.media.items()
+        }
+        encoded, *others = [
+            conversation(self.processor, answer, self._chat(answer), media) for answer in answers
+        ]
         if media:
             self._check_items(encoded)
-        if not encoded.has_labels:
-            empty = ": the text is empty" if sample.text is not None else ""
-            raise text_error(sample, f"no label token{empty}{roles_without_labels(sample)}")
-        return encoded
+        for row in (encoded, *others):
+            if not row.has_labels:
+                empty = ": the text is empty" if sample.text is not None else ""
+                raise text_error(sample, f"no label token{empty}{roles_without_labels(row.sample)}")
+        return replace(encoded, rejected=others[0]) if others else encoded
+
+    def _answers(self, sample: Sample) -> list[Sample]:
+        """Return a sample with each answer that is used; the sample itself without two answers."""
+        if (pair := sample.preference) is None:
+            return [sample]
+        answers = pair.answers if self.config.preferences is True else pair.answers[:1]
+        if sample.text is None:
+            return [replace(sample, messages=answer) for answer in answers]
+        end = self.tokenizer.eos_token or ""
+        return [
+            replace(sample, text=answer if answer.endswith(end) else answer + end)
+            for answer in answers
+        ]
+
+    def _chat(self, sample: Sample) -> RenderedChat:
+        """Return the tokens of a sample; with two answers, those of the prompt have no labels."""
+        chat = self._rendered(sample)
+        if (pair := sample.preference) is None:
+            return chat
+        prompt = self._prompt(sample, pair.prompt)
+        if chat.ids[: len(prompt)] != prompt:
+            raise text_error(
+                sample, "the tokens of the prompt change when an answer follows; end the prompt "
+                "where a token ends",
+            )
+        learned = (False,) * len(prompt) + chat.learned[len(prompt) :]
+        return replace(chat, learned=learned)
+
+    def _rendered(self, sample: Sample) -> RenderedChat:
+        if sample.text is not None:
+            return text_chat(self.tokenizer, sample, self.processor.adds_special)
+        return self.processor.template.chat(
+            sample, self._messages(sample), self.processor.adds_special
+        )
+
+    def _messages(self, sample: Sample) -> list[dict[str, Any]]:
+        return template_messages(
+            sample, self.config.modalities, self.processor.template, self.processor.item_tokens
+        )
+
+    def _prompt(self, sample: Sample, prompt: Any) -> tuple[int, ...]:
+        """Return the tokens of the prompt of two answers."""
+        if sample.text is not None:
+            return self._rendered(replace(sample, text=prompt)).ids
+        messages = self._messages(replace(sample, messages=prompt))
+        return self.processor.template.prompt(sample, messages, self.processor.adds_special)
 
     @cached_property
     def _item_check(self) -> ItemCheck:
@@ -247,7 +291,8 @@ class ProcessedBuilder(StepBuilder):
         )
         return text_error(sample.sample, reason)
 
-    def _microbatch(self, group: Sequence[Conversation]) -> Microbatch:
+    def _microbatch(self, samples: Sequence[Conversation]) -> Microbatch:
+        group = [row for sample in samples for row in sample.rows]
         tensors = self.processor(
             [sample.text for sample in group], [sample.media for sample in group]
         )
@@ -312,15 +357,16 @@ class ProcessedBuilder(StepBuilder):
                 )
 
     def _described(
-        self, microbatch: Microbatch, group: Sequence[Conversation]
+        self, microbatch: Microbatch, samples: Sequence[Conversation]
     ) -> MicrobatchMeta:
+        group = [row for sample in samples for row in sample.rows]
         inputs, keys = self._kept_parts(microbatch)
         rows: dict[str, list[int]] = {}
         for row, sample in enumerate(group):
             for kind, items in sample.media.items():
                 rows.setdefault(TOWER_OF[kind], []).extend([row] * len(items))
         meta = describe_whole(
-            microbatch, inputs, [sample.id for sample in group],
+            microbatch, inputs, [id for sample in samples for id in sample.row_ids],
             {name: rows.get(name, [0]) for name in inputs if name != "text"},
         )
         # If cached features replace the inputs of a tower, these entries are their shapes.
@@ -418,5 +464,5 @@ def _shuffled(
         order = [rows[i] for i in random.permutation(len(rows))]
         for row, donor in zip(order, order[1:] + order[:1], strict=True):
             media = {**group[row].media, kind: group[donor].media[kind]}
-            result[row] = replace(group[row], media=media)
+            result[row] = group[row].with_media(media)
     return result

@@ -353,11 +353,10 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _batching_fits(self):
         batching = self.batching
-        if self.preferences and (batching.method != "random" or self.processor is not None):
-            conflict = "a processor" if self.processor else f"batching {batching.method!r}"
+        if self.preferences and batching.method != "random":
             raise ValueError(
-                f"preferences (rows with two answers) are not supported with {conflict}; accepted: "
-                "batching 'random', and a tokenizer with processors by modality"
+                "preferences (rows with two answers) are not supported with batching "
+                f"{batching.method!r}; accepted: batching 'random'"
             )
         if batching.method != "random" and not self.shuffle:
             raise ValueError(
