@@ -61,7 +61,7 @@ GROUPS = {
     ),
     "Training": (
         "Trainer", "RunConfig", "DataConfig", "ModalityDataConfig", "OptimizerConfig", "Callback",
-        "Result", "connect", "export_model",
+        "RunHook", "Result", "connect", "export_model",
     ),
     "Steps": (
         "ParallelModel", "StepOutput", "Timeline", "SkippedStep", "SkippedStepWarning",

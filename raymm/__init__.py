@@ -47,6 +47,7 @@ _PUBLIC = {
     "connect": "raymm.runtime.cluster",
     "Trainer": "raymm.training.trainer",
     "Callback": "raymm.callbacks.callback",
+    "RunHook": "raymm.callbacks.callback",
     "Result": "raymm.training.result",
     "export_model": "raymm.storage.export",
     "plan": "raymm.planning.search",
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
     from raymm.actors.optimizer.optimizer_config import OptimizerConfig
     from raymm.actors.rank.rank_resources import RankResources
     from raymm.actors.weights.source import FactorySource
-    from raymm.callbacks.callback import Callback
+    from raymm.callbacks.callback import Callback, RunHook
     from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.errors import (

@@ -109,6 +109,65 @@ class Callback:
         """Called once at the end of the run, also if the run fails after :meth:`on_start`."""
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """Step for which a method of a :class:`RunHook` is called.
+
+    Attributes:
+        step: number of the step, from 1; at a checkpoint, the number of steps taken.
+        steps: total number of steps.
+        folder: folder of the run.
+    """
+
+    step: int
+    steps: int
+    folder: Path
+
+
+class RunHook(Callback):
+    """Callback that adds values to the metrics row of each step and has state in checkpoints.
+
+    Hooks are called in the order of ``run.callbacks``, then of the trainer's ``callbacks``. Steps
+    are submitted ahead, so :meth:`before_step` of later steps is called before :meth:`after_step`
+    of a step. At a checkpoint no step is in flight.
+
+    After a recovery or a restart, the state of the hook after the last step that the run keeps is
+    loaded again, and both methods are called again for every replayed step. State is therefore
+    equal to that of a run without failure if only :meth:`after_step` changes it.
+
+    A hook that raises is removed from the run as any other callback, and so is a hook whose values
+    or state are not valid. Its last saved state is then no longer in checkpoints.
+    """
+
+    def before_step(self, context: StepContext) -> None:
+        """Called before a step is submitted to the ranks."""
+
+    def after_step(
+        self, context: StepContext, row: Mapping[str, Any]
+    ) -> Mapping[str, float] | None:
+        """Called with the row of a step, before :meth:`on_step`.
+
+        Args:
+            row: also has the values of earlier hooks.
+
+        Returns:
+            Values that join the row of ``metrics.jsonl``, by names that the row does not have; None
+            for no values.
+        """
+
+    def at_checkpoint(self, context: StepContext) -> None:
+        """Called before the state of the run is saved."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state of the hook as plain JSON with finite numbers. Called after every step
+        and at every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`. Called after
+        :meth:`on_start`, and before the first replayed step."""
+
+
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Flatten the numbers of a row of ``metrics.jsonl`` for loggers.
 

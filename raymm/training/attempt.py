@@ -101,6 +101,10 @@ class Attempt:
             execution.modules,
         )
         self._tell(info)
+        self.callbacks.load_hooks(
+            parallel.steps_taken, self.run.steps,
+            None if self.checkpoint is None else self.checkpoint.manifest.trainer.get("hooks"),
+        )
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
             observer = execution.observer(ObservedRun(
                 parallel, self.model, self.data, self.training, folder, progress.line

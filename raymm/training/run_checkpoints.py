@@ -56,16 +56,20 @@ class RunCheckpoints:
             self.take_now(position)
             return
         start = time.perf_counter()
-        self._store.start(self._parallel, {"data": position})
+        self._store.start(self._parallel, self._trainer_state(position))
         self._stood_still = time.perf_counter() - start
 
     def take_now(self, position: Any) -> None:
         """Save the current state and wait until it is committed. Raises as :meth:`take`."""
         self.finish()
         start = time.perf_counter()
-        folder = self._store.save(self._parallel, {"data": position})
+        folder = self._store.save(self._parallel, self._trainer_state(position))
         self._stood_still = time.perf_counter() - start
         self._tell(Saved(self._parallel.steps_taken, folder, self._stood_still))
+
+    def _trainer_state(self, position: Any) -> dict[str, Any]:
+        hooks = self._callbacks.at_checkpoint(self._parallel.steps_taken)
+        return {"data": position} | ({"hooks": hooks} if hooks else {})
 
     def look(self) -> bool:
         """Return True if a checkpoint was committed since the last call. Does not wait; raises as

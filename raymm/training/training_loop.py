@@ -173,6 +173,7 @@ class TrainingLoop:
         self._pending.clear()
         self._checkpoints.drop()
         self._metrics.rewind(step)
+        self._callbacks.rewind(step)
         if self._samples is not None:
             self._samples.rewind(step)
         self._progress.rewind(step)
@@ -187,6 +188,7 @@ class TrainingLoop:
             self._pause_after(first)
         self._clock.restart()
         for batch, waited in timed(self._stop.until_asked(source)):
+            self._callbacks.before_step(self._parallel.steps_taken + 1)
             pending = self._parallel.submit(
                 (batch.parts, batch.meta), update=True, keep=batch.owner
             )
@@ -195,6 +197,9 @@ class TrainingLoop:
             self._recovery.after_step(step, self._position)
             if (newest := self._recovery.newest) is not None:
                 source.forget(newest)
+                self._callbacks.forget(newest)
+            elif not self._recovery.enabled:
+                self._callbacks.forget(self._read)
             if self._stops_at(step):
                 self._pause_after(step)
             else:
@@ -268,6 +273,7 @@ class TrainingLoop:
             seconds = self._clock.read(tokens, busiest)
             self._store.check_owner()  # the logs are also in the run folder
             row = self._row(step, batch, output, seconds, waited)
+            self._callbacks.after_step(row)
             self._metrics.add(row)
             self._callbacks.step(self._metrics.rows[-1])
             if self._samples is not None:
