@@ -6,10 +6,13 @@ folder.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,9 +34,8 @@ from benchmarks._family_check import (
     differences,
 )
 from benchmarks._family_classes import Family
-from benchmarks._family_configs import UnmakeableError, tiny_configs
-from benchmarks._vlm_configs import complete_default, fit_parts, fit_sections
-from benchmarks._vlm_export import reload_problem
+from benchmarks._family_configs import UnmakeableError, _parts, default_config, tiny_configs
+from benchmarks._family_exceptions import AWKWARD
 from benchmarks._vlm_hints import HINTS, Hint, set_values
 from benchmarks._vlm_inputs import Style, batches, styles
 from raymm.actors.executor.executor import Executor
@@ -51,10 +53,180 @@ from raymm.actors.probe.whole.towers import check_kind, find_towers
 from raymm.actors.stages.tower import TowerStage
 from raymm.actors.stages.whole_language import WholeLanguageStage, language_inputs
 from raymm.actors.weights.model_part import is_within
+from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource
 from raymm.errors import Error
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op
+from raymm.storage.model_folder import SOURCE, ModelFolder
+
+
+def reload_problem(
+    source: ConfigSource, parameters: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Return the problem of an exported folder; None if it gives the same logits bit for bit.
+
+    Args:
+        parameters: parameters of all stages, by name.
+    """
+    model = source.build().eval()
+    named = dict(model.named_parameters())
+    if missing := sorted(named.keys() - parameters.keys()):
+        return f"no stage has {', '.join(missing[:3])}"
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(parameters[name])
+    with tempfile.TemporaryDirectory() as folder:
+        cast(Any, model).save_pretrained(folder)
+        again, report = type(cast(Any, model)).from_pretrained(folder, output_loading_info=True)
+    lost = [name for kind in ("missing_keys", "unexpected_keys") for name in report[kind]]
+    if lost:
+        return f"the folder it is saved as has other keys than its class: {', '.join(lost[:3])}"
+    # rounding of products depends on the memory alignment of their factors
+    for parameter in again.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        before, after = (_logits(m, batch) for m in (model, again.eval()))
+    if not torch.equal(before, after):
+        return "its folder read again gives other logits"
+    return _export_problem(model, batch)
+
+
+def _export_problem(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> str | None:
+    """Compare a bf16 export with its source folder, and a second export with the first.
+
+    Args:
+        model: fp32 model with trained weights.
+
+    Returns:
+        The difference; None if all files are equal byte for byte.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with tempfile.TemporaryDirectory() as place:
+        source, same, first, second = (Path(place) / n for n in ("source", "same", "1", "2"))
+        cast(Any, copy.deepcopy(model)).to(torch.bfloat16).save_pretrained(source)
+        read = PretrainedSource(str(source), type(model).__name__).build()
+        trained = copy.deepcopy(read)
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter)
+        try:
+            ModelFolder(str(source), SOURCE).save(cast(Any, read), same, inputs)
+            ModelFolder(str(source), SOURCE).save(cast(Any, trained), first, inputs)
+            again = PretrainedSource(str(first), type(model).__name__).build()
+            ModelFolder(str(first), SOURCE).save(cast(Any, again), second, inputs)
+        except Error as error:
+            return str(error)
+        for expected, actual, what in (
+            (source, same, "its exported folder differs from the bf16 source in"),
+            (first, second, "a second export differs from the first in"),
+        ):
+            if names := _unequal_files(expected, actual):
+                return f"{what} {', '.join(names)}"
+    return None
+
+
+def _unequal_files(expected: Path, actual: Path) -> list[str]:
+    contents = [{f.name: f.read_bytes() for f in each.iterdir()} for each in (expected, actual)]
+    return sorted({name for name, _ in contents[0].items() ^ contents[1].items()})
+
+
+def _logits(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return model(**inputs, use_cache=False).logits
+
+
+_TOKENS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+_OUTPUTS = ("out_hidden_size", "output_dim", "projection_dim", "text_hidden_size")
+_AROUND = (
+    "vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id",
+)  # fmt: skip
+
+
+def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
+    """Return a class's defaults; parts without one get those of the part's class."""
+    config = default_config(config_class)
+    kinds: Any = config_class.sub_configs or {}
+    missing = {
+        name: part for name, part in kinds.items()
+        if isinstance(part, type) and issubclass(part, PretrainedConfig)
+        and getattr(config, name, 0) is None
+    }  # fmt: skip
+    if not missing:
+        return config
+    try:
+        parts: dict[str, Any] = {name: default_config(part) for name, part in missing.items()}
+        return config_class(**parts)
+    except Exception:  # noqa: BLE001  a class's own checks raise any error
+        return config
+
+
+def fit_parts(config: PretrainedConfig) -> None:
+    """Make the parts of a configuration consistent.
+
+    Disable random numbers, set placeholder ids, make tower outputs as wide as the text model's
+    input, and as many tokens as a small image has patches.
+    """
+    every = (config, *_parts(config))
+    text = getattr(config, "text_config", None) or config
+    wide = getattr(text, "hidden_size", None)
+    for part in every:
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
+            if name in _TOKENS and value is None:
+                setattr(part, name, 99 + _TOKENS.index(name))
+            if name in _OUTPUTS and part is not text and isinstance(value, int) and wide:
+                setattr(part, name, wide)
+        for name, value in AWKWARD.get(type(part).__name__, {}).items():
+            if "." not in name:
+                setattr(part, name, value)
+    for name in _AROUND:  # set in published configurations, but not by these classes' defaults
+        if hasattr(config, "audio_config") and not hasattr(config, name):
+            setattr(config, name, 90 + _AROUND.index(name))
+    _fit_images(config)
+
+
+def _fit_images(config: PretrainedConfig) -> None:
+    vision = getattr(config, "vision_config", None)
+    side, patch = _side(getattr(vision, "image_size", None)), _side(
+        getattr(vision, "patch_size", None)
+    )
+    depth = getattr(vision, "num_hidden_layers", None)
+    for part in (config, *_parts(config)):
+        values: dict[str, Any] = vars(part)
+        if side and values.get("image_grid_pinpoints"):
+            part.image_grid_pinpoints = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
+        if side and patch and isinstance(values.get("mm_tokens_per_image"), int):
+            part.mm_tokens_per_image = (side // patch) ** 2
+        for name, layers in list(values.items()):
+            if "feature_layer" in name and isinstance(layers, list | tuple) and depth:
+                if max(map(abs, layers)) > depth:
+                    setattr(part, name, [-1 - n % depth for n in range(len(layers))])
+
+
+def _side(value: Any) -> int | None:
+    value = value[0] if isinstance(value, list | tuple) and value else value
+    return value if isinstance(value, int) else None
+
+
+def fit_sections(model: nn.Module, config: PretrainedConfig) -> None:
+    """Set rotary sections that add up to the reduced head width.
+
+    Their default is often defined in the class instead of the configuration.
+    """
+    for child in model.modules():
+        sections, table = getattr(child, "mrope_section", 0), getattr(child, "inv_freq", None)
+        if table is None or not isinstance(sections, list | tuple | None):
+            continue
+        wide, sections = table.shape[-1], sections or (1, 1, 1)
+        if sum(sections) != wide:
+            fitted = [max(1, wide * n // sum(sections)) for n in sections]
+            fitted[0] += wide - sum(fitted)
+            for part in (config, *_parts(config)):
+                if isinstance(getattr(part, "rope_parameters", None), dict):
+                    part.rope_parameters["mrope_section"] = fitted
+
 
 LLM = "llm"
 # Label of a class whose step contained both.

@@ -11,7 +11,7 @@ from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy, policies
 from raymm.scheduler.plan.rank_quotas import SLOTS
-from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.plan.stage import Edge, Stage, StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.program.timeline import Timeline
@@ -20,16 +20,55 @@ from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.schedule_program import to_program
-from raymm.scheduler.schedule.schedule_rules import Rules, Schedule
+from raymm.scheduler.schedule.schedule_rules import Rules, Schedule, Task
 from raymm.scheduler.schedule.simulate import simulate
-from raymm.scheduler.schedule.slot_schedule import slot_tasks
 from raymm.scheduler.schedule.stage_costs import (
     StageCost,
     group_seconds,
     op_seconds,
     stage_costs,
 )
-from raymm.scheduler.schedule.step_graph import active_stages, full_samples, full_step
+from raymm.scheduler.schedule.step_graph import ActiveStages, active_stages, full_samples, full_step
+
+
+def slot_tasks(plan: Plan, active: Sequence[ActiveStages]) -> tuple[tuple[Task, ...], ...]:
+    """Return the tasks of each rank, in order, microbatch by microbatch: forward through the slots,
+    then backward in reverse (Mosaic §3). ``active`` has the stages that each microbatch uses."""
+    return tuple(_rank_tasks(plan, rank, active) for rank in range(plan.num_ranks))
+
+
+def _rank_tasks(plan: Plan, rank: int, active: Sequence[ActiveStages]) -> tuple[Task, ...]:
+    slots: dict[int, list[Stage]] = {}
+    for stage in plan.rank_stages(rank):
+        slots.setdefault(stage.slot or 0, []).append(stage)
+    order = sorted(slots)
+    tasks: list[Task] = []
+    group = 0
+    for microbatch, uses in enumerate(active):
+        for ops_of, passed in ((_forwards, order), (_backwards, order[::-1])):
+            for slot in passed:
+                for stage in slots[slot]:
+                    group_quota = (-1, 1.0) if stage.quota is None else (group, stage.quota)
+                    tasks += [
+                        Task(stage.id, microbatch, op, *group_quota) for op in ops_of(stage, uses)
+                    ]
+                group += 1
+    return tuple(tasks)
+
+
+def _forwards(stage: Stage, uses: ActiveStages) -> tuple[Op, ...]:
+    if stage.id not in uses.stages:
+        return ()
+    if stage.id not in uses.needs_backward:
+        return (Op.FORWARD_NO_GRAD,)
+    return (Op.FORWARD_CHECKPOINTED if stage.recompute else Op.FORWARD,)
+
+
+def _backwards(stage: Stage, uses: ActiveStages) -> tuple[Op, ...]:
+    if stage.id not in uses.needs_backward:
+        return ()
+    return (Op.RECOMPUTE, Op.BACKWARD) if stage.recompute else (Op.BACKWARD,)
+
 
 # Limits of the local search for a policy: rounds, and scheduled tasks, which bound its time.
 TUNING_ROUNDS = 200

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from raymm.kernels.flash.gpu.backward import (
     attention_backward_key,
@@ -26,10 +27,11 @@ from raymm.kernels.flash.gpu.device_tables import (
     filled_tokens,
 )
 from raymm.kernels.flash.gpu.forward import attention_forward, merge_forward
-from raymm.kernels.flash.gpu.head_dims import kernel_head_dim, narrowed, widened
 from raymm.kernels.flash.gpu.launch_configs import (
+    HEAD_DIM_MULTIPLE,
     MERGE_ROWS,
     SMALL_OPTIONS,
+    SMALLEST_HEAD_DIM,
     AttentionConfig,
     KernelConfig,
     attention_config,
@@ -51,6 +53,25 @@ from raymm.kernels.flash.gpu.operands import (
 )
 from raymm.kernels.flash.operator import attention_operator
 from raymm.kernels.mask.mask import AttentionMask
+
+
+def kernel_head_dim(head_dim: int, value_dim: int) -> int:
+    """Return the columns of the padded tensors, for head dims D of keys and Dv of values. Zeros do
+    not change scores. Vision towers have heads of 88 or 72 columns, and latent attention (DeepSeek)
+    has values that are narrower than keys."""
+    most = max(head_dim, value_dim, SMALLEST_HEAD_DIM)
+    return -(-most // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+
+def widened(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Pad a (..., D) tensor with columns of zeros to ``head_dim`` columns; differentiable."""
+    missing = head_dim - tensor.shape[-1]
+    return pad(tensor, (0, missing)) if missing else tensor
+
+
+def narrowed(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the first ``head_dim`` columns, as a view."""
+    return tensor if tensor.shape[-1] == head_dim else tensor[..., :head_dim]
 
 
 def triton_attention(
