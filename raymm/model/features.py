@@ -57,7 +57,7 @@ GIVEN_SIZES = Feature(
     graph="the sizes of its modules' inputs are not known; give layouts to raymm.dag_plan",
 )
 MEASURED_COSTS = Feature(
-    "measured costs (`raymm profile`, `raymm plan --measure`)",
+    "measured costs (`raymm profile`, `--measure` of `raymm plan`)",
     vlm="its towers are not measured by layers", graph="its modules are not measured by layers",
 )
 CACHED_FEATURES = Feature("cached features of frozen encoders", graph=_OWN_STEPS)
