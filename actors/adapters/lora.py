@@ -182,7 +182,9 @@ def adapt(
     module: nn.Module, targets: Iterable[str], config: LoraConfig, seed: int,
     among: Callable[[str], bool] = lambda _: True,
 ) -> nn.Module:  # fmt: skip
-    """Freeze a module, or a part of it, and add adapters to its linear layers, in place.
+    """Freeze a module, or a part of it, and add adapters to its linear layers, in place. Raise a
+    ``ModelError`` if a weight to be quantised is shared with another module, or its number of
+    inputs is not supported.
 
     Args:
         module: whole module, module pruned to a stage, or skeleton. Layers that a stage lacks, or
@@ -192,10 +194,6 @@ def adapt(
             ``peft`` (Kaiming with a = √5), B is zero, magnitudes are the norms of the weight's
             rows.
         among: returns True for names of parameters in the part to freeze.
-
-    Raises:
-        ModelError: a weight to be quantised is shared with another module, or its number of inputs
-            is not supported.
     """
     for name, parameter in module.named_parameters():
         if among(name):

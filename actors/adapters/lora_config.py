@@ -59,9 +59,7 @@ class LoraConfig:
                 f"use_rslora is {self.use_rslora!r}; accepted: true (alpha / sqrt(r)) or false"
             )
         if self.base is not None and self.base not in BASES:
-            raise ModelError(
-                f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none"
-            )
+            raise ModelError(f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none")
 
     @property
     def scaling(self) -> float:

@@ -77,11 +77,8 @@ def _class_with_rows(kind: type[nn.Module]) -> type[nn.Module]:
 
 def add_rows(module: nn.Module, rows: range) -> nn.Module:
     """Train the rows of new tokens, in place, starting from their current values. The module is
-    whole, pruned to a stage, or a skeleton; layers without weights are skipped.
-
-    Raises:
-        ModelError: the head is not a plain linear layer.
-    """
+    whole, pruned to a stage, or a skeleton; layers without weights are skipped. Raise a
+    ``ModelError`` if the head is not a plain linear layer."""
     model = cast(Any, module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and type(head) is not nn.Linear:

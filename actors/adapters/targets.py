@@ -19,14 +19,12 @@ def find_targets(
     module: nn.Module, config: LoraConfig, among: Callable[[str], bool] = lambda _: True,
     part: str = "",
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return the names of the linear layers that get adapters, in the module's order.
+    """Return the names of the linear layers that get adapters, in the module's order. Raise a
+    ``ModelError`` if an entry of ``targets`` matches no layer, or a layer that is not linear.
 
     Args:
         among: returns True for names of layers in the adapted part.
         part: name of that part, for errors; empty for the whole module.
-
-    Raises:
-        ModelError: an entry of ``targets`` matches no layer, or a layer that is not linear.
     """
     where = f"part {part!r} of " * bool(part) + type(module).__name__
     names = {name: child for name, child in module.named_modules() if name and among(name)}

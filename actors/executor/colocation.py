@@ -49,15 +49,10 @@ class Colocation:
         self._concurrent = ConcurrentModules(timeout)
 
     def check(self, stages: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Check that modules with quotas share no parameters or buffers.
-
-        Raises:
-            ValueError: two modules share a tensor; names it.
-        """
+        """Check that modules with quotas share no parameters or buffers. Raise a ``ValueError`` if
+        two modules share a tensor; names it."""
         for quotas in self._sets.values():
-            check_no_shared_parameters(
-                {module: nn.ModuleList(stages[module]) for module in quotas}
-            )
+            check_no_shared_parameters({module: nn.ModuleList(stages[module]) for module in quotas})
 
     def run(self, works: Mapping[str, Work], quotas: Mapping[str, float]) -> dict[str, Output]:
         """Run works concurrently; see :meth:`raymm.actors.quota.ConcurrentModules.run`. ``quotas``

@@ -176,9 +176,7 @@ class _Resolver:
         self.forwards = {
             (i.stage, i.microbatch): i.samples for i in instructions if i.op in FORWARDS
         }
-        self.backwards = {
-            (i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS
-        }
+        self.backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
         self.reduces = any(i.op is Op.REDUCE_GRADS for i in instructions)
         self.last = {
             i.stage: n for n, i in enumerate(instructions) if self.reduces and i.op in BACKWARDS
@@ -239,9 +237,7 @@ class _Resolver:
         sent = self.messages_to.get((producer, consumer, microbatch))
         return self._reads(producer, consumer, microbatch) if sent is None else sent
 
-    def _shared(
-        self, i: Instruction
-    ) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]]:
+    def _shared(self, i: Instruction) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]]:
         """Return the slots of a message and the samples of each part. A received output has a slot
         for each stage that reads it. A returned gradient is the sum of the gradients of these
         stages."""

@@ -121,9 +121,7 @@ class Executor:
             None if autocast is None else partial(torch.autocast, self._device.type, autocast),
             sum_gradient, agree,
         )
-        self._actions = {
-            name: StageActions(name, stage, around) for name, stage in stages.items()
-        }
+        self._actions = {name: StageActions(name, stage, around) for name, stage in stages.items()}
 
     def compile(
         self, instructions: Sequence[Instruction], issues: Sequence[Issue] = (),

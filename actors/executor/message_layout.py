@@ -57,11 +57,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        """Invert :meth:`encode`.
-
-        Raises:
-            ChannelError: the data name an unknown dtype.
-        """
+        """Invert :meth:`encode`. Raise a ``ChannelError`` if the data name an unknown dtype."""
         tensors, side, names = json.loads(data)
         return cls(
             tuple((tuple(shape), _dtype(dtype)) for shape, dtype in tensors),

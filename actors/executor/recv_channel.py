@@ -110,11 +110,8 @@ class RecvChannel:
             self._post_ahead()
 
     def post(self) -> None:
-        """Post the receive of the next message now.
-
-        Raises:
-            ChannelError: its description did not arrive in time, or the peer is gone.
-        """
+        """Post the receive of the next message now. Raise a ``ChannelError`` if its description did
+        not arrive in time, or the peer is gone."""
         try:
             self._learn_layout()
         except RuntimeError as error:
@@ -198,11 +195,8 @@ class RecvChannel:
 
     def recv(self) -> Message:
         """Return the next message, with its side tensors in host memory. On a GPU the device waits
-        for the tensors, not the host.
-
-        Raises:
-            ChannelError: the message did not arrive in time, or the peer is gone.
-        """
+        for the tensors, not the host. Raise a ``ChannelError`` if the message did not arrive in
+        time, or the peer is gone."""
         try:
             if not self._posted:
                 self._learn_layout()

@@ -118,11 +118,8 @@ class SendChannel:
     def send(self, message: Message) -> None:
         """Start sending the next message. Returns at once, unless partial sums have to be reduced
         or too many messages are in flight. Tensors of ``message``, which are detached, are kept
-        until they are received.
-
-        Raises:
-            ChannelError: an earlier message with this key had another layout, or the peer is gone.
-        """
+        until they are received. Raise a ``ChannelError`` if an earlier message with this key had
+        another layout, or the peer is gone."""
         if self.bound is not None:
             while len(self._under_way) >= self.bound:
                 self._let_go(None)
@@ -152,9 +149,7 @@ class SendChannel:
         if message.side:
             self._send_to_host(pack(message.side), sent)
 
-    def _send_expected(
-        self, key: object, route: _Outgoing, message: Message, sent: Sent
-    ) -> None:
+    def _send_expected(self, key: object, route: _Outgoing, message: Message, sent: Sent) -> None:
         """Send a message whose layout both ends have predicted."""
         if route.layout.is_of(message):
             self._layouts.confirm(key)
@@ -257,11 +252,7 @@ class SendChannel:
 
         A gloo send completes only when it is waited for. Waiting one step later is free, because
         the peer has received the message by then. On a GPU the device waits, and memory is reused
-        after that.
-
-        Raises:
-            ChannelError: the peer is gone.
-        """
+        after that. Raise a ``ChannelError`` if the peer is gone."""
         on_gpu = self._device.type == "cuda"
         while self._under_way if on_gpu else self._before:
             self._let_go(timeout)

@@ -28,11 +28,7 @@ from raymm.actors.modules.message_samples import (
     used_tensors,
     with_ports,
 )
-from raymm.actors.modules.module_state import (
-    ForwardBuffers,
-    inputs_unchanged,
-    statistics_kept,
-)
+from raymm.actors.modules.module_state import ForwardBuffers, inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.kernels.shared_draws import SharedDraws
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
@@ -322,9 +318,7 @@ class StageActions:
                     )
                 module, reads = producer.stage.module, producer.reads
                 rows = _rows(step.meta, task, module, reads) if reads else _ALL
-                observer.saw(
-                    "gradient", task.stage, task.microbatch, handed, producer.stage, *rows
-                )
+                observer.saw("gradient", task.stage, task.microbatch, handed, producer.stage, *rows)
                 step.messages[target] = Message(handed, side)
 
         return hand_back

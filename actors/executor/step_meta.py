@@ -120,9 +120,7 @@ class StepResult:
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
     scores: dict[tuple[StageId, int], list[float]] = field(default_factory=dict)
-    by_source: dict[tuple[StageId, int], dict[int, tuple[float, int]]] = field(
-        default_factory=dict
-    )
+    by_source: dict[tuple[StageId, int], dict[int, tuple[float, int]]] = field(default_factory=dict)
     labels: bytes = b""
     times: bytes = b""
     grad_norm: float | None = None

@@ -38,12 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raymm.actors.modules.token_layout import (
-    MaskPolicy,
-    checked_layout,
-    place_items,
-    text_layout,
-)
+from raymm.actors.modules.token_layout import MaskPolicy, checked_layout, place_items, text_layout
 from raymm.errors import ModelError
 from raymm.kernels.host_copies import on_host, to_device
 
@@ -55,15 +50,13 @@ MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]
 def merge_rows(
     policy: MergePolicy, features: dict[str, torch.Tensor], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Call a merge policy and check the result.
+    """Call a merge policy and check the result. Raise a ``ModelError`` if the result lacks an entry
+    or has another number of label tokens.
 
     Args:
         features: by encoder, (items, tokens, H) or another input of the policy.
         inputs: ``inputs_embeds`` (B, T, H), ``labels`` (B, T) int64, and other inputs of the first
             stage.
-
-    Raises:
-        ModelError: the result lacks an entry or has another number of label tokens.
     """
     rows, width = len(inputs["labels"]), inputs["inputs_embeds"].shape[2]
     labelled = _label_count(inputs["labels"])  # counted first: the policy may change them in place
@@ -101,11 +94,7 @@ def _label_count(labels: torch.Tensor) -> int:
 
 def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.Tensor:
     """Return the token layout of a policy's result, on the host; without ``mask``, from padding
-    alone.
-
-    Raises:
-        ModelError: the layout is missing or malformed.
-    """
+    alone. Raise a ``ModelError`` if the layout is missing or malformed."""
     layout, shape = merged.get("token_layout"), merged["labels"].shape
     seen = merged.get("attention_mask")
     if mask is None:
@@ -237,11 +226,8 @@ class ReplaceTokens:
         return {**inputs, "inputs_embeds": rows.view_as(embeds), **on_device}
 
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
-        """Return the merged length, which is that of the text.
-
-        Raises:
-            ModelError: placeholders do not match the items' tokens, or are labels.
-        """
+        """Return the merged length, which is that of the text. Raise a ``ModelError`` if
+        placeholders do not match the items' tokens, or are labels."""
         self._check_counts(inputs, tokens)
         labels = inputs["labels"]
         for name, token_id in self.token_ids.items():
@@ -375,9 +361,7 @@ def seen_items(shown: torch.Tensor) -> torch.Tensor:
     return shown == shown.amax(-1, keepdim=True)
 
 
-def _slots(
-    inputs: Mapping[str, Any], name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _slots(inputs: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return on the host each item's row and index within it, and the item count per row."""
     rows = on_host(inputs["sample_index"][name])
     counts = torch.bincount(rows, minlength=len(inputs["labels"]))

@@ -166,11 +166,7 @@ def first_tensor(output: Any) -> torch.Tensor:
     """Return the feature tensor of an encoder output.
 
     This is the output itself, its ``last_hidden_state`` or only feature map, or a tuple's first
-    entry.
-
-    Raises:
-        TypeError: there is none.
-    """
+    entry. Raise a ``TypeError`` if there is no tensor."""
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "last_hidden_state", None) is not None:

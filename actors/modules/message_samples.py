@@ -139,11 +139,8 @@ def _with_rows(shape: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def joined(name: str, parts: Sequence[Message]) -> Message:
-    """Concatenate the messages of a module's replicas, whose samples are consecutive.
-
-    Raises:
-        ModelError: the replicas' outputs differ in more than the number of rows.
-    """
+    """Concatenate the messages of a module's replicas, whose samples are consecutive. Raise a
+    ``ModelError`` if the replicas' outputs differ in more than the number of rows."""
     first, *further = parts
     if not further:
         return first

@@ -76,6 +76,8 @@ def call(
     seeds: SampleSeeds | None = None,
 ) -> Tensors:
     """Run a node on its own samples and return its outputs by name; losses (b,) under :data:`ONLY`.
+    Raise a ``ModelError`` if an output is missing, is not a tensor, or does not have ``own.size``
+    samples; or an input was changed in place.
 
     Args:
         entries: batch entries; own samples.
@@ -83,10 +85,6 @@ def call(
         every: outputs by producer; all samples of the batch.
         own: the node's samples within the batch.
         seeds: seeds of noise; None for those of the first batch.
-
-    Raises:
-        ModelError: an output is missing, is not a tensor, or does not have ``own.size`` samples; or
-            an input was changed in place.
     """
     arguments = arguments_of(spec, entries, inputs, every, own, seeds)
     with inputs_left_alone(spec, arguments):

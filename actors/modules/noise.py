@@ -65,11 +65,8 @@ def drawn(
 ) -> torch.Tensor:
     """Return an argument's noise (B, ...) for B samples, drawn on the CPU for all devices.
 
-    ``place``, the module and the argument, is part of the seed.
-
-    Raises:
-        InputError: ``like`` is not a tensor among the other arguments.
-    """
+    ``place``, the module and the argument, is part of the seed. Raise an ``InputError`` if ``like``
+    is not a tensor among the other arguments."""
     device = next(t.device for t in arguments.values() if isinstance(t, torch.Tensor))
     shape: tuple[int, ...] = ()
     dtype = torch.get_default_dtype()

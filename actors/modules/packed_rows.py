@@ -22,15 +22,13 @@ _DOCUMENTS = torch.iinfo(torch.int16).max
 
 
 def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Pack the rows of a microbatch into one row: (1, P, H), (1, P), (..., 1, P).
+    """Pack the rows of a microbatch into one row: (1, P, H), (1, P), (..., 1, P). Raise a
+    ``ValueError`` if ``merged`` has other entries.
 
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), optionally ``position_ids`` (...,
             B, T) or (T,), and ``routed_tokens`` (B, T). None values are dropped.
         layout: (3, B, T), the rows' token layout, on the host; becomes ``token_layout`` (3, 1, P).
-
-    Raises:
-        ValueError: ``merged`` has other entries.
     """
     accepted = {"inputs_embeds", "targets", "position_ids", ROUTED_TOKENS}
     present = {name for name, value in merged.items() if value is not None}

@@ -35,9 +35,7 @@ def causal(length: int, spans: Sequence[Span], document_lengths: Sequence[int]) 
 
 def isolated(length: int, spans: Sequence[Span], document_lengths: Sequence[int]) -> AttentionMask:
     """Return :func:`raymm.kernels.mask.patterns.multimodal` with isolated items."""
-    return mask_patterns.multimodal(
-        length, spans, isolate=True, document_lengths=document_lengths
-    )
+    return mask_patterns.multimodal(length, spans, isolate=True, document_lengths=document_lengths)
 
 
 MASKS: dict[str, MaskPolicy] = {
@@ -51,10 +49,7 @@ MASKS: dict[str, MaskPolicy] = {
 
 def text_layout(attention_mask: torch.Tensor) -> torch.Tensor:
     """Return the layout of text rows: (B, T), 1 for tokens and 0 for padding -> (3, B, T) int16.
-
-    Raises:
-        ValueError: there is padding that is not on the right.
-    """
+    Raise a ``ValueError`` if there is padding that is not on the right."""
     real = attention_mask.bool()
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ValueError("attention_mask has padding that is not on the right")
@@ -64,11 +59,8 @@ def text_layout(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
-    """Return a custom layout, (3, B, T) for shape (B, T), as int16 on the host.
-
-    Raises:
-        ValueError: the layout has another shape, or values that are not 16-bit integers.
-    """
+    """Return a custom layout, (3, B, T) for shape (B, T), as int16 on the host. Raise a
+    ``ValueError`` if the layout has another shape, or values that are not 16-bit integers."""
     expected = (3, *shape)
     if not isinstance(layout, torch.Tensor):
         raise ValueError(f"token_layout that is a {type(layout).__name__}, not a tensor")
@@ -96,11 +88,8 @@ def place_items(
 
 
 def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, ...]:
-    """Return one mask per row; identical rows share a mask.
-
-    Raises:
-        ModelError: the policy rejects the row or does not return a mask of its size.
-    """
+    """Return one mask per row; identical rows share a mask. Raise a ``ModelError`` if the policy
+    rejects the row or does not return a mask of its size."""
     rows = on_host(layout).numpy().transpose(1, 0, 2)
     masks: dict[bytes, AttentionMask] = {}
     return tuple(_row_mask(row, policy, masks) for row in rows)

@@ -70,11 +70,8 @@ def stored_names(index: Mapping[str, str]) -> set[str]:
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
     """Write tensors to ``path`` and force them to disk. Not atomic by itself: a checkpoint is valid
-    only once its manifest is committed.
-
-    Raises:
-        CheckpointError: the file cannot be written; names the path and the cause.
-    """
+    only once its manifest is committed. Raise a ``CheckpointError`` if the file cannot be written;
+    names the path and the cause."""
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(host, path)
@@ -89,11 +86,8 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
 
 
 def store_shard(location: str, file: str, tensors: dict[str, torch.Tensor]) -> WrittenShard:
-    """Write a shard into a checkpoint's folder; see :func:`write_shard`.
-
-    Raises:
-        CheckpointError: the file or the bucket cannot be written.
-    """
+    """Write a shard into a checkpoint's folder; see :func:`write_shard`. Raise a
+    ``CheckpointError`` if the file or the bucket cannot be written."""
     folder = storage_folder(location)
     try:
         with folder.writing(file) as path:
@@ -109,11 +103,7 @@ def _digest(start: bytes = b"") -> Any:
 
 
 def checksum(path: Path) -> ShardFile:
-    """Return size and checksum of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return size and checksum of a file. Raise an ``OSError`` if the file cannot be read."""
     digest, size = _digest(), 0
     block = memoryview(bytearray(CHECKSUM_BLOCK))
     with open(path, "rb", buffering=0) as file:
@@ -145,11 +135,7 @@ def verify_shard(
     path: Path, expected: ShardFile, names: Collection[str], name: str | None = None
 ) -> None:
     """Verify a file against its expected size, checksum and tensors; ``name`` replaces its path in
-    errors.
-
-    Raises:
-        CheckpointError: the file differs; says how.
-    """
+    errors. Raise a ``CheckpointError`` if the file differs; says how."""
     name = name or str(path)
     try:
         if not path.is_file():
@@ -176,14 +162,12 @@ def verify_shards(
     folder: StorageFolder, files: Mapping[str, ShardFile], index: Mapping[str, str],
     chosen: Collection[str] | None = None, reading: Reading | None = None,
 ) -> None:
-    """Verify several files in parallel; see :func:`verify_shard`.
+    """Verify several files in parallel; see :func:`verify_shard`. Raise a ``CheckpointError`` if
+    some files differ; names them.
 
     Args:
         chosen: files to verify; None for all.
         reading: provides a local copy of a file; by default ``folder.reading``.
-
-    Raises:
-        CheckpointError: some files differ; names them.
     """
     names: dict[str, list[str]] = {file: [] for file in files}
     for name, file in index.items():
@@ -232,11 +216,8 @@ def copy_tensors(
     stored: Mapping[str, torch.Tensor], own: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Copy stored tensors into a model's (name, tensor) pairs, in place. A name may occur more than
-    once; tensors that are not stored are unchanged.
-
-    Raises:
-        CheckpointError: shapes or dtypes differ; nothing was copied then.
-    """
+    once; tensors that are not stored are unchanged. Raise a ``CheckpointError`` if shapes or dtypes
+    differ; nothing was copied then."""
     pairs = [(name, stored[name], tensor) for name, tensor in own if name in stored]
     for name, source, target in pairs:
         if target.shape != source.shape:

@@ -75,11 +75,8 @@ class HostCopy:
 
     def write(self, location: str) -> WrittenCopy:
         """Write the last copy into an existing, uncommitted checkpoint folder. Callable from any
-        thread.
-
-        Raises:
-            CheckpointError: the copy failed, cannot be written, or does not exist.
-        """
+        thread. Raise a ``CheckpointError`` if the copy failed, cannot be written, or does not
+        exist."""
         names, self._names = self._names, None
         if names is None:
             raise CheckpointError(f"there is no copied state to write into {location}")

@@ -53,7 +53,8 @@ class HostStaging:
         temporary: bool = False,
     ) -> Future[list[torch.Tensor]]:
         """Copy tensors in the state that the current stream's work produces so far. They must not
-        change until :meth:`wait` has returned.
+        change until :meth:`wait` has returned. Raise a ``MemoryError`` if CUDA cannot pin the
+        memory for a chunk.
 
         Args:
             tensors: on the device, with any strides.
@@ -64,9 +65,6 @@ class HostStaging:
         Returns:
             Contiguous copies with the shapes of ``tensors``, or an error if host memory was
             insufficient.
-
-        Raises:
-            MemoryError: CUDA cannot pin the memory for a chunk.
         """
         tensors = [tensor.detach() for tensor in tensors]
         dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes

@@ -235,14 +235,9 @@ class OptimizerConfig(UpdateRule):
         return self.rule(module + PROJECTOR if projector else module)
 
 
-def check_number(
-    name: str, value: object, accepted: str, fits: Callable[[float], bool]
-) -> None:
-    """Check that a hyperparameter is a finite number in its range.
-
-    Raises:
-        ValueError: ``fits`` is False for the value; the error says what is ``accepted``.
-    """
+def check_number(name: str, value: object, accepted: str, fits: Callable[[float], bool]) -> None:
+    """Check that a hyperparameter is a finite number in its range. Raise a ``ValueError`` if
+    ``fits`` is False for the value; the error says what is ``accepted``."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not -_MOST <= number <= _MOST or not fits(number):  # NaN fails, too
         raise ValueError(f"{name} is {value!r}; accepted: {accepted}")

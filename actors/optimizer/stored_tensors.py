@@ -81,11 +81,8 @@ class StoredTensors:
 
     def read(self, shards: Mapping[str, ParameterShard | None]) -> dict[str, torch.Tensor]:
         """Read tensors, or shards of them. Names that are not stored are skipped. A shard of a
-        scalar is the scalar.
-
-        Raises:
-            CheckpointError: a file is missing, damaged, or lacks a range.
-        """
+        scalar is the scalar. Raise a ``CheckpointError`` if a file is missing, damaged, or lacks a
+        range."""
         needed = {
             file for name, shard in shards.items() if name in self._stored
             for file in self._files_of(name, shard)

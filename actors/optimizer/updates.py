@@ -117,9 +117,7 @@ class ParameterUpdates:
             for index, parameter in enumerate(group["params"])
         }
 
-    def step(
-        self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int
-    ) -> None:
+    def step(self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int) -> None:
         """Update parameters that have gradients; nothing changes if the scalar ``refused`` is 1."""
         wide = []
         for parameter in parameters:

@@ -108,12 +108,8 @@ class Placement:
         return self._remove.alive
 
     def wait(self) -> None:
-        """Wait until all places are reserved.
-
-        Raises:
-            ClusterError: the places are not available in time, or this process itself holds the
-                missing resources.
-        """
+        """Wait until all places are reserved. Raise a ``ClusterError`` if the places are not
+        available in time, or this process itself holds the missing resources."""
         start = time.monotonic()
         patience = self._waits or PLACEMENT_TIMEOUT_S
         line_due = start + LINE_EVERY_S
@@ -169,11 +165,8 @@ class Placement:
         return frozenset(table["bundles_to_node_id"].values())
 
     def leave(self, nodes: frozenset[str]) -> None:
-        """Wait until Ray has moved the places that were on lost nodes.
-
-        Raises:
-            ClusterError: Ray found no other places in time.
-        """
+        """Wait until Ray has moved the places that were on lost nodes. Raise a ``ClusterError`` if
+        Ray found no other places in time."""
         tell_ray(nodes)
         deadline = time.monotonic() + (self._waits or MOVE_TIMEOUT_S)
         while True:

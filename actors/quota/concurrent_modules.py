@@ -148,11 +148,7 @@ class ConcurrentModules:
 
 def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
     """Check that modules share no parameters or buffers. Concurrent modules would change them in
-    any order.
-
-    Raises:
-        ValueError: two modules share a tensor; names it.
-    """
+    any order. Raise a ``ValueError`` if two modules share a tensor; names it."""
     owners: dict[int, tuple[str, str]] = {}
     for module, instance in modules.items():
         named = [*instance.named_parameters(), *instance.named_buffers()]

@@ -75,10 +75,7 @@ class CudaBackend:
         # The first allocation activates the primary context, which green contexts depend on.
         torch.empty(1, device=self.device)
         self._contexts = GreenContexts(
-            driver,
-            self.device.index,
-            torch.cuda.get_device_capability(self.device)[0],
-            coscheduled,
+            driver, self.device.index, torch.cuda.get_device_capability(self.device)[0], coscheduled
         )
         self.gpu, self.queues = self._contexts.gpu, self._contexts.queues
         self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}

@@ -110,12 +110,8 @@ class GreenContexts:
 
     def stream(self, partition: Partition) -> int:
         """Create a stream that is limited to a partition's multiprocessors; return its address.
-        Partitions of the same groups share a green context.
-
-        Raises:
-            InternalError: a driver call failed, or the driver created a context with another number
-                of multiprocessors.
-        """
+        Partitions of the same groups share a green context. Raise an ``InternalError`` if a driver
+        call failed, or the driver created a context with another number of multiprocessors."""
         context = self._context(partition)
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = self._call("cuGreenCtxStreamCreate", context, int(flags), 0)
@@ -190,9 +186,7 @@ class GreenContexts:
         """Call a driver function; return its results: None, one value, or a tuple."""
         function = getattr(self._driver, name, None)
         if function is None:
-            raise InputError(
-                f"the installed cuda-python has no {name}; accepted: 12.6 or newer"
-            )
+            raise InputError(f"the installed cuda-python has no {name}; accepted: 12.6 or newer")
         status, *results = function(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise InternalError(f"{name} failed: {getattr(status, 'name', status)}")

@@ -112,14 +112,12 @@ def partition(quotas: Mapping[str, float], gpu: Multiprocessors) -> tuple[Partit
     Each quota is rounded down or up to whole groups, and the sum is rounded to the nearest number
     of groups. Modules with the largest remainders are rounded up, ties in the order of naming. A
     single module with quota 1 gets the whole GPU, which is then not split. If the GPU has fewer
-    groups than its number of SMs suggests, the modules with the most groups get fewer.
+    groups than its number of SMs suggests, the modules with the most groups get fewer. Raise a
+    ``PlanError`` if quotas are empty, a quota is below one group's share or above 1, or the sum is
+    above 1.
 
     Args:
         quotas: share of the GPU, in (0, 1], by module, in the order of the layout.
-
-    Raises:
-        PlanError: quotas are empty, a quota is below one group's share or above 1, or the sum is
-            above 1.
     """
     _check(quotas, gpu)
     if len(quotas) == 1 and next(iter(quotas.values())) >= 1 - ROUNDING:

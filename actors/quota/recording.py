@@ -37,11 +37,8 @@ class Account:
 
     @contextmanager
     def running(self, partition: Partition) -> Iterator[None]:
-        """Hold a partition for the length of the block.
-
-        Raises:
-            InternalError: another module holds some of its multiprocessors.
-        """
+        """Hold a partition for the length of the block. Raise an ``InternalError`` if another
+        module holds some of its multiprocessors."""
         with self._lock:
             for active in self._running:
                 if partition.overlaps(active):
@@ -95,9 +92,7 @@ class RecordingBackend:
     """Backend whose streams record their use in :attr:`account`; ``gpu`` is an H100 by default."""
 
     def __init__(
-        self,
-        gpu: Multiprocessors | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, gpu: Multiprocessors | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.gpu = gpu or Multiprocessors()
         self.queues = ""

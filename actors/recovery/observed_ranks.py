@@ -145,12 +145,8 @@ class ObservedRanks(ABC):
 
     def check_cluster(self, error: RayActorError | None = None) -> None:
         """Raise an error if the cluster or a node of the run is lost. ``error`` is the death of a
-        process that this loss may have caused.
-
-        Raises:
-            RunFailedError: a node with processes of the run or the cluster's control server is
-                lost.
-        """
+        process that this loss may have caused. Raise a ``RunFailedError`` if a node with processes
+        of the run or the cluster's control server is lost."""
         if self._observer is None or self._observer.lost is None:
             return
         lost_nodes = self._observer.lost_nodes

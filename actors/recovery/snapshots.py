@@ -17,11 +17,9 @@ from raymm.errors import RankFailedError
 class Ranks(Protocol):
     """Ranks whose state is copied."""
 
-    def start(self, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        ...
+    def start(self, method: str, *args: Any, returns: int = 1) -> list[Any]: ...
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        ...
+    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]: ...
 
     def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
         """Store each rank's part on a process of another node, if there is one; see

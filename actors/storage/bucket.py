@@ -190,11 +190,8 @@ class BucketFolder(StorageFolder):
 
 
 def tried(operation: Callable[[], Value], retry_for_s: float) -> Value:
-    """Run an operation on an object store, and retry it after errors that may be temporary.
-
-    Raises:
-        OSError: a permanent error, or no success in time.
-    """
+    """Run an operation on an object store, and retry it after errors that may be temporary. Raise
+    an ``OSError`` for a permanent error, or without success in time."""
     end, wait = time.monotonic() + retry_for_s, FIRST_WAIT_S
     while True:
         try:
@@ -225,10 +222,7 @@ def _plain(error: OSError) -> OSError:
 def connect(scheme: str, bucket: str, query: str) -> Any:
     """Return the client of a bucket (``"s3"`` or ``"gs"``), one per process, with credentials from
     the environment and :data:`OPTIONS` from the URL's query. The client does not retry by itself.
-
-    Raises:
-        ModuleNotFoundError: pyarrow is not installed.
-    """
+    Raise a ``ModuleNotFoundError`` if pyarrow is not installed."""
     from pyarrow import fs
 
     options: dict[str, Any] = dict(parse_qsl(query))

@@ -189,11 +189,8 @@ class LocalFolder(StorageFolder):
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically; the new file is on disk on return.
-
-    Raises:
-        OSError: the file cannot be written; the old file is unchanged.
-    """
+    """Replace a file atomically; the new file is on disk on return. Raise an ``OSError`` if the
+    file cannot be written; the old file is unchanged."""
     try:
         _write_and_replace(path, data)
     except FileNotFoundError:

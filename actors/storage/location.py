@@ -59,10 +59,7 @@ def check_location(location: str) -> str:
 def storage_folder(
     location: str | os.PathLike[str], retry_for_s: float = RETRY_FOR_S
 ) -> StorageFolder:
-    """Return the folder at a location, without accessing it.
-
-    Raises:
-        ValueError: the URL is not accepted.
-    """
+    """Return the folder at a location, without accessing it. Raise a ``ValueError`` if the URL is
+    not accepted."""
     text = check_location(os.fspath(location))
     return BucketFolder(text, retry_for_s) if is_bucket(text) else LocalFolder(Path(text))

@@ -13,13 +13,11 @@ MOST_BYTES = 256 * 2**20
 
 
 def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file; links are followed.
+    """Return the bytes of a regular file; links are followed. Raise an ``OSError`` if the file is
+    not regular, is larger, or cannot be read.
 
     Args:
         most: largest accepted size in bytes.
-
-    Raises:
-        OSError: the file is not regular, is larger, or cannot be read.
     """
     with open_plain(path) as file:
         data = file.read(most + 1)
@@ -29,11 +27,8 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading. Opening never blocks, and has no effect on a device.
-
-    Raises:
-        OSError: the file is not regular, or cannot be opened.
-    """
+    """Open a regular file for reading. Opening never blocks, and has no effect on a device. Raise
+    an ``OSError`` if the file is not regular, or cannot be opened."""
     _check_regular(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:

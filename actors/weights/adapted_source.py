@@ -43,11 +43,8 @@ class AdaptedSource(ModuleSource):
         cls, base: ModuleSource, lora: LoraConfig, seed: int, places: tuple[str, ...] = (),
         outside: bool = True, apart: tuple[str, ...] = (), part: str = "",
     ) -> AdaptedSource:  # fmt: skip
-        """Add adapters to a source's module; ``part`` names the part in errors.
-
-        Raises:
-            ModelError: the module has no matching layers.
-        """
+        """Add adapters to a source's module; ``part`` names the part in errors. Raise a
+        ``ModelError`` if the module has no matching layers."""
         adapted = cls(base, lora, seed, (), places, outside, apart)
         targets = find_targets(base.skeleton(), lora, adapted._is_of, part)
         return replace(adapted, targets=targets)

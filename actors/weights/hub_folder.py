@@ -31,10 +31,7 @@ def split_id(path: str) -> tuple[str, str | None]:
 
 def pinned(path: str) -> str:
     """Return ``ORG/NAME@COMMIT`` for a hub id and cache its settings; return local paths unchanged.
-
-    Raises:
-        ConfigError: the model is neither in the cache nor available from the hub.
-    """
+    Raise a ``ConfigError`` if the model is neither in the cache nor available from the hub."""
     if not is_hub_id(path) or _COMMIT.fullmatch(split_id(path)[1] or ""):
         return path
     return f"{split_id(path)[0]}@{Path(local_folder(path, weights=False)).name}"
@@ -91,14 +88,12 @@ def local_folder(path: str, weights: bool = True) -> str:
 
 
 def dataset_commit(name: str, revision: str | None) -> str:
-    """Return the commit of a data set on the hub, so that all nodes read the same rows.
+    """Return the commit of a data set on the hub, so that all nodes read the same rows. Raise a
+    ``ConfigError`` if the data set is neither in the cache nor available from the hub.
 
     Args:
         name: ``ORG/NAME``.
         revision: a branch, tag or commit; by default the main branch.
-
-    Raises:
-        ConfigError: the data set is neither in the cache nor available from the hub.
     """
     from huggingface_hub import HfApi, constants, errors
 

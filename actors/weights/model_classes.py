@@ -17,18 +17,14 @@ _PATH = re.compile(r"transformers(\.models\.\w+\.modeling_\w+)?\.(\w+)")
 _CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
 
 
-def find_model_class(
-    name: str, config: PretrainedConfig | None = None
-) -> type[PreTrainedModel]:
-    """Return a model class of transformers, exported or not.
+def find_model_class(name: str, config: PretrainedConfig | None = None) -> type[PreTrainedModel]:
+    """Return a model class of transformers, exported or not. Raise a ``ModelError`` if there is no
+    such model class, or more than one.
 
     Args:
         name: ``"SiglipVisionModel"``, or, if several files define the name, a path such as
             ``"transformers.models.siglip.modeling_siglip.SiglipVisionModel"``.
         config: config of the model; the file of its model type is preferred.
-
-    Raises:
-        ModelError: there is no such model class, or more than one.
     """
     if "." in name:
         if not _PATH.fullmatch(name):

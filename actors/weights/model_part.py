@@ -52,11 +52,8 @@ class UpToCall:
         self._model, self._call = model, call
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run the forward with ``inputs``, without text, and return the call's result.
-
-        Raises:
-            InternalError: the forward does not reach the call.
-        """
+        """Run the forward with ``inputs``, without text, and return the call's result. Raise an
+        ``InternalError`` if the forward does not reach the call."""
         model, call = self._model, self._call
         function, attributes = call.of(model), vars(model.get_submodule(call.owner))
         previous = attributes.get(call.method)

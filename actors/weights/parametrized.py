@@ -25,10 +25,7 @@ _HOOKS = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
 
 def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     """Return, by id, meta replacements of tensors that forward hooks recompute, for deep copies.
-
-    Raises:
-        ModelError: a computed tensor is not recomputed by a hook.
-    """
+    Raise a ``ModelError`` if a computed tensor is not recomputed by a hook."""
     tensors = {}
     for path, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()

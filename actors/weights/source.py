@@ -36,11 +36,8 @@ from raymm.errors import USER_CODE_RAISES, ModelError
 
 
 def import_object(target: str) -> Any:
-    """Return the object that ``"package.module:name"`` names.
-
-    Raises:
-        ModelError: the path is malformed, or there is no such module or name.
-    """
+    """Return the object that ``"package.module:name"`` names. Raise a ``ModelError`` if the path is
+    malformed, or there is no such module or name."""
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name:
         raise ModelError(f"import path is {target!r}; expected 'package.module:name'")
@@ -68,10 +65,7 @@ class ModuleSource(ABC):
 
     def check(self) -> list[str]:
         """Check the headers of weights on disk against the module, and return notes for the user.
-
-        Raises:
-            ModelError: weights that :meth:`build` needs are missing.
-        """
+        Raise a ``ModelError`` if weights that :meth:`build` needs are missing."""
         return []
 
     def for_names(self, names: Iterable[str]) -> ModuleSource:
@@ -112,11 +106,8 @@ def set_mode(module: nn.Module) -> nn.Module:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a deep copy with parameters on the meta device; buffers are copied.
-
-    Raises:
-        ModelError: an attribute was computed from parameters once.
-    """
+    """Return a deep copy with parameters on the meta device; buffers are copied. Raise a
+    ``ModelError`` if an attribute was computed from parameters once."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
@@ -225,11 +216,8 @@ class ConfigSource(ModuleSource):
         return cast(PreTrainedModel, self.skeleton())
 
     def draw(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return initial values of some parameters, equal to those that :meth:`build` sets.
-
-        Raises:
-            ModelError: the class does not initialise a parameter.
-        """
+        """Return initial values of some parameters, equal to those that :meth:`build` sets. Raise a
+        ``ModelError`` if the class does not initialise a parameter."""
         model = self._skeleton()
         self._initialize(model, names)
         return {name: model.get_parameter(name).detach() for name in names}
@@ -240,10 +228,7 @@ class ConfigSource(ModuleSource):
 
     def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
         """Set parameters that ``_init_weights`` omits to the values of the class's constructor.
-
-        Raises:
-            ModelError: the constructor sets no values, either.
-        """
+        Raise a ``ModelError`` if the constructor sets no values, either."""
         unset = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
         if not unset:
             return

@@ -102,11 +102,8 @@ class WeightsReport(NamedTuple):
 def folder_report(
     folder: Path, model_class: type[PreTrainedModel], config: PretrainedConfig
 ) -> WeightsReport:
-    """Compare a folder's weights with a model class. Reads file headers only.
-
-    Raises:
-        ModelError: files cannot be read, or weights cannot be converted to those of the class.
-    """
+    """Compare a folder's weights with a model class. Reads file headers only. Raise a
+    ``ModelError`` if files cannot be read, or weights cannot be converted to those of the class."""
     stored: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, config):
         stored |= header_tensors(file)
@@ -126,11 +123,8 @@ def folder_report(
 
 
 def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
-    """Return the files that transformers reads a folder's weights from.
-
-    Raises:
-        ModelError: there are none, or some are missing.
-    """
+    """Return the files that transformers reads a folder's weights from. Raise a ``ModelError`` if
+    there are no files, or some are missing."""
     name = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME
     _check_plain("transformers_weights of config.json", [name])
     path = folder / name
@@ -170,11 +164,8 @@ def _check_plain(source: str, names: Iterable[Any]) -> None:
 
 
 def header_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return a safetensors file's tensors on the meta device, in fp32.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
+    """Return a safetensors file's tensors on the meta device, in fp32. Raise a ``ModelError`` if
+    the file cannot be read."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {

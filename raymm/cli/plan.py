@@ -13,11 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm.actors.storage.location import is_bucket
-from raymm.cli.option_arguments import (
-    add_option_arguments,
-    options_in_errors,
-    read_options,
-)
+from raymm.cli.option_arguments import add_option_arguments, options_in_errors, read_options
 from raymm.cli.plan_styles import (
     check_style,
     given_plan,
@@ -197,8 +193,7 @@ def _planned(
         if plan.profile is not None:
             device = find_device(request.device) if request.device else None
             costs = Costs(
-                plan.profile, device or device_called(plan.profile.device),
-                request.ranks_per_node,
+                plan.profile, device or device_called(plan.profile.device), request.ranks_per_node
             )
         else:
             costs = costs_of(model, request, workload)
@@ -232,9 +227,7 @@ def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest
     with connected():
         device = pick_device(config.run.device, config.resources.for_device)
         workers = config.data.num_workers * config.data.worker_cpus
-        return request_for_cluster(
-            request, device, config.resources.for_device(device), workers
-        )
+        return request_for_cluster(request, device, config.resources.for_device(device), workers)
 
 
 def _measured(

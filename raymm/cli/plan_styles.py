@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from raymm.cli.option_arguments import given_options
-from raymm.config.planning_options import (
-    AUTO,
-    MULTIPLEXED,
-    PIPELINED,
-    MultiplexOptions,
-)
+from raymm.config.planning_options import AUTO, MULTIPLEXED, PIPELINED, MultiplexOptions
 from raymm.errors import ConfigError
 from raymm.files.output import Output
 from raymm.plural import plural
@@ -271,9 +266,7 @@ def plan_files(suffix: str) -> tuple[str, str, str]:
     return "plan.json", f"plan{suffix}", f"plan_schedule{suffix}"
 
 
-def save_pipelined(
-    planned: Planned, output: Output, suffix: str, console: Console
-) -> None:
+def save_pipelined(planned: Planned, output: Output, suffix: str, console: Console) -> None:
     """Save a pipelined plan and its pictures (``.png`` or ``.svg``). Raises ConfigError if they
     cannot be written."""
     from raymm.config.build import write_json

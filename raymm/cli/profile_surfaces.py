@@ -23,11 +23,8 @@ BESIDE_SURFACES = (".colocations.json", ".interference.json")
 
 def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> None:
     """Measure, print and save surfaces to ``output``. If modules were measured side by side,
-    ``*.colocations.json`` and the fitted ``*.interference.json`` are written next to it.
-
-    Raises:
-        DataError, PlanError, ClusterError: names what is wrong.
-    """
+    ``*.colocations.json`` and the fitted ``*.interference.json`` are written next to it. Raise a
+    ``DataError`` or ``PlanError`` or ``ClusterError`` that names what is wrong."""
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.options import resolve_precision

@@ -104,10 +104,7 @@ def first_settings(
 ) -> dict[str, Any]:
     """Return the configuration values of a new run. Reads all rows. ``model`` is a folder or
     ``ORG/NAME@COMMIT``, and ``source`` has the configuration values of the source of the rows.
-
-    Raises:
-        ConfigError, DataError: the model cannot be trained on the rows.
-    """
+    Raise a ``ConfigError`` or ``DataError`` if the model cannot be trained on the rows."""
     from rich.console import Console
 
     from raymm.data import DataConfig, open_split, row_lengths

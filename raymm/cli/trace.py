@@ -78,9 +78,7 @@ def read_events(file: Path) -> list[_Event]:
 def trace_table(file: Path, events: list[_Event]) -> Table:
     """Return a table with a row per timeline and rank."""
     names = {e.pid: e.args.get("name", e.pid) for e in events if e.name == "process_name"}
-    threads = {
-        (e.pid, e.tid): e.args.get("name", e.tid) for e in events if e.name == "thread_name"
-    }
+    threads = {(e.pid, e.tid): e.args.get("name", e.tid) for e in events if e.name == "thread_name"}
     table = Table(title=str(file))
     for name in ("timeline", "rank", "busy ms", "waiting ms", "step ms", "bubble"):
         table.add_column(name, justify="left" if name in ("timeline", "rank") else "right")

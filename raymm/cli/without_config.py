@@ -172,11 +172,8 @@ class FolderStart:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Values of the configuration. Reads all rows of a new run.
-
-        Raises:
-            ConfigError, DataError: settings or rows cannot be used.
-        """
+        """Values of the configuration. Reads all rows of a new run. Raise a ``ConfigError`` or
+        ``DataError`` if settings or rows cannot be used."""
         from raymm.config.sections import parse_config
 
         if self.earlier is None:

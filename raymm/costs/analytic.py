@@ -56,7 +56,8 @@ def analytic_profile(
     tp: int | Mapping[str, int] = 1,
     cp: int | Mapping[str, int] = 1,
 ) -> CostProfile:
-    """Return the costs of every layer of a model on one microbatch.
+    """Return the costs of every layer of a model on one microbatch. Raise a ``PlanError`` for an
+    unknown module or device, a missing load, or a dtype that the device has no rate for.
 
     Args:
         model: only its structure is used.
@@ -68,10 +69,6 @@ def analytic_profile(
         tp, cp: size of the tensor and context parallel group of a rank, for all modules or by
             module. Results are per GPU: times and activations are divided by both, parameters by
             ``tp``, outputs by ``cp``.
-
-    Raises:
-        PlanError: unknown module or device, missing load, or a dtype that the device has no rate
-            for.
     """
     device = find_device(device) if isinstance(device, str) else device
     names = model.module_names
@@ -151,9 +148,7 @@ def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
 class _Roofline:
     """Times of counted layers on one GPU of a tensor and context parallel group."""
 
-    def __init__(
-        self, device: DeviceSpec, dtype: str, tp: int, cp: int, output_bytes: int
-    ) -> None:
+    def __init__(self, device: DeviceSpec, dtype: str, tp: int, cp: int, output_bytes: int) -> None:
         self._output_bytes = output_bytes
         self._rate = device.peak(dtype) * device.efficiency
         self._bandwidth = device.memory_bandwidth
@@ -238,9 +233,7 @@ class _Roofline:
             replicated_bytes=min(
                 count.replicated * _FP32_BYTES, round(count.parameters * _FP32_BYTES / self._tp)
             ),
-            key_value_bytes=round(
-                count.key_value_elements * self._bytes / (self._tp * self._cp)
-            ),
+            key_value_bytes=round(count.key_value_elements * self._bytes / (self._tp * self._cp)),
             working_bytes=round(self._working(count)),
             forward_bytes=round(self._forward(count)),
             data_bytes=round(count.data_elements * _FP32_BYTES),

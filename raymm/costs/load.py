@@ -39,8 +39,7 @@ class SeenAttention(NamedTuple):
     def joined(self, other: SeenAttention) -> SeenAttention:
         """Return the sizes of these and other calls of the same module."""
         return self._replace(
-            rows=self.rows + other.rows, keys=self.keys + other.keys,
-            pairs=self.pairs + other.pairs,
+            rows=self.rows + other.rows, keys=self.keys + other.keys, pairs=self.pairs + other.pairs
         )
 
     def over(self, tokens: int) -> SeenAttention:

@@ -95,9 +95,7 @@ class MatmulCounter:
             elif weight.dim() == 3 and weight.shape[0] == self.experts > 1:
                 yield self._bank(name, leaf, weight)
 
-    def _product(
-        self, name: str, module: nn.Module, leaf: str, weight: torch.Tensor
-    ) -> Matmul:
+    def _product(self, name: str, module: nn.Module, leaf: str, weight: torch.Tensor) -> Matmul:
         outer, inner = weight.shape
         if isinstance(module, AdaptedLayer):
             outer, inner = module.widths

@@ -185,6 +185,8 @@ def estimated_surface(
     sums: float = 1.0,
 ) -> ScalingSurface:
     """Return a module's surface on a device, at powers of two of the GPUs that have a sample each.
+    Raise a ``PlanError`` if the device has no rate for the dtype, or cannot partition itself into
+    such steps.
 
     Args:
         load: load of the whole batch.
@@ -194,9 +196,6 @@ def estimated_surface(
         factor: factor of all times, such as measured over estimated time.
         sums: share of the gradient all-reduce in the seconds; below 1 for one of several
             microbatches.
-
-    Raises:
-        PlanError: the device has no rate for the dtype, or cannot partition itself into such steps.
     """
     check_steps(device.name, steps)
     degrees = [1 << j for j in range(min(gpus, load.samples).bit_length())]
@@ -213,10 +212,8 @@ def estimated_surface(
         shape.name, tuple(degrees), quotas, steps,
         tuple(
             tuple(
-                work.seconds(1, q / steps) + (
-                    sums * all_reduce_seconds(reduced, d, links.between(range(d)))
-                    if links else 0.0
-                )
+                work.seconds(1, q / steps)
+                + (sums * all_reduce_seconds(reduced, d, links.between(range(d))) if links else 0.0)
                 for q in quotas
             )
             for d, work in zip(degrees, works, strict=True)
@@ -277,9 +274,7 @@ def _work(
 ) -> ModuleWork:
     """Return the work of one GPU's samples."""
     layers = shape.layers(load, device, dtype)
-    compute = shape.seconds(
-        shape.layers(load, replace(device, memory_bandwidth=_NO_TIME), dtype)
-    )
+    compute = shape.seconds(shape.layers(load, replace(device, memory_bandwidth=_NO_TIME), dtype))
     no_flops = {name: _NO_TIME for name in device.flops}
     memory = shape.seconds(shape.layers(load, replace(device, flops=no_flops), dtype))
     # Each layer takes the larger of the two; the surface's smooth ridge must not add to that.

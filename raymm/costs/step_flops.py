@@ -133,10 +133,7 @@ def _products(
 
     # One token of one sample, two tokens of one sample, and one token with a label.
     base, two, label = of(1, 1, 0), of(1, 2, 0), of(1, 1, 1)
-    return [
-        ModuleFlops(c - b, 2 * b - c, a - b)
-        for b, c, a in zip(base, two, label, strict=True)
-    ]
+    return [ModuleFlops(c - b, 2 * b - c, a - b) for b, c, a in zip(base, two, label, strict=True)]
 
 
 class StepFlops:
@@ -278,4 +275,3 @@ class StepFlops:
             mask = self._model.mask(length, spans, document_lengths=[length])
             self._pairs[key] = (mask if window is None else mask.windowed(window)).area()
         return self._pairs[key]
-

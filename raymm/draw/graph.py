@@ -56,14 +56,11 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     pale if it is frozen; the cell of a projector is outlined. Grey arrows are activations, and red
     arrows next to them gradients. The loss is at the right, and replicas of a module are below each
     other. A plan that is too deep for the page continues in a band below; arrows between bands are
-    cut and labelled with their other end.
+    cut and labelled with their other end. Raise a ``ValueError`` for another file suffix.
 
     Args:
         path: file to write, ``.png`` or ``.svg``.
         title: heading; by default ranks, microbatches and schedule.
-
-    Raises:
-        ValueError: another file suffix.
     """
     target = picture_path(path)
     needs = needs_backward(plan)
@@ -226,8 +223,7 @@ def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> 
         handles.append(Line2D([], [], color=ACTIVATION, marker=">", markersize=5,
                               label="activations"))
     if any(src in needs for src, _ in plan.stage_edges):
-        handles.append(Line2D([], [], color=GRADIENT, marker="<", markersize=5,
-                              label="gradients"))
+        handles.append(Line2D([], [], color=GRADIENT, marker="<", markersize=5, label="gradients"))
     if plan.shared_ranks:
         handles.append(Patch(facecolor=SHARED, edgecolor="none", label="rank of several stages"))
     axes.legend(handles=handles, ncols=len(handles), loc="center left", fontsize=8,

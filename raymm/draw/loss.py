@@ -29,10 +29,7 @@ LINE = 0.19  # height of a label at the right, in inches
 
 
 def draw_loss(
-    history: Sequence[Mapping[str, Any]],
-    path: str | os.PathLike[str],
-    *,
-    title: str | None = None,
+    history: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None
 ) -> Path:
     """Draw the loss over steps, in nats per label token, and return the path.
 

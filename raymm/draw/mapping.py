@@ -39,20 +39,16 @@ def draw_mapping(
 
     Time goes to the right. A bar is a module's forward and backward, as wide as its time next to
     the other modules and as high as its quota. Grey areas are idle. Lines separate stages, and the
-    predicted time is below the title, followed by ``note``.
+    predicted time is below the title, followed by ``note``. Raise a ``ValueError`` for another file
+    suffix.
 
     Args:
         path: file to write, ``.png`` or ``.svg``.
         title: heading; by default the mapping's method.
-
-    Raises:
-        ValueError: another file suffix.
     """
     target = picture_path(path)
     hues = module_hues(problem.names)
-    second, unit = next(
-        ((s, u) for s, u in UNITS if mapping.seconds >= s), UNITS[-1]
-    )
+    second, unit = next(((s, u) for s, u in UNITS if mapping.seconds >= s), UNITS[-1])
     band = max(BAND_LEAST, min(BAND, BANDS_HEIGHT / mapping.gpus))
     ruler = new_figure(1, 1)
     labels = [f"GPU {gpu}" for gpu in range(mapping.gpus)]
@@ -99,9 +95,7 @@ def _summary(mapping: StageMapping, note: str, ruler) -> list[str]:
     return lines
 
 
-def _frame(
-    axes: Axes, mapping: StageMapping, labels: list[str], second: float, unit: str
-) -> None:
+def _frame(axes: Axes, mapping: StageMapping, labels: list[str], second: float, unit: str) -> None:
     end = mapping.seconds / second
     axes.set_xlim(0, end)
     axes.set_ylim(mapping.gpus, 0)
@@ -120,8 +114,7 @@ def _frame(
     start = 0.0
     for index, stage in enumerate(mapping.stages):
         if index:
-            axes.axvline(start / second, color=TEXT, linewidth=1.0, linestyle=(0, (4, 3)),
-                         zorder=3)
+            axes.axvline(start / second, color=TEXT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
         share = stage.seconds / mapping.seconds * BODY
         if share > 0.55 or (share > 0.12 and index < 100):
             axes.annotate(

@@ -26,13 +26,11 @@ def draw_profile(
     title: str | None = None,
 ) -> Path:
     """Draw a profile's times in milliseconds, on one scale for all modules, and return the path.
+    Raise a ``ValueError`` for another file suffix.
 
     Args:
         path: file to write, ``.png`` or ``.svg``.
         projectors: modules whose last layer is a projector, which is labelled ``P``.
-
-    Raises:
-        ValueError: another file suffix.
     """
     target = picture_path(path)
     names = list(profile.modules)

@@ -11,15 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from raymm.draw.palette import (
-    COLLECTIVE,
-    FAINT,
-    TEXT,
-    WAIT,
-    Look,
-    module_hues,
-    op_looks,
-)
+from raymm.draw.palette import COLLECTIVE, FAINT, TEXT, WAIT, Look, module_hues, op_looks
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.draw.schedule_boxes import (
     TimeScale,
@@ -69,15 +61,13 @@ def draw_timelines(
     are below each other, each as high as its quota. Thin grey lines are waits for a message. The
     rank's bubble is at the right of each row. The panel's title has the iteration time and, from
     the second panel on, the gain against the first, whose end is a dashed line. All timelines start
-    at 0, so that a late start does not look like a slow step.
+    at 0, so that a late start does not look like a slow step. Raise a ``ValueError`` if there is no
+    timeline, and for another file suffix.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]``.
         path: file to write, ``.png`` or ``.svg``.
         rank_names: row labels; by default each rank with its stages.
-
-    Raises:
-        ValueError: no timeline, or another file suffix.
     """
     target = picture_path(path)
     if not timelines:
@@ -194,9 +184,7 @@ def _looks(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Mapping[Op, L
 
 
 def _legend(
-    timelines: Sequence[tuple[str, Timeline]],
-    looks: Mapping[str, Mapping[Op, Look]],
-    stepped: bool,
+    timelines: Sequence[tuple[str, Timeline]], looks: Mapping[str, Mapping[Op, Look]], stepped: bool
 ) -> list[list[Patch]]:
     """Return the legend entries by column, of equal lengths, with a column per module."""
     spans = [span for _, timeline in timelines for span in timeline.spans]
@@ -277,9 +265,7 @@ def _above(axes: Axes) -> float:
     return 1 + 0.07 / (axes.get_position().height * figure.get_size_inches()[1])
 
 
-def _mark_end(
-    axes: Axes, first: tuple[str, Timeline], scale: TimeScale, caption: float
-) -> None:
+def _mark_end(axes: Axes, first: tuple[str, Timeline], scale: TimeScale, caption: float) -> None:
     """Draw a dashed line at the end of the first timeline, with its name if the caption leaves
     room."""
     label, timeline = first

@@ -96,13 +96,9 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """Parse a YAML text. ``what`` names it in errors.
-
-    Raises:
-        ConfigError: the text is not valid YAML, a key occurs twice in a section or is not a string,
-            a section contains an alias of itself, or there are more than :data:`MOST_VALUES` values
-            or :data:`MOST_DEPTH` levels.
-    """
+    """Parse a YAML text. ``what`` names it in errors. Raise a ``ConfigError`` if the text is not
+    valid YAML, a key occurs twice in a section or is not a string, a section contains an alias of
+    itself, or there are more than :data:`MOST_VALUES` values or :data:`MOST_DEPTH` levels."""
     try:
         value = yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -144,14 +140,12 @@ def _check_size(value: Any, what: str) -> None:
 
 
 def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -> str:
-    """Return the text of a UTF-8 file without a byte order mark.
+    """Return the text of a UTF-8 file without a byte order mark. Raise a ``ConfigError`` if the
+    file does not exist, cannot be read, or is too large.
 
     Args:
         what: field or option that names the file, for errors.
         most: maximum size in bytes.
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read, or is too large.
     """
     file = Path(path)
     where = f"{what} is {str(path)!r}"
@@ -177,11 +171,8 @@ def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -
 
 
 def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the sections of a configuration file, with overrides applied in order.
-
-    Raises:
-        ConfigError: the file or an override is wrong. Names it.
-    """
+    """Return the sections of a configuration file, with overrides applied in order. Raise a
+    ``ConfigError`` if the file or an override is wrong. Names it."""
     if str(path).endswith(_ROWS) and os.path.isfile(path):
         raise ConfigError(f"{path} does not look like a configuration file; {_AS_ROWS} {path}")
     if os.path.isdir(path):
@@ -214,11 +205,8 @@ def with_overrides(path: str | os.PathLike[str], overrides: Sequence[str]) -> st
 
 def expand_variables(value: Any, where: str = "") -> Any:
     """Replace ``${NAME}`` and ``${NAME:-default}`` in strings by environment variables, and a
-    leading ``~`` by the home folder.
-
-    Raises:
-        ConfigError: a variable without default is not set.
-    """
+    leading ``~`` by the home folder. Raise a ``ConfigError`` if a variable without default is not
+    set."""
     if isinstance(value, dict):
         prefix = f"{where}." if where else ""
         return {k: expand_variables(v, f"{prefix}{k}") for k, v in value.items()}
@@ -238,11 +226,8 @@ def expand_variables(value: Any, where: str = "") -> Any:
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Apply one ``a.b.c=value`` in place. The value is parsed as YAML.
-
-    Raises:
-        ConfigError: there is no ``=``, the path leads through a value, or the value is not YAML.
-    """
+    """Apply one ``a.b.c=value`` in place. The value is parsed as YAML. Raise a ``ConfigError`` if
+    there is no ``=``, the path leads through a value, or the value is not YAML."""
     path, equals, text = override.partition("=")
     *parents, last = path.split(".")
     if not equals or not all((*parents, last)):
@@ -257,4 +242,3 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         target[name] = dict(target[name])
         target = target[name]
     target[last] = parse_yaml(text, f"--set {override}")
-

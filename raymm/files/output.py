@@ -36,11 +36,8 @@ class Output:
 
     @classmethod
     def folder(cls, field: str, name: str, *files: str) -> Output:
-        """Return an output of files in a folder. ``field`` names it in errors.
-
-        Raises:
-            ConfigError: the name cannot be a path. The other kinds of output raise this, too.
-        """
+        """Return an output of files in a folder. ``field`` names it in errors. Raise a
+        ``ConfigError`` if the name cannot be a path. The other kinds of output raise this, too."""
         return cls(field, name, expected := _FOLDER, _path(field, name, expected), files)
 
     @classmethod
@@ -63,11 +60,8 @@ class Output:
 
     def check(self) -> None:
         """Test the output by creating and removing missing folders and an empty file per name.
-        Permissions are not a sufficient test: root has all of them in /proc, too.
-
-        Raises:
-            ConfigError: the location cannot be written. Names field, location and cause.
-        """
+        Permissions are not a sufficient test: root has all of them in /proc, too. Raise a
+        ``ConfigError`` if the location cannot be written. Names field, location and cause."""
         new_folders: list[Path] = []
         try:
             self._try_all(new_folders)
@@ -118,11 +112,8 @@ class Output:
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
-        """Create the folder, and name the output in errors from the block.
-
-        Raises:
-            ConfigError: the location cannot be written. Names field, location and cause.
-        """
+        """Create the folder, and name the output in errors from the block. Raise a ``ConfigError``
+        if the location cannot be written. Names field, location and cause."""
         new_folders: list[Path] = []
         try:
             self._try_all(new_folders)
@@ -153,11 +144,8 @@ _NEW_FOLDER = "a new folder in a place that can be written"
 
 
 def with_home(name: str) -> str:
-    """Expand a leading ``~`` or ``~user`` to that user's home folder.
-
-    Raises:
-        ValueError: there is no such user, so the name would create a folder that begins with ``~``.
-    """
+    """Expand a leading ``~`` or ``~user`` to that user's home folder. Raise a ``ValueError`` if
+    there is no such user, so the name would create a folder that begins with ``~``."""
     expanded = os.path.expanduser(name)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]

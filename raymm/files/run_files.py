@@ -21,11 +21,8 @@ def is_shortage(error: OSError) -> bool:
 
 @contextmanager
 def writing(path: Any) -> Iterator[None]:
-    """Name the file in errors from the block.
-
-    Raises:
-        RunFileError: instead of any other ``OSError``.
-    """
+    """Name the file in errors from the block. Raise a ``RunFileError`` instead of any other
+    ``OSError``."""
     try:
         yield
     except RunFileError:
@@ -35,23 +32,18 @@ def writing(path: Any) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically. The text is on disk when this returns.
-
-    Raises:
-        RunFileError: the file cannot be written and is unchanged.
-    """
+    """Replace a file atomically. The text is on disk when this returns. Raise a ``RunFileError`` if
+    the file cannot be written and is unchanged."""
     with writing(path):
         replace_file(path, text.encode())
 
 
 def append(path: Path, text: str, durable: bool = False) -> None:
-    """Append a text to a file, completely or not at all.
+    """Append a text to a file, completely or not at all. Raise a ``RunFileError`` if the file
+    cannot be written.
 
     Args:
         durable: wait until the text is on disk.
-
-    Raises:
-        RunFileError: the file cannot be written.
     """
     with writing(path), open(path, "ab", buffering=0) as file:
         size, remaining = os.fstat(file.fileno()).st_size, memoryview(text.encode())
@@ -67,11 +59,8 @@ def append(path: Path, text: str, durable: bool = False) -> None:
 
 
 def remove_partial(folder: Path) -> list[Path]:
-    """Remove incomplete files; return them. Only the folder's single writer may call this.
-
-    Raises:
-        RunFileError: a file cannot be removed.
-    """
+    """Remove incomplete files; return them. Only the folder's single writer may call this. Raise a
+    ``RunFileError`` if a file cannot be removed."""
     # Folders belong to exports, which may be running.
     partial = sorted(file for file in folder.glob(f".*{PARTIAL}") if not file.is_dir())
     for file in partial:

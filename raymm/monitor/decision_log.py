@@ -44,11 +44,8 @@ class DecisionLog:
         return [Decision(row["epoch"], row["step"], row["costs"]) for row in rows]
 
     def add(self, row: dict[str, Any], decision: Decision | None) -> None:
-        """Append a row. It is on disk when this returns.
-
-        Raises:
-            RunFileError: the row cannot be written, so the decision must not take effect.
-        """
+        """Append a row. It is on disk when this returns. Raise a ``RunFileError`` if the row cannot
+        be written, so the decision must not take effect."""
         row = {**row, "sizes": self._digest, "decision": decision and decision._asdict()}
         append(self._path, _lines([row]), durable=True)
         self.rows.append(row)

@@ -58,11 +58,8 @@ class MetricsLog:
         self._flush()
 
     def finish(self) -> None:
-        """Write the rows that are still in memory, at the end of a run.
-
-        Raises:
-            RunFileError: the file cannot be written.
-        """
+        """Write the rows that are still in memory, at the end of a run. Raise a ``RunFileError`` if
+        the file cannot be written."""
         self._flush()
         if self._problem is not None:
             raise self._problem
@@ -105,9 +102,7 @@ class SampleLog:
         """Drop the rows after a step."""
         self._log.rewind(step)
 
-    def add(
-        self, step: int, microbatches: Sequence[Sequence[str]], skipped: Sequence[str]
-    ) -> None:
+    def add(self, step: int, microbatches: Sequence[Sequence[str]], skipped: Sequence[str]) -> None:
         """Append the sample ids of each microbatch of a step, and the ids of unreadable samples."""
         ids = [list(samples) for samples in microbatches]
         self._log.add({"step": step, "microbatches": ids, "skipped": list(skipped)})
@@ -127,11 +122,8 @@ def _number(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows. A last line cut off by a crash is dropped.
-
-    Raises:
-        ConfigError: the file cannot be read, or another line is not a row. Names file and line.
-    """
+    """Return all rows. A last line cut off by a crash is dropped. Raise a ``ConfigError`` if the
+    file cannot be read, or another line is not a row. Names file and line."""
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -100,9 +100,7 @@ class Rebalancing:
                 self._say(f"{error}. Microbatches stay unchanged until the next check")
         return {"costs": row} if row else {}
 
-    def _learn(
-        self, groups: Groups, microbatches: int, timeline: Timeline
-    ) -> dict[str, Any]:
+    def _learn(self, groups: Groups, microbatches: int, timeline: Timeline) -> dict[str, Any]:
         seconds = self._forecast.observe(timeline, microbatches)
         columns = self._forecast.columns
         units, squares = group_units(self._sampler.sizes, groups, self._packed, columns)
@@ -157,9 +155,7 @@ class Rebalancing:
         decision = None
         if gain > self._config.gain:
             decision = Decision(*self._sampler.place, options[number].to_dict())
-        self._log.add(
-            {"step": step, "gain": round(gain, 5), "error": round(error, 5)}, decision
-        )
+        self._log.add({"step": step, "gain": round(gain, 5), "error": round(error, 5)}, decision)
         if decision is not None:
             self._sampler.adopt(options[number])
             self._say(_line(step, decision, gain, error, options[number]))
@@ -190,9 +186,7 @@ def rebalancing(
     return Rebalancing(data.batching.rebalance, sampler, plan, packed, folder, step, say)
 
 
-def _line(
-    step: int, decision: Decision, gain: float, error: float, costs: MeasuredCosts
-) -> str:
+def _line(step: int, decision: Decision, gain: float, error: float, costs: MeasuredCosts) -> str:
     replicas = "".join(
         f"; replicas of {name} take {', '.join(f'{factor:.2f}' for factor in factors)} of the "
         "mean time"

@@ -67,9 +67,7 @@ class RunReport:
             names = rank_names(self._plan)
             timelines = [("predicted", predicted), ("measured", measured)]
             files["schedule"] = folder / "schedule.png"
-            draw_timelines(
-                timelines, files["schedule"], rank_names=names, title=f"step {step}"
-            )
+            draw_timelines(timelines, files["schedule"], rank_names=names, title=f"step {step}")
             files["trace"] = folder / "trace.json"
             write_json(files["trace"], chrome_trace(timelines, names))
         return files

@@ -50,16 +50,13 @@ def training_data(
     console: Console | None = None, dataset: Dataset | None = None,
 ) -> TrainingData:
     """Open, scan and plan the training data as ``data.batching`` configures, and check a data
-    position.
+    position. Raise a ``DataError`` if the data cannot be planned, or the position belongs to
+    another batching or other data.
 
     Args:
         state: data position of the checkpoint that the run resumes from; None for the beginning.
         console: console for progress; None for no output.
         dataset: training samples, if they are open already.
-
-    Raises:
-        DataError: the data cannot be planned, or the position belongs to another batching or other
-            data.
     """
     if not isinstance(data, DataConfig):
         return TrainingData()

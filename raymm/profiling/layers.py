@@ -77,9 +77,7 @@ def profile_model(
     shapes: dict[str, tuple[int, ...]] = {}
     description: dict[str, str] = {}
     for name in model.module_names:
-        arguments = (
-            builders[StageId(name, 0)], device, autocast, name in reloadable, threads,
-        )
+        arguments = (builders[StageId(name, 0)], device, autocast, name in reloadable, threads)
         requests = list(_requests(name, model, microbatch, shapes, lengths))
         halves = _halves(model, name)
         description, times = _measure(name, arguments, requests, repeats, resources, halves)

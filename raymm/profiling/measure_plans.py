@@ -37,11 +37,8 @@ class Measured:
 
 def distinct_options(options: Sequence[Option], count: int) -> list[Option]:
     """Return the first options that differ in what runs where or when. Options with different names
-    may be equal: a zero-bubble schedule without improvement is 1F1B.
-
-    Raises:
-        PlanError: ``count`` is below 1.
-    """
+    may be equal: a zero-bubble schedule without improvement is 1F1B. Raise a ``PlanError`` if
+    ``count`` is below 1."""
     if count < 1:
         raise PlanError(f"measure is {count}; it must be at least 1")
     chosen: dict[Any, Option] = {}
@@ -66,14 +63,11 @@ def measure_options(
 
     Every microbatch of a step is the same real one, as the predictions assume. Ranks are started
     once for all plans that differ only in their schedule, and ended before the next ones are
-    started.
+    started. Raise a ``ClusterError`` before anything starts if the cluster is too small for a plan.
 
     Args:
         steps: measured steps per plan, after :data:`WARM_UP_STEPS`.
         **runtime: fields of :class:`raymm.runtime.options.RuntimeOptions`, as for the run.
-
-    Raises:
-        ClusterError: before anything starts, if the cluster is too small for a plan.
     """
     reserved = RuntimeOptions.of(runtime).reserved
     check_capacity(max(option.plan.num_processes for option in options), reserved)

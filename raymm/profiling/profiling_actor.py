@@ -38,9 +38,7 @@ class ProfilingActor:
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
         except GetTimeoutError:
-            raise PlanError(
-                f"profiling {self._what!r}: no answer within {timeout:g} s"
-            ) from None
+            raise PlanError(f"profiling {self._what!r}: no answer within {timeout:g} s") from None
         except RayTaskError as error:
             cause = error.cause if error.cause is not None else error
             raise PlanError(

@@ -42,11 +42,7 @@ from raymm.model.multimodal import MultimodalModule, text_inputs
 from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
-from raymm.scheduler.costs.interference import (
-    Colocation,
-    InterferenceFit,
-    fit_interference,
-)
+from raymm.scheduler.costs.interference import Colocation, InterferenceFit, fit_interference
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.surface import ScalingSurface, SurfaceConditions
 from raymm.scheduler.multiplex.problem import STEPS
@@ -212,9 +208,7 @@ class _Work:
         if module_kind(shape.name) is ModuleKind.ENCODER:
             return SurfaceRequest(ProfileRequest(local[shape.name], {}), False, quotas)
         received = {name: outputs[name, degree] for name in self.model.encoder_names}
-        return SurfaceRequest(
-            ProfileRequest(text_inputs(local), received), shape.before[0], quotas
-        )
+        return SurfaceRequest(ProfileRequest(text_inputs(local), received), shape.before[0], quotas)
 
     def _surface(
         self, shape: ModuleShape, requests: Mapping[tuple[str, int], SurfaceRequest],
@@ -290,9 +284,7 @@ class _Work:
                     if all_measured and sum(steps) <= self.steps:
                         group = dict(zip(names, (q / self.steps for q in steps), strict=True))
                         groups.append(group)
-                        expected.append(
-                            {n: times[n, degree].seconds[q] for n, q in group.items()}
-                        )
+                        expected.append({n: times[n, degree].seconds[q] for n, q in group.items()})
         with ProfilingActor(ColocationProfiler, self.resources, (arguments,), "colocations") as ask:
             group_requests = {name: requests[name, degree] for name in by_name}
             measured = ask("colocated_times", group_requests, groups, expected)

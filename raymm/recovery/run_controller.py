@@ -6,11 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from raymm.errors import (
-    FailureKind,
-    Loss,
-    RunFailedError,
-)
+from raymm.errors import FailureKind, Loss, RunFailedError
 from raymm.recovery.failure_policy import Cause, Decision, FailurePolicy, Interruption
 from raymm.recovery.run_state import RunState, checked
 
@@ -40,10 +36,7 @@ class RunController:
         self._decided: tuple[BaseException, Decision] | None = None
 
     def enter(self, state: RunState) -> None:
-        """Change the state of the run.
-
-        Raises:
-            InternalError: the transition is not allowed.
+        """Change the state of the run. Raise an ``InternalError`` if the transition is not allowed.
         """
         self.state = checked(self.state, state)
 

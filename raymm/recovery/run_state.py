@@ -30,9 +30,7 @@ class RunState(Enum):
 _ENDS = {RunState.FINISHED, RunState.FAILED}
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     RunState.INITIALIZING: frozenset({RunState.RUNNING, RunState.RECOVERING, *_ENDS}),
-    RunState.RUNNING: frozenset({
-        RunState.SAVING, RunState.RECOVERING, RunState.RESIZING, *_ENDS
-    }),
+    RunState.RUNNING: frozenset({RunState.SAVING, RunState.RECOVERING, RunState.RESIZING, *_ENDS}),
     RunState.SAVING: frozenset({RunState.RUNNING, RunState.RECOVERING, *_ENDS}),
     # To RUNNING in the same processes, to INITIALIZING in new ones.
     RunState.RECOVERING: frozenset({RunState.RUNNING, RunState.INITIALIZING, *_ENDS}),
@@ -43,11 +41,8 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
 
 
 def checked(before: RunState, after: RunState) -> RunState:
-    """Return the new state if the transition is allowed; a state may follow itself.
-
-    Raises:
-        InternalError: :data:`TRANSITIONS` has no such transition.
-    """
+    """Return the new state if the transition is allowed; a state may follow itself. Raise an
+    ``InternalError`` if :data:`TRANSITIONS` has no such transition."""
     if after is not before and after not in TRANSITIONS[before]:
         raise InternalError(f"the run state cannot change from {before.value} to {after.value}")
     return after

@@ -34,9 +34,7 @@ class BackgroundSave:
             call before irreversible actions; it raises once the save was abandoned.
     """
 
-    def __init__(
-        self, step: int, work: Callable[[Callable[[], None]], Path | str]
-    ) -> None:
+    def __init__(self, step: int, work: Callable[[Callable[[], None]], Path | str]) -> None:
         self.step = step
         self._work = work
         self._began = time.perf_counter()

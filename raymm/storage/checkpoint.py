@@ -104,10 +104,7 @@ class CheckpointStore:
 
     def committed(self) -> list[Path | str]:
         """Return all checkpoints that are not torn, oldest first. Their content is not verified.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
-        """
+        Raise a ``CheckpointError`` if the folder cannot be read."""
         with self._reading():
             return [folder.place for folder in self._committed()]
 
@@ -129,11 +126,8 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint after verifying every byte; None if there is no
-        checkpoint. Corrupt checkpoints are kept.
-
-        Raises:
-            CheckpointError: all checkpoints are corrupt. Names the problem of each.
-        """
+        checkpoint. Corrupt checkpoints are kept. Raise a ``CheckpointError`` if all checkpoints are
+        corrupt. Names the problem of each."""
         corrupt = []
         with self._reading():
             committed = self._committed()
@@ -155,11 +149,7 @@ class CheckpointStore:
 
     def remove_leftovers(self) -> list[str]:
         """Remove the files of uncommitted saves; return their names. Only the owner of the folder
-        may call it.
-
-        Raises:
-            RunFileError: a file cannot be removed.
-        """
+        may call it. Raise a ``RunFileError`` if a file cannot be removed."""
         removed = []
         with writing(self._root):
             folders = step_folders(self._root)

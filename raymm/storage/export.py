@@ -226,8 +226,7 @@ class _Writer:
         save_adapters(module, folder / name, base, name == "language_model")
 
     def _save(
-        self, module: nn.Module, folder: Path, source: str | None,
-        inputs: Mapping[str, Any] | None,
+        self, module: nn.Module, folder: Path, source: str | None, inputs: Mapping[str, Any] | None
     ) -> None:
         if isinstance(module, PreTrainedModel):
             ModelFolder(source, self._dtype).save(module, folder, inputs)

@@ -91,13 +91,11 @@ class Comparison:
 
 def inspect_checkpoints(location: str | os.PathLike[str]) -> Iterator[CheckpointReport]:
     """Verify every byte of a checkpoint, or of all checkpoints of a run. Changes nothing, so the
-    run may be active.
+    run may be active. Raise a ``CheckpointError`` if there is no checkpoint, or the folder cannot
+    be read.
 
     Yields:
         A report per checkpoint, oldest first.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or the folder cannot be read.
     """
     folder = storage_folder(location)
     for checkpoint in _checkpoints(folder):
@@ -131,13 +129,10 @@ def compare_checkpoints(
     looked_at: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
     """Compare two checkpoints tensor by tensor, even if their layouts differ. Only one tensor of
-    each is in memory at a time.
+    each is in memory at a time. Raise a ``CheckpointError`` if a checkpoint is not intact.
 
     Args:
         looked_at: called with the numbers of compared and of common tensors.
-
-    Raises:
-        CheckpointError: a checkpoint is not intact.
     """
     manifests = [verified_manifest(storage_folder(folder)) for folder in (first, second)]
     names = [stored_names(manifest.index) for manifest in manifests]

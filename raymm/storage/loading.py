@@ -29,14 +29,12 @@ def restore(
     parallel: ParallelModule, folder: Path | str, dropped: tuple[str, ...] = ()
 ) -> Manifest:
     """Load a checkpoint into running processes. Each process verifies the files that it reads.
+    Raise a ``CheckpointError`` if the checkpoint is damaged, lacks trainable parameters of the
+    model, has tensors that the model lacks or does not train, has other shapes or dtypes, or is not
+    finite.
 
     Args:
         dropped: name prefixes of tensors that are not needed any more.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, lacks trainable parameters of the model, has
-            tensors that the model lacks or does not train, has other shapes or dtypes, or is not
-            finite.
     """
     manifest = read_manifest(folder)
     try:

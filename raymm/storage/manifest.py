@@ -79,11 +79,8 @@ class Manifest(_Strict):
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Commit a checkpoint whose shards are written, atomically.
-
-    Raises:
-        RunFileError: the manifest cannot be written, so the checkpoint does not count.
-    """
+    """Commit a checkpoint whose shards are written, atomically. Raise a ``RunFileError`` if the
+    manifest cannot be written, so the checkpoint does not count."""
     text = json.dumps(manifest.model_dump())
     values = {"checksum": _checksum(json.loads(text)), **json.loads(text)}
     storage = storage_folder(folder)
@@ -94,11 +91,8 @@ def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of a checkpoint. Readers verify shards
     (:class:`raymm.actors.optimizer.stored_tensors.StoredTensors`), as does
-    :func:`verify_checkpoint`.
-
-    Raises:
-        CheckpointError: the manifest is missing, of another format, or not as written.
-    """
+    :func:`verify_checkpoint`. Raise a ``CheckpointError`` if the manifest is missing, of another
+    format, or not as written."""
     storage = storage_folder(folder)
     path = storage / MANIFEST
     try:
@@ -137,10 +131,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 def verify_checkpoint(folder: str | os.PathLike[str], manifest: Manifest) -> None:
     """Compare every byte of a checkpoint's shards with their checksums, several files at a time.
-
-    Raises:
-        CheckpointError: files are missing or differ. Names them.
-    """
+    Raise a ``CheckpointError`` if files are missing or differ. Names them."""
     verify_shards(storage_folder(folder), manifest.shards, manifest.index)
 
 

@@ -65,15 +65,13 @@ class ModelFolder:
         self, module: PreTrainedModel, folder: Path, inputs: Mapping[str, Any] | None,
         shard_size: str = "50GB",
     ) -> None:
-        """Write a model, and compare it with what ``from_pretrained`` reads.
+        """Write a model, and compare it with what ``from_pretrained`` reads. Raise a
+        ``CheckpointError`` if the folder read back has other keys, values or outputs.
 
         Args:
             module: on the CPU with weights in fp32; not modified.
             inputs: arguments of the forward whose outputs are compared. If None, inputs for its
                 class are tried; if it takes none of them, only tensors are compared.
-
-        Raises:
-            CheckpointError: the folder read back has other keys, values or outputs.
         """
         module = _of_its_class(module)
         if inputs is None:

@@ -32,15 +32,13 @@ _OWN = "raymm"
 
 
 def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -> dict[str, Any]:
-    """Return a description of user code, plain JSON, that differs when the code differs.
+    """Return a description of user code, plain JSON, that differs when the code differs. Raise a
+    ``ModelError`` if the code imports modules by name, has no source file, or holds values that
+    cannot be hashed.
 
     Args:
         code_version: text that the user changes with the code; with it, nothing is refused.
         strict: refuse code whose changes would not be noticed.
-
-    Raises:
-        ModelError: the code imports modules by name, has no source file, or holds values that
-            cannot be hashed.
     """
     values = ValueDigest(strict=True)
     for root in roots:

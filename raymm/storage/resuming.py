@@ -98,16 +98,14 @@ def have_same_rows(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def compare(
     folder: Path | str, manifest: Manifest, run: Mapping[str, Any], allowed: Sequence[str] = ()
 ) -> list[str]:
-    """Compare a run with the checkpoint that it resumes from.
+    """Compare a run with the checkpoint that it resumes from. Raise a ``CheckpointError`` if fields
+    have changed that must not. Names all of them.
 
     Args:
         allowed: names of fields that may have changed (``run.allow_changes``).
 
     Returns:
         A line for each accepted change.
-
-    Raises:
-        CheckpointError: fields have changed that must not. Names all of them.
     """
     if not manifest.run:
         raise CheckpointError(
@@ -148,8 +146,7 @@ def _refusal(folder: Path | str, refused: Mapping[str, str]) -> str:
         cure += "; `raymm export` with the old settings writes the weights to start it from"
     else:
         cure += (
-            ". If the change is intended, resume with run.allow_changes: "
-            f"[{', '.join(refused)}]"
+            f". If the change is intended, resume with run.allow_changes: [{', '.join(refused)}]"
         )
     return "\n".join([
         f"cannot resume from {folder}, which was saved by another run:", *refused.values(), cure,
@@ -202,6 +199,4 @@ def _differences(place: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any
         if was.get("files") != now.get("files"):
             del keys["digest"]  # the differing files are named
     for key in keys:
-        yield from _differences(
-            f"{place}.{key}", was.get(key, _MISSING), now.get(key, _MISSING)
-        )
+        yield from _differences(f"{place}.{key}", was.get(key, _MISSING), now.get(key, _MISSING))

@@ -54,13 +54,11 @@ def describe_run(
     data: DataConfig | Sequence[Any],
     splits: Mapping[str, Dataset],
 ) -> dict[str, Any]:
-    """Return values by field names of the configuration, as plain JSON.
+    """Return values by field names of the configuration, as plain JSON. Raise an ``OSError`` if a
+    file of the data, the tokenizer, a processor or a frozen module cannot be read.
 
     Args:
         splits: datasets ``"train"`` and, if configured, ``"heldout"``.
-
-    Raises:
-        OSError: a file of the data, the tokenizer, a processor or a frozen module cannot be read.
     """
     fields: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
     fields |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
@@ -190,8 +188,7 @@ def describe_module(
 def _adapters(where: str, lora: LoraConfig) -> dict[str, Any]:
     """Describe adapters. Earlier checkpoints lack ``use_rslora``, so only true is a field."""
     return {
-        f"{where}.{key}": value for key, value in vars(lora).items()
-        if key != "use_rslora" or value
+        f"{where}.{key}": value for key, value in vars(lora).items() if key != "use_rslora" or value
     }
 
 

@@ -86,11 +86,8 @@ class RunFolder:
                 self.mirror()
 
     def mirror(self, retry_for_s: float | None = None) -> None:
-        """Upload the files that changed since the last call, each atomically.
-
-        Raises:
-            RunFileError: a file cannot be written.
-        """
+        """Upload the files that changed since the last call, each atomically. Raise a
+        ``RunFileError`` if a file cannot be written."""
         if not self._is_mirrored:
             return
         target = self.storage
@@ -129,11 +126,8 @@ class RunFolder:
 
     def check_seen_by(self, group: RankGroup) -> None:
         """Check that all ranks see and can write to the same folder. A path may lead elsewhere on
-        another node.
-
-        Raises:
-            ConfigError: a rank's node has another folder at the path, or cannot write to it.
-        """
+        another node. Raise a ``ConfigError`` if a rank's node has another folder at the path, or
+        cannot write to it."""
         token = secrets.token_hex(16)
         name = f".seen-{token}{PARTIAL}"
         try:

@@ -73,13 +73,10 @@ def partial_files(folder: StorageFolder) -> list[str]:
 
 def remove_torn(folder: StorageFolder) -> StorageFolder | None:
     """Remove the files that saves wrote to a torn checkpoint, the mark last. Links are removed, but
-    not their targets.
+    not their targets. Raise an ``OSError`` if a file cannot be removed.
 
     Returns:
         The folder's new path if it contains other files and was renamed; else None.
-
-    Raises:
-        OSError: a file cannot be removed.
     """
     if not folder.is_link:
         _unlink(folder, [name for name in folder.names() if SHARD_FILE.fullmatch(name)])
@@ -132,10 +129,7 @@ def _remove_emptied(folder: StorageFolder) -> StorageFolder | None:
 
 def set_aside(folder: StorageFolder) -> StorageFolder:
     """Rename a step's folder so that it does not count as a checkpoint. Return the renamed folder.
-
-    Raises:
-        OSError: the folder cannot be renamed.
-    """
+    Raise an ``OSError`` if the folder cannot be renamed."""
     names = folder.parent.names()
     number, new_name = 1, f"set-aside-{folder.name}"
     while new_name in names:
@@ -145,11 +139,8 @@ def set_aside(folder: StorageFolder) -> StorageFolder:
 
 
 def verified_manifest(folder: StorageFolder) -> Manifest:
-    """Return the manifest of a checkpoint after verifying every byte.
-
-    Raises:
-        CheckpointError: the checkpoint is not intact. Names file and cause.
-    """
+    """Return the manifest of a checkpoint after verifying every byte. Raise a ``CheckpointError``
+    if the checkpoint is not intact. Names file and cause."""
     manifest = read_manifest(folder.place)
     if folder.name != folder_name(manifest.step):
         raise CheckpointError(

@@ -71,12 +71,9 @@ class Conversation:
         return any(self.learned[i] for run in self.runs for i in run)
 
     def labels(self, ids: Sequence[int]) -> list[int]:
-        """Return the labels of the processor's tokens ``ids``; tokens of items have none.
-
-        Raises:
-            SampleError: the tokens between the items differ from those of the text, or fit in
-                several places.
-        """
+        """Return the labels of the processor's tokens ``ids``; tokens of items have none. Raise a
+        ``SampleError`` if the tokens between the items differ from those of the text, or fit in
+        several places."""
         labels = [IGNORE_INDEX] * len(ids)
         runs = [run for run in map(self._compared, self.runs) if run]
         forward, backward = self._places(ids, runs, 1), self._places(ids, runs, -1)
@@ -139,13 +136,11 @@ class Conversation:
 def conversation(
     processor: ModelProcessor, sample: Sample, chat: RenderedChat, media: Media
 ) -> Conversation:
-    """Combine a rendered sample with its items.
+    """Combine a rendered sample with its items. Raise a ``SampleError`` if the numbers of markers
+    and items differ.
 
     Args:
         media: decoded items, in the order of their markers.
-
-    Raises:
-        SampleError: the numbers of markers and items differ.
     """
     for kind, items in media.items():
         if items and not processor.markers.get(kind):

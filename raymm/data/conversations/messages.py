@@ -25,11 +25,8 @@ def template_messages(
     placeholders; a backslash before the mark makes it literal text. Items of a kind without any
     placeholder come at the start of the first user message, as in TRL. Strings stay strings if the
     template accepts strings for the role, and lists stay lists if it accepts lists. ``item_tokens``
-    has, by kind, the token that represents an item in a text.
-
-    Raises:
-        SampleError: the numbers of placeholders and items differ, or the template accepts no media.
-    """
+    has, by kind, the token that represents an item in a text. Raise a ``SampleError`` if the
+    numbers of placeholders and items differ, or the template accepts no media."""
     types = part_types(modalities)
     check_parts(sample, types)
     marks = {m.placeholder or f"<{kind}>": kind for kind, m in modalities.items()}

@@ -33,7 +33,8 @@ def learned_spans(
     render: Render, messages: Sequence[Message], text: str, offsets: Sequence[tuple[int, int]],
     headers: tuple[str, str], special: re.Pattern[str],
 ) -> list[tuple[int, int]]:
-    """Return the first and end character of each message of the assistant, in order.
+    """Return the first and end character of each message of the assistant, in order. Raise a
+    ``SampleError`` if a turn cannot be located.
 
     Args:
         render: renders messages; with ``prompt=True``, adds a generation prompt.
@@ -42,9 +43,6 @@ def learned_spans(
         headers: the generation prompt alone, with the variables of the sample and without
             variables.
         special: matches one special token or one white space character.
-
-    Raises:
-        SampleError: a turn cannot be located.
     """
     finder = _Finder(render, messages, text, offsets, headers, special)
     spans: list[tuple[int, int]] = []
@@ -114,9 +112,7 @@ class _Finder:
             raise SampleError(f"the chat template does not write messages[{number - 1}]")
         start = self._after_header(text_end, prompt[prompt_end:], content)
         if start is None:
-            raise SampleError(
-                f"the text before messages[{number}] differs from the prompt for it"
-            )
+            raise SampleError(f"the text before messages[{number}] differs from the prompt for it")
         return start
 
     def _after_header(self, place: int, header: str, content: int | None) -> int | None:

@@ -233,9 +233,7 @@ class ChatTemplate:
     ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Return the token ids of a text, and the character range of each token. ``special`` lets
         the tokenizer add its beginning and end of text."""
-        encoded = self.tokenizer(
-            text, return_offsets_mapping=True, add_special_tokens=special
-        )
+        encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=special)
         return tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"]))
 
     def chat(
@@ -247,16 +245,14 @@ class ChatTemplate:
         ``{% generation %}`` blocks of the template are learned. Without such blocks, each message
         of the assistant is learned, from the end of the generation prompt to the end of the text
         that the template writes for the message. Messages with ``loss: False`` are not learned.
+        Raise a ``SampleError`` if the template fails, prints Python data, leaves out tools, tool
+        calls or keys of messages, or rewrites the conversation so that turns cannot be located.
 
         Args:
             sample: provides tools and template variables, and is named in errors.
             messages: messages of the sample, with contents that the template accepts.
             special: returns True if the tokenizer adds its special tokens to a text; by default
                 never, as in ``apply_chat_template``.
-
-        Raises:
-            SampleError: the template fails, prints Python data, leaves out tools, tool calls or
-                keys of messages, or rewrites the conversation so that turns cannot be located.
         """
         options = self.options(sample)
         messages, text, blocks = self._accepted_form(sample, messages, options)

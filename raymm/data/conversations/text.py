@@ -31,14 +31,11 @@ from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
-    """Return the tokenizer of a local folder or hub id.
+    """Return the tokenizer of a local folder or hub id. Raise a ``DataError`` if the folder does
+    not exist, contains no tokenizer, or requires Python code that is not trusted.
 
     Args:
         trust_remote_code: run Python files of the folder, if it names any.
-
-    Raises:
-        DataError: the folder does not exist, contains no tokenizer, or requires Python code that is
-            not trusted.
     """
     folder = processor_folder(folder, "data.tokenizer")
     from transformers import AutoTokenizer  # seconds to import; the driver may not need it
@@ -261,11 +258,8 @@ def text_chat(
     """Tokenize a sample that has ``text``.
 
     If the text has a prompt, the end-of-text token is appended, so that the model learns to stop.
-    ``special`` returns True if the tokenizer adds its special tokens to a text.
-
-    Raises:
-        SampleError: the tokenizer fails, or a token spans the end of the prompt.
-    """
+    ``special`` returns True if the tokenizer adds its special tokens to a text. Raise a
+    ``SampleError`` if the tokenizer fails, or a token spans the end of the prompt."""
     text, prompt = sample.text or "", sample.prompt_characters
     end = tokenizer.eos_token
     if prompt and end and not text.endswith(end):

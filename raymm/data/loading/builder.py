@@ -34,12 +34,7 @@ from raymm.data.samples.collate import (
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.headers import VIDEO, check_media, pillow_limit
 from raymm.data.samples.media import Media, media_name
-from raymm.data.samples.processors import (
-    Processor,
-    load_processor,
-    processor_input,
-    read_video,
-)
+from raymm.data.samples.processors import Processor, load_processor, processor_input, read_video
 from raymm.data.samples.sample import Sample
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.video.container import decoder
@@ -226,25 +221,20 @@ class StepBuilder:
             raise none_usable(skipped)
         truncated = [sum(sample.truncated for sample in group) for group in groups]
         groups = [[row for sample in group for row in sample.rows] for group in groups]
-        microbatches = [
-            collate(group, self.pad_id, self.config.columns, stack) for group in groups
-        ]
+        microbatches = [collate(group, self.pad_id, self.config.columns, stack) for group in groups]
         # The samples of the step are the seed, so the result is the same on every worker and after
         # a resume.
         seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
         pairs = self.config.preferences is True
         for name in shuffled:
-            microbatches = [
-                shuffle_modality(mb, name, generator, 1 + pairs) for mb in microbatches
-            ]
+            microbatches = [shuffle_modality(mb, name, generator, 1 + pairs) for mb in microbatches]
         # The id changes too, because a row with items of another sample is a different row.
         suffix = "".join(f" with other {name}" for name in shuffled)
         meta = [
             replace(
                 describe(
-                    microbatch, [sample.id + suffix for sample in group],
-                    self.text.placeholder_ids,
+                    microbatch, [sample.id + suffix for sample in group], self.text.placeholder_ids
                 ),
                 feature_keys=_keys_of(group, shuffled), truncated=cut,
             )
@@ -292,11 +282,8 @@ class StepBuilder:
         return samples, skipped
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Return the token ids, labels and item tensors of a sample.
-
-        Raises:
-            SampleError: names the sample, the column and, for a media file, its path.
-        """
+        """Return the token ids, labels and item tensors of a sample. Raise a ``SampleError`` that
+        names the sample, the column and, for a media file, its path."""
         self._check_answers(sample)
         if sample.preference is None:
             texts = [self.text.encode(sample)]
@@ -344,9 +331,7 @@ class StepBuilder:
             items = sample.media.get(name, ()) if name else ()
             path = media_name(items[0]) if len(items) == 1 else None
             column = sample.columns.get(name, self.config.columns.get(name)) if name else None
-            raise SampleError(
-                str(error), column, path, sample.id, sample.place or None
-            ) from error
+            raise SampleError(str(error), column, path, sample.id, sample.place or None) from error
 
     def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
         """Return the tensors of an item, after checking its limits."""
@@ -356,9 +341,7 @@ class StepBuilder:
 
         return self._decoded(name, sample, item, tensors)
 
-    def _decoded(
-        self, name: str, sample: Sample, item: Media, make: Callable[[Any], T]
-    ) -> T:
+    def _decoded(self, name: str, sample: Sample, item: Media, make: Callable[[Any], T]) -> T:
         """Check the limits of an item, decode it and return the result of ``make``."""
         modality = self.config.modalities[name]
         frames = item if isinstance(item, tuple) else (item,)
@@ -367,11 +350,7 @@ class StepBuilder:
             headers = [
                 check_media(frame, self.config.limits, sampling is not None) for frame in frames
             ]
-            if (
-                sampling is not None
-                and not isinstance(item, tuple)
-                and headers[0].kind == VIDEO
-            ):
+            if sampling is not None and not isinstance(item, tuple) and headers[0].kind == VIDEO:
                 return make(read_video(item, sampling, self.config.limits))
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
@@ -388,9 +367,7 @@ class StepBuilder:
         ) from cause
 
 
-def _keys_of(
-    group: Sequence[EncodedSample], shuffled: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
+def _keys_of(group: Sequence[EncodedSample], shuffled: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the cache keys of the items of a microbatch in order, without shuffled modalities."""
     names = dict.fromkeys(name for sample in group for name in sample.keys)
     return {

@@ -15,14 +15,11 @@ from raymm.model.batch_rules import IDS, INDEX, text_inputs
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Split a batch by rows into ``count`` microbatches of equal size.
+    """Split a batch by rows into ``count`` microbatches of equal size. Raise a ``DataError`` if
+    rows are not divisible by ``count``, or a tensor does not have the items in dimension 0.
 
     Args:
         batch: complete batch (:func:`raymm.model.batch_rules.complete_microbatch`).
-
-    Raises:
-        DataError: rows are not divisible by ``count``, or a tensor does not have the items in
-            dimension 0.
     """
     rows = len(batch[IDS])
     if rows % count:
@@ -89,5 +86,3 @@ def describe_microbatches(
         stored = {name: StoredTensors(microbatch[name]) for name in encoders if name in microbatch}
         stored_inputs.append({**stored, "text": text_inputs(microbatch)})
     return stored_inputs, meta
-
-

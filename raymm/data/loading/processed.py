@@ -19,13 +19,7 @@ from raymm.data.conversations.messages import template_messages
 from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
 from raymm.data.conversations.template import RenderedChat
 from raymm.data.conversations.text import check_characters, roles_without_labels, text_chat
-from raymm.data.loading.builder import (
-    BuiltStep,
-    SampleCheck,
-    Skipped,
-    StepBuilder,
-    none_usable,
-)
+from raymm.data.loading.builder import BuiltStep, SampleCheck, Skipped, StepBuilder, none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.item_check import ItemCheck, clip_of_images
 from raymm.data.loading.tower_lookup import TowerLookup

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from raymm.data.readers import (
-    Dataset,
-    Mixture,
-    Reader,
-    ReaderOptions,
-    Repeated,
-    open_source,
-)
+from raymm.data.readers import Dataset, Mixture, Reader, ReaderOptions, Repeated, open_source
 from raymm.data.samples.config import DataConfig, SourceConfig
 from raymm.data.samples.placeholders import part_types
 from raymm.data.samples.rows import TEXT_ROLES

@@ -47,11 +47,8 @@ def format_of(path: str | Path) -> str:
     """Return the format of a file, folder or glob by suffix; for a folder, by the files in it.
 
     In a folder of Parquet files or tar shards, ``.json`` files with one JSON object describe the
-    data and are ignored. JSON lines and arrays next to other data are ambiguous.
-
-    Raises:
-        DataError: the path does not exist, or contains files of several formats.
-    """
+    data and are ignored. JSON lines and arrays next to other data are ambiguous. Raise a
+    ``DataError`` if the path does not exist, or contains files of several formats."""
     if str(path).startswith(HUB):
         return "hub"
     location = located(path)
@@ -122,15 +119,12 @@ def open_source(
     path: str | Path, format: str | None = None, options: ReaderOptions | None = None,
     progress: Progress | None = None,
 ) -> Reader:
-    """Open a source.
+    """Open a source. Raise a ``DataError`` if the format is unknown, or the source cannot be read.
 
     Args:
         path: file, folder or glob, or its URL.
         format: a key of ``FORMATS``; by ``format_of`` if None.
         progress: called about once per second while the source is read.
-
-    Raises:
-        DataError: the format is unknown, or the source cannot be read.
     """
     if format is not None and format not in FORMATS:
         raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")

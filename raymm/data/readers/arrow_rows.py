@@ -61,9 +61,7 @@ def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPl
     configured = set(options.text_columns.values())
     texts = {name for name in present if name not in media or name in configured}
     names = list(FORMS) if options.row_form is None else [options.row_form]
-    forms = [
-        form for form in names if all(column(role) in texts for role in FORMS[form].required)
-    ]
+    forms = [form for form in names if all(column(role) in texts for role in FORMS[form].required)]
     if not forms:
         raise DataError(
             f"{where} needs columns {accepted_columns(column, names)}; its columns are "
@@ -135,16 +133,14 @@ def without_nulls(value: Any) -> Any:
 
 def count_column(values, column: str, frames: bool) -> np.ndarray:
     """Count the items in each row of a media column, (rows,) int32. See
-    ``raymm.data.samples.row_media.items_of`` for accepted values.
+    ``raymm.data.samples.row_media.items_of`` for accepted values. Raise a ``DataError`` if the type
+    cannot contain media.
 
     Args:
         values: pyarrow array of strings, binaries, structs, or lists of them. Only lengths and
             nulls are read, so structs may lack ``bytes``.
         column: name of the column, for errors.
         frames: True if a list is one item and a list of lists is several.
-
-    Raises:
-        DataError: the type cannot contain media.
     """
     import pyarrow as pa
     from pyarrow import compute

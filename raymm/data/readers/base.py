@@ -142,9 +142,7 @@ class Reader(ABC):
             if isinstance(error, DataError) and not isinstance(error, SampleError):
                 raise
             # Links of files are only checked here, so they are errors of the sample.
-            if isinstance(error, SampleError) and (
-                error.outside or not self.checked_when_opened
-            ):
+            if isinstance(error, SampleError) and (error.outside or not self.checked_when_opened):
                 raise self._sample_error(sample_id, location, error) from None
             from raymm.actors.faults.failure_kind import failure_kind  # imports torch
 

@@ -61,9 +61,7 @@ class DatasetsFolder(Reader):
     def _build(self, rows: Any, plan: ColumnPlan, report: ProgressReport) -> RowIndex:
         index = RowIndex(self.options)
         folders = self._media_folders(0)
-        counts = {
-            modality: self._count(rows, column) for column, modality in plan.media.items()
-        }
+        counts = {modality: self._count(rows, column) for column, modality in plan.media.items()}
         if self.options.survey:
             index.survey.add_media(counts, plan.frames, str(self.path))
         if not plan.scan:

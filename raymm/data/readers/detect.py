@@ -90,16 +90,14 @@ def detect(
     path: str | Path, format: str | None = None, options: ReaderOptions | None = None,
     progress: Progress | None = None,
 ) -> Detected:
-    """Read all rows of a source once and describe them.
+    """Read all rows of a source once and describe them. Raise a ``DataError`` if the file does not
+    exist, or a row is unusable; names its line.
 
     Args:
         path: file, folder, glob, URL or ``hf://datasets/ORG/NAME``.
         format: a format of ``SourceConfig``; determined from the name if None.
         options: ``text_columns``, ``media_folders`` and similar; its ``columns`` are ignored.
         progress: called about once per second.
-
-    Raises:
-        DataError: the file does not exist, or a row is unusable; names its line.
     """
     format = format or format_of(path)
     options = replace(options or ReaderOptions(), columns={}, parts=_PARTS, survey=True)

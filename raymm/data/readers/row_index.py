@@ -146,8 +146,7 @@ class RowIndex:
         return self._rows
 
     def add(
-        self, row: Any, place: str, folders: MediaFolders,
-        counted: Mapping[str, int] | None = None,
+        self, row: Any, place: str, folders: MediaFolders, counted: Mapping[str, int] | None = None
     ) -> None:
         """Parse the next row and count its items; raise a ``DataError`` for an unusable row, unless
         such rows are kept.

@@ -9,13 +9,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from raymm.actors.storage.bucket import connect, tried
-from raymm.data.remote.store import (
-    OPEN_RETRY_FOR_S,
-    READ_RETRY_FOR_S,
-    FileVersion,
-    Store,
-    changed,
-)
+from raymm.data.remote.store import OPEN_RETRY_FOR_S, READ_RETRY_FOR_S, FileVersion, Store, changed
 from raymm.data.remote.urls import DataUrl
 from raymm.errors import DataError
 

@@ -65,9 +65,7 @@ class RemoteFile(io.RawIOBase):
                     self._url, start, size - len(data), self._version
                 )
             except FileNotFoundError:
-                self._failure = DataError(
-                    f"{self._url} was removed while the run was reading it"
-                )
+                self._failure = DataError(f"{self._url} was removed while the run was reading it")
                 raise self._failure from None
             except DataError as error:
                 self._failure = error

@@ -118,11 +118,8 @@ def _expression(parts: list[str]) -> re.Pattern[str]:
 
 
 def located(path: str | Path | RemotePath) -> DataPath:
-    """Return the location of a path or URL, with symbolic links resolved.
-
-    Raises:
-        ValueError: the URL is not accepted.
-    """
+    """Return the location of a path or URL, with symbolic links resolved. Raise a ``ValueError`` if
+    the URL is not accepted."""
     if isinstance(path, RemotePath):
         return path
     text = str(path)

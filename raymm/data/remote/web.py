@@ -11,13 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urljoin
 
 from raymm.actors.storage.bucket import CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S, tried
-from raymm.data.remote.store import (
-    OPEN_RETRY_FOR_S,
-    READ_RETRY_FOR_S,
-    FileVersion,
-    Store,
-    changed,
-)
+from raymm.data.remote.store import OPEN_RETRY_FOR_S, READ_RETRY_FOR_S, FileVersion, Store, changed
 from raymm.data.remote.urls import DataUrl
 from raymm.errors import DataError
 

@@ -97,7 +97,8 @@ def collate(
     columns: Mapping[str, str] | None = None,
     stack: Stack = torch.stack,
 ) -> Microbatch:
-    """Collate at least one sample into a microbatch, padded on the right.
+    """Collate at least one sample into a microbatch, padded on the right. Raise a ``DataError`` if
+    items of a modality differ in tensor names, shapes or dtypes.
 
     Args:
         samples: in the order of the rows.
@@ -107,9 +108,6 @@ def collate(
     Returns:
         {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality with items,
         {encoder argument: (items, ...), "sample_index": (items,) int64}.
-
-    Raises:
-        DataError: items of a modality differ in tensor names, shapes or dtypes.
     """
     B, T = len(samples), max(len(sample.input_ids) for sample in samples)
     microbatch: Microbatch = {
@@ -165,8 +163,7 @@ def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
 
 
 def describe(
-    microbatch: Microbatch, sample_ids: Sequence[str],
-    placeholders: Mapping[str, int] | None = None,
+    microbatch: Microbatch, sample_ids: Sequence[str], placeholders: Mapping[str, int] | None = None
 ) -> MicrobatchMeta:
     """Return the ``MicrobatchMeta`` of a microbatch from :func:`collate`.
 

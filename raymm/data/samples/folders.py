@@ -39,11 +39,7 @@ class MediaFolders:
     def path(self, name: str, column: str) -> str:
         """Return the path or URL of a file that a row names (a relative or absolute path, or a
         URL), after resolving links of folders. Links of files are checked by :meth:`check`, which
-        costs a system call.
-
-        Raises:
-            SampleError: the file is in none of the folders.
-        """
+        costs a system call. Raise a ``SampleError`` if the file is in none of the folders."""
         if is_url(name):
             return self._allowed_url(name, column)
         if isinstance(self.own, RemotePath) and not os.path.isabs(name):

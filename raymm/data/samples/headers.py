@@ -171,9 +171,7 @@ def _sound(file: BinaryIO) -> Header:
 
     with soundfile.SoundFile(file) as sound:
         check_whole(sound)
-        return Header(
-            AUDIO, frames=sound.frames, rate=sound.samplerate, channels=sound.channels
-        )
+        return Header(AUDIO, frames=sound.frames, rate=sound.samplerate, channels=sound.channels)
 
 
 def check_whole(sound: Any) -> None:

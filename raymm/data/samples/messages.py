@@ -25,7 +25,8 @@ _FLAGS = ("loss", "weight", "train")
 
 
 def read_messages(value: object, column: str, rename: bool) -> list[dict]:
-    """Return messages with ``role`` and ``content``, without null values.
+    """Return messages with ``role`` and ``content``, without null values. Raise a ``SampleError``
+    if the value has another form.
 
     Args:
         value: a list of messages, a list in a JSON string, or a dict of lists as stored by
@@ -34,9 +35,6 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
         column: for errors.
         rename: also rename the roles of messages with ``role`` and ``content``, such as ``human``.
             Roles in ``from`` are always renamed.
-
-    Raises:
-        SampleError: the value has another form.
     """
     if isinstance(value, str):
         try:

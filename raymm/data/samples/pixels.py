@@ -19,14 +19,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
     The EXIF orientation is applied, transparent pixels become white, and the first frame or page is
     used. Grey of 10 to 16 bits is scaled by the white level of its format; Pillow would clip it at
-    255. Colours of 16 bits lose the lower 8 bits.
+    255. Colours of 16 bits lose the lower 8 bits. Raise a ``ValueError`` for 32-bit integers,
+    signed integers or floats, whose white level is unknown, and for a transparent 16-bit colour.
 
     Args:
         image: just opened, not decoded yet.
-
-    Raises:
-        ValueError: 32-bit integers, signed integers or floats, whose white level is unknown; a
-            transparent 16-bit colour.
     """
     from PIL import ImageOps
 

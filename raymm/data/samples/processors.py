@@ -56,7 +56,8 @@ def read_video(
 def load_processor(
     name: str, field: str = "processor", trust_remote_code: bool = False
 ) -> Processor:
-    """Load the function of ``ModalityDataConfig.processor``.
+    """Load the function of ``ModalityDataConfig.processor``. Raise a ``DataError`` if the function
+    cannot be imported, or the folder has no processor.
 
     Args:
         name: ``"pkg.mod:fn"``, or the folder or hub id of a Hugging Face image processor, feature
@@ -69,9 +70,6 @@ def load_processor(
     Returns:
         The function. For a folder, it raises a SampleError for a sound that the extractor would
         truncate.
-
-    Raises:
-        DataError: the function cannot be imported, or the folder has no processor.
     """
     try:
         folder = Path(local_folder(name, weights=False))
@@ -96,13 +94,9 @@ def load_processor(
 
 def read_image(path: File):
     """Read an RGB ``PIL.Image`` from a path or binary file, converted by
-    :func:`raymm.data.samples.pixels.to_rgb`.
-
-    Raises:
-        ValueError: more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (set to
-            ``data.max_image_pixels`` while a step is built), PostScript, or an unsupported pixel
-            format.
-    """
+    :func:`raymm.data.samples.pixels.to_rgb`. Raise a ``ValueError`` for more pixels than
+    ``PIL.Image.MAX_IMAGE_PIXELS`` (set to ``data.max_image_pixels`` while a step is built),
+    PostScript, or an unsupported pixel format."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -116,11 +110,8 @@ def read_image(path: File):
 
 def read_audio(path: File, rate: int) -> np.ndarray:
     """Read mono sound from a sound or video file: (samples,) float32 at ``rate`` Hz. Integers are
-    scaled to [-1, 1); floats are unchanged.
-
-    Raises:
-        ValueError: there is no sound, less than the header announces, or a sample is not finite.
-    """
+    scaled to [-1, 1); floats are unchanged. Raise a ``ValueError`` if there is no sound, or less
+    than the header announces, or if a sample is not finite."""
     from scipy.signal import resample_poly
 
     source_rate, sound = _sound(path)
@@ -160,9 +151,7 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     kinds = _kinds_in(folder, field)
-    options: dict[str, Any] = {
-        "local_files_only": True, "trust_remote_code": trust_remote_code
-    }
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         with explained_imports(f"{field}: the processor of {str(folder)!r}"):
             images: Any = IMAGE in kinds and AutoImageProcessor.from_pretrained(folder, **options)

@@ -99,13 +99,11 @@ class RowForm(NamedTuple):
 
 def find_form(values: RoleValues, name: str | None, present: list[str]) -> str:
     """Return the name of the form of a row: the first of :data:`FORMS` whose columns the row has.
+    Raise a ``SampleError`` if the row lacks columns of the configured form, or fits no form.
 
     Args:
         name: form from the configuration, or None.
         present: columns of the row, for the error.
-
-    Raises:
-        SampleError: the row lacks columns of the configured form, or fits no form.
     """
     if name is not None:
         missing = [values.column(role) for role in FORMS[name].required if role not in values]
@@ -214,9 +212,7 @@ def _common_prompt(values: RoleValues) -> RowText:
     return _split_prompt(chosen, rejected, values.column(CHOSEN), values.column(REJECTED))
 
 
-def _split_prompt(
-    chosen: list[dict], rejected: list[dict], column: str, other: str
-) -> RowText:
+def _split_prompt(chosen: list[dict], rejected: list[dict], column: str, other: str) -> RowText:
     """Use the common first messages of both conversations as the prompt."""
     count = 0
     while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
@@ -229,9 +225,7 @@ def _split_prompt(
     return _pair(chosen[:count], chosen[count:], rejected[count:], column)
 
 
-def _pair(
-    prompt: list[dict], chosen: list[dict], rejected: list[dict], column: str
-) -> RowText:
+def _pair(prompt: list[dict], chosen: list[dict], rejected: list[dict], column: str) -> RowText:
     if not prompt or not chosen or not rejected:
         raise SampleError(f"{column!r} has no prompt, or no answer to it", column)
     preference = Preference(prompt, chosen, rejected)

@@ -55,7 +55,8 @@ class MediaRules:
 def items_of(
     value: object, column: str, rules: MediaRules, frames: bool = False
 ) -> tuple[Media, ...]:
-    """Return the items of a media column.
+    """Return the items of a media column. Raise a ``SampleError`` for another value, an item above
+    a limit, or a path outside the folders.
 
     Args:
         value: a path, bytes, base64 of a known format, a ``data:`` URI, {"path", "bytes", "url"} as
@@ -64,9 +65,6 @@ def items_of(
         column: for errors.
         frames: True if every item is made of frames: a list is one item, a list of lists is
             several.
-
-    Raises:
-        SampleError: another value, an item above a limit, or a path outside the folders.
     """
     if value is None or (isinstance(value, str | list | tuple) and not value):
         return ()
@@ -175,9 +173,7 @@ class PartMedia:
         if len(sources) == 1 and value is None:
             (value,) = sources.values()
         if value is None:
-            raise SampleError(
-                f"{where} has {sorted(names)}; accepted: one of them", self._column
-            )
+            raise SampleError(f"{where} has {sorted(names)}; accepted: one of them", self._column)
         if isinstance(value, dict):
             settings = set(value) - {*_ITEM_KEYS, "data", "format"}
             self.unused |= {key for key in settings if value[key] is not None}

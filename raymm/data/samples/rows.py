@@ -25,7 +25,6 @@ from raymm.errors import SampleError
 __all__ = ["ID", "TEXT", "TEXT_ROLES", "LEARNED_ROLE", "ParsedRow", "RowRules", "parse_row"]
 
 
-
 @dataclass(frozen=True)
 class RowRules:
     """Rules for parsing the rows of a source.
@@ -81,15 +80,13 @@ class ParsedRow:
 
 
 def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = "") -> ParsedRow:
-    """Parse a row.
+    """Parse a row. Raise a ``SampleError`` if the row is unusable, or names a path outside the
+    folders.
 
     Args:
         row: column -> value.
         folders: folders in which the row may name files.
         place: location of the row, part of the name of items without a path.
-
-    Raises:
-        SampleError: the row is unusable, or names a path outside the folders.
     """
     if not isinstance(row, dict):
         raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")

@@ -89,7 +89,6 @@ class SourceConfig(Section):
                 raise ValueError(f"{role!r} needs the name of a column, got null")
         return columns
 
-
     @model_validator(mode="after")
     def _names_a_split(self):
         if not re.fullmatch(r"[\w.-]+", self.split):

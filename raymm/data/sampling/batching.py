@@ -79,9 +79,7 @@ def training_sampler(
             options["budgets"] = (budgets // common).tolist()
         sizes = coarse
         kind = GroupSampler if batching.rebalance is None else RebalancedSampler
-        sampler = kind(
-            sizes, config.microbatches, samples, batching.method, config.seed, **options
-        )
+        sampler = kind(sizes, config.microbatches, samples, batching.method, config.seed, **options)
         sampler.open()  # plans an epoch, so that errors appear at startup
     except PlanError as error:
         raise DataError(f"data.batching: {error}") from error

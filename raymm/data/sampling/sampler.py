@@ -63,11 +63,8 @@ class EpochSampler:
             yield indices, {"epoch": epoch + is_last, "position": 0 if is_last else position}
 
     def check(self, state: State | None) -> tuple[int, int]:
-        """Return (epoch, position) of a state; None is the beginning.
-
-        Raises:
-            DataError: the state does not fit this dataset.
-        """
+        """Return (epoch, position) of a state; None is the beginning. Raise a ``DataError`` if the
+        state does not fit this dataset."""
         state = START if state is None else state
         if "step" in state:
             raise DataError(

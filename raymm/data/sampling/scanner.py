@@ -134,8 +134,7 @@ class HeaderSizes:
             frames = item if isinstance(item, tuple) else (item,)
             try:
                 headers = [
-                    check_media(frame, self.config.limits, sampling is not None)
-                    for frame in frames
+                    check_media(frame, self.config.limits, sampling is not None) for frame in frames
                 ]
             except SampleError as error:
                 column = sample.columns[name]
@@ -184,8 +183,7 @@ def _in_this_process(dataset, config, ranges, _workers, measure) -> Iterator[_Pa
 def _in_workers(dataset, config, ranges, workers, measure) -> Iterator[_Part]:
     # Spawn, not fork: this process may have threads (Ray, torch), and a fork would copy held locks.
     pool = ProcessPoolExecutor(
-        min(workers, len(ranges)), get_context("spawn"), _start_worker,
-        (dataset, config, measure),
+        min(workers, len(ranges)), get_context("spawn"), _start_worker, (dataset, config, measure)
     )
     try:
         yield from pool.map(_scan_range, ranges)

@@ -84,11 +84,8 @@ class WeightedSampler:
             yield [indices[position] for position in order], after
 
     def check(self, state: State | None) -> tuple[int, list[int]]:
-        """Return (step, samples taken from each source) of a state; None is the beginning.
-
-        Raises:
-            DataError: the state comes from another sampler.
-        """
+        """Return (step, samples taken from each source) of a state; None is the beginning. Raise a
+        ``DataError`` if the state comes from another sampler."""
         if state is None:
             return 0, [0] * len(self.names)
         is_valid = (

@@ -85,15 +85,12 @@ class Clip:
 
     @classmethod
     def from_frames(cls, frames: Sequence[np.ndarray], times: Sequence[float]) -> Clip:
-        """Return a clip of frames with known times.
+        """Return a clip of frames with known times. Raise a ``SampleError`` if the numbers of
+        frames and times differ, times do not ascend, or frames differ in size.
 
         Args:
             frames: (H, W, 3) uint8, all of one size.
             times: time of each frame in seconds, ascending.
-
-        Raises:
-            SampleError: the numbers of frames and times differ, times do not ascend, or frames
-                differ in size.
         """
         shown = np.asarray(times, np.float64)
         if len(shown) != len(frames):
@@ -129,12 +126,9 @@ class Clip:
 
 
 def read_clip(file: BinaryIO, sampling: FrameSampling, limits: FrameLimits) -> Clip:
-    """Decode the selected frames of a file that is seekable and at its beginning.
-
-    Raises:
-        SampleError: the file is not a video, exceeds a limit, ends before its announced duration,
-            or cannot be decoded.
-    """
+    """Decode the selected frames of a file that is seekable and at its beginning. Raise a
+    ``SampleError`` if the file is not a video, exceeds a limit, ends before its announced duration,
+    or cannot be decoded."""
     with opened(file, limits.max_pixels) as container:
         header = header_of(container)
         check_pictures(header, limits.max_pixels, limits.max_seconds, limits.max_frames)

@@ -18,12 +18,8 @@ _SHORT_S = 0.5
 
 def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
     """Decode the sound track of a file whose header has been checked against the limits; return
-    (Hz, (samples, channels) float32).
-
-    Raises:
-        SampleError: the file has no sound track, ends before its announced duration, or cannot be
-            decoded.
-    """
+    (Hz, (samples, channels) float32). Raise a ``SampleError`` if the file has no sound track, ends
+    before its announced duration, or cannot be decoded."""
     import av
 
     with opened(file, _PIXELS) as container:
