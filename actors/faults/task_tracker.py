@@ -77,13 +77,10 @@ class TaskTracker:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """Record a task for the length of the block. Instructions may be entered within it.
-
-        Raises:
-            ChannelError: a communication operation failed; names the instruction.
-            RuntimeError: user code called ``sys.exit``, which Ray would treat as the end of the
-                process.
-        """
+        """Record a task for the length of the block. Instructions may be entered within it. Raise a
+        ``ChannelError`` if a communication operation failed; names the instruction. Raise a
+        ``RuntimeError`` if user code called ``sys.exit``, which Ray would treat as the end of the
+        process."""
         self._thread, self._gave_up = threading.get_ident(), ""
         self.enter(task)
         try:

@@ -102,12 +102,9 @@ def arguments_of(
     own: Range,
     seeds: SampleSeeds | None = None,
 ) -> dict[str, Any]:
-    """Return a module's keyword arguments; parameters are those of :func:`call`.
-
-    Raises:
-        ModelError: the module reads a missing output.
-        InputError: the noise has the shape of an argument that is not a tensor.
-    """
+    """Return a module's keyword arguments; parameters are those of :func:`call`. Raise a
+    ``ModelError`` if the module reads a missing output, and an ``InputError`` if the noise has the
+    shape of an argument that is not a tensor."""
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
     for use in spec.inputs:
         tensors = (every if use.every else inputs)[use.producer]

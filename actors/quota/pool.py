@@ -87,11 +87,8 @@ class StreamPool:
     def select(self, name: str) -> StreamSet:
         """Return the streams of a set. Their work runs after all work of the previously selected
         set, which may use the same multiprocessors. Creates nothing and does not wait on the host.
-
-        Raises:
-            PlanError: the set does not exist.
-            RuntimeError: the pool is closed.
-        """
+        Raise a ``PlanError`` if the set does not exist, and a ``RuntimeError`` if the pool is
+        closed."""
         if self._closed:
             raise RuntimeError("the stream pool is closed")
         if name not in self._sets:

@@ -68,12 +68,9 @@ class ObservedRanks(ABC):
         return self._ended
 
     def check_running(self) -> None:
-        """Check that calls are possible.
-
-        Raises:
-            RuntimeError: the processes have ended; names the reason.
-            RunFailedError: a step failed, and the ranks have not reconnected since.
-        """
+        """Check that calls are possible. Raise a ``RuntimeError`` if the processes have ended;
+        names the reason. Raise a ``RunFailedError`` if a step failed, and the ranks have not
+        reconnected since."""
         if self._ended is not None:
             raise RuntimeError(f"the processes have ended: {self._ended}; nothing can run any more")
         if self._interrupted is not None:
@@ -90,17 +87,14 @@ class ObservedRanks(ABC):
         timeout: float | None = None,
     ) -> list[Any]:
         """Return the results of one call per rank. A dead rank is detected while others still wait
-        for it.
+        for it. Raise a ``RankFailedError`` if a rank died or raised an error, or no result arrived
+        in time, and a ``RunFailedError`` if a node with processes of the run or the cluster's
+        control server is lost.
 
         Args:
             ranks: rank of each reference; all ranks in order if None.
             timeout: seconds without a result. None to wait until no rank has started an instruction
                 for as long as a rank may wait for another (``timeout_s``).
-
-        Raises:
-            RankFailedError: a rank died or raised an error, or no result arrived in time.
-            RunFailedError: a node with processes of the run or the cluster's control server is
-                lost.
         """
         ranks = list(range(len(refs))) if ranks is None else list(ranks)
         pending = dict(zip(refs, ranks, strict=True))

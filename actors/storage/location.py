@@ -23,12 +23,9 @@ def is_bucket(location: str) -> bool:
 
 
 def check_location(location: str) -> str:
-    """Return a location in normal form: a URL of a bucket, or a path.
-
-    Raises:
-        ValueError: the URL is not supported, is incomplete, or contains credentials.
-        ConfigError: pyarrow is not installed.
-    """
+    """Return a location in normal form: a URL of a bucket, or a path. Raise a ``ValueError`` if the
+    URL is not supported, is incomplete, or contains credentials, and a ``ConfigError`` if pyarrow
+    is not installed."""
     if _ONE_SLASH.match(location):
         raise ValueError(f"a URL has two slashes after its scheme; accepted: {ACCEPTED}")
     if (match := _SCHEME.match(location)) is None:

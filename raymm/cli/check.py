@@ -39,12 +39,8 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Print a line per checkpoint, and return 0 if all are complete and, with ``--against``, equal,
-    else 1.
-
-    Raises:
-        ConfigError: invalid options.
-        CheckpointError: there is no checkpoint, or a compared one is incomplete.
-    """
+    else 1. Raise a ``ConfigError`` for invalid options, and a ``CheckpointError`` if there is no
+    checkpoint, or a compared one is incomplete."""
     from raymm.storage.inspection import inspect_checkpoints, prune_checkpoints
     from raymm.storage.step_folders import is_folder_name
 

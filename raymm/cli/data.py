@@ -60,12 +60,9 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_preview(args: argparse.Namespace) -> int:
-    """Print the first rows of a file, and return 0, or 1 if one of them cannot be used.
-
-    Raises:
-        ConfigError: no such folder or file, or media for a tokenizer alone.
-        DataError: a file cannot be read.
-    """
+    """Print the first rows of a file, and return 0, or 1 if one of them cannot be used. Raise a
+    ``ConfigError`` if there is no such folder or file, and for media of a tokenizer alone, and a
+    ``DataError`` if a file cannot be read."""
     from raymm.data import open_split
     from raymm.data.readers.detect import detect
     from raymm.errors import SampleError

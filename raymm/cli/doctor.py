@@ -30,12 +30,9 @@ def add_doctor_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> None:
-    """Connect the processes as a run would, and print nodes and bandwidths.
-
-    Raises:
-        ConfigError, ClusterError: names what is wrong.
-        RankFailedError: a process fails to start, connect, or transfer data.
-    """
+    """Connect the processes as a run would, and print nodes and bandwidths. Raise a ``ConfigError``
+    or ``ClusterError`` that names what is wrong, and a ``RankFailedError`` if a process fails to
+    start, connect, or transfer data."""
     for name in ("processes", "megabytes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")

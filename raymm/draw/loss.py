@@ -36,17 +36,14 @@ def draw_loss(
     The training loss is thin, with a smoothed line over it. Held-out loss is drawn with each
     sample's own inputs and, per modality, with these inputs exchanged between samples. A second
     panel shows the gap between the two, which is what the model has learnt from the modality. Last
-    values are written at the right.
+    values are written at the right. Raise a ``ValueError`` for another file suffix, and a
+    ``KeyError`` if a row has no ``"step"``.
 
     Args:
         history: rows with ``"step"`` and any of ``"loss"``, ``"heldout_loss"`` and
             ``"heldout_loss_shuffled_<modality>"``. Values that are missing, None or not finite are
             left out, and other keys are ignored.
         path: file to write, ``.png`` or ``.svg``.
-
-    Raises:
-        ValueError: another file suffix.
-        KeyError: a row has no ``"step"``.
     """
     target = picture_path(path)
     curves, gaps = _curves(history)

@@ -34,12 +34,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure atomically, and create missing folders. The same figure results in the same
-    PNG.
-
-    Raises:
-        ValueError: the name ends neither in ``.png`` nor in ``.svg``.
-        OSError: the folder cannot be written; no file is left.
-    """
+    PNG. Raise a ``ValueError`` if the name ends neither in ``.png`` nor in ``.svg``, and an
+    ``OSError`` if the folder cannot be written; no file is left."""
     target = picture_path(path)
     kind = target.suffix.lower()[1:]
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -185,12 +185,9 @@ class FolderOwner(ABC):
                 self._give_up()
 
     def check(self) -> None:
-        """Check the lease before an action that only the owner may take.
-
-        Raises:
-            RunError: the folder does not belong to this run any more.
-            RunFileError: the file cannot be read.
-        """
+        """Check the lease before an action that only the owner may take. Raise a ``RunError`` if
+        the folder does not belong to this run any more, and a ``RunFileError`` if the file cannot
+        be read."""
         file = f"{self._place}/{OWNER}"
         try:
             owner = self._owner()

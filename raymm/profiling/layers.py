@@ -50,7 +50,9 @@ def profile_model(
     Each complete module runs in a separate actor with a rank's resources; no other actor runs at
     the same time. Encoders run on the microbatch's items; with ``lengths``, also on half and on
     twice as many. The language model runs on the microbatch's text with random encoder outputs
-    merged into it; with ``lengths``, also on random text.
+    merged into it; with ``lengths``, also on random text. Raise a ``PlanError`` if an argument is
+    out of range, or a module failed. Names it. Raise a ``ClusterError`` if the cluster lacks the
+    resources of one rank.
 
     Args:
         microbatch: real microbatch, as :meth:`MultimodalModule.forward` takes it, with items for

@@ -85,7 +85,9 @@ def profile_surfaces(
     threads: int = 1,
     ranks_per_node: int = 8,
 ) -> SurfaceProfile:
-    """Measure the scaling surface of every module on the connected Ray cluster.
+    """Measure the scaling surface of every module on the connected Ray cluster. Raise a
+    ``PlanError`` if an argument is out of range, or a module failed. Names it. Raise a
+    ``ClusterError`` if the cluster lacks the resources of one rank.
 
     Args:
         microbatch: real microbatch with items for every encoder. Its samples are repeated or left
@@ -96,10 +98,6 @@ def profile_surfaces(
         repeats: runs per measurement; the median counts.
         precision, device, resources, threads: as in :func:`raymm.profiling.layers.profile_model`.
         ranks_per_node: GPUs that share a node.
-
-    Raises:
-        PlanError: an argument is out of range, or a module failed. Names it.
-        ClusterError: the cluster lacks the resources of one rank.
     """
     for name, value in (("batch", batch), ("gpus", gpus), ("steps", steps), ("repeats", repeats)):
         if type(value) is not int or value < 1:

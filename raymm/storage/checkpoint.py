@@ -179,14 +179,10 @@ class CheckpointStore:
 
     def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path | str:
         """Write and commit a checkpoint of the current state, and drop old ones. A state that was
-        saved or loaded before is not written again.
-
-        Raises:
-            RunFileError: the checkpoint cannot be written. Names path and cause; earlier
-                checkpoints are unchanged.
-            NotFiniteError: a parameter or its optimizer state is not finite. Nothing is written or
-                dropped.
-        """
+        saved or loaded before is not written again. Raise a ``RunFileError`` if the checkpoint
+        cannot be written. Names path and cause; earlier checkpoints are unchanged. Raise a
+        ``NotFiniteError`` if a parameter or its optimizer state is not finite. Nothing is written
+        or dropped."""
         self.finish()
         folder = self._folder_of(parallel.steps_taken)
         if self._is_current(folder):
@@ -201,11 +197,8 @@ class CheckpointStore:
     def start(self, parallel: ParallelModule, trainer: dict[str, Any]) -> None:
         """Start :meth:`save` in the background. Return once the state is copied to host memory;
         steps may then continue. At most one save is in flight: this waits for the previous one.
-
-        Raises:
-            RunFileError, NotFiniteError: the previous save failed.
-            RankFailedError: a rank died.
-        """
+        Raise a ``RunFileError`` or ``NotFiniteError`` if the previous save failed, and a
+        ``RankFailedError`` if a rank died."""
         self.finish()
         step, plan, group = parallel.steps_taken, parallel.plan, parallel.group
         folder = self._folder_of(step)
@@ -235,12 +228,8 @@ class CheckpointStore:
 
     def ended(self) -> Saved | None:
         """Return a save that was committed since the last call, once; None otherwise. Does not
-        wait.
-
-        Raises:
-            RunFileError, NotFiniteError: the save failed, as in :meth:`save`.
-            RankFailedError: a rank died.
-        """
+        wait. Raise a ``RunFileError`` or ``NotFiniteError`` if the save failed, as in :meth:`save`,
+        and a ``RankFailedError`` if a rank died."""
         return None if self.under_way is not None else self.finish()
 
     def finish(self) -> Saved | None:

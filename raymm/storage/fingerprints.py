@@ -27,15 +27,12 @@ def fingerprint_of_files(files: Iterable[DataPath], root: Path | None = None) ->
     """Return plain JSON: ``{"files": {name: "size digest"} or their count, "bytes", "digest",
     "times"}``.
 
-    Copying files elsewhere, also to a bucket, changes only ``times``.
+    Copying files elsewhere, also to a bucket, changes only ``times``. Raise an ``OSError`` if a
+    file cannot be read, and a ``DataError`` if a server does not return a file.
 
     Args:
         files: in a meaningful order, on which ``digest`` and ``times`` depend.
         root: folder that names are relative to; by default names have no folders.
-
-    Raises:
-        OSError: a file cannot be read.
-        DataError: a server does not return a file.
     """
     files = list(files)
     names = [

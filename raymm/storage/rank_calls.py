@@ -13,12 +13,9 @@ from raymm.errors import CheckpointError, RankFailedError
 
 
 def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
-    """Call a method of all ranks with the same arguments. Return the results by rank.
-
-    Raises:
-        CheckpointError: a rank failed with this error about a shard.
-        RankFailedError: a rank died or raised another error.
-    """
+    """Call a method of all ranks with the same arguments. Return the results by rank. Raise a
+    ``CheckpointError`` if a rank failed with this error about a shard, and a ``RankFailedError`` if
+    a rank died or raised another error."""
     try:
         return group.call(method, *args)
     except RankFailedError as error:

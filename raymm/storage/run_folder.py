@@ -42,12 +42,8 @@ class RunFolder:
         return f"{self.storage} (here in {self.path})" if self._is_mirrored else str(self.path)
 
     def check(self) -> None:
-        """Create the folder, and try to write to it.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-            RunFileError: the disk is full.
-        """
+        """Create the folder, and try to write to it. Raise a ``ConfigError`` if the folder cannot
+        be written, and a ``RunFileError`` if the disk is full."""
         name = str(self.path) if self._is_mirrored else self._location
         with Output.folder("run.storage_path", name).writing():
             pass
@@ -65,12 +61,8 @@ class RunFolder:
     @contextmanager
     def owned(self, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
         """Hold the lease on the folder within the block. Yields a function that raises if the lease
-        is lost.
-
-        Raises:
-            ConfigError: another active run holds the lease.
-            ConfigError, RunFileError: the folder cannot be read or written.
-        """
+        is lost. Raise a ``ConfigError`` if another active run holds the lease, and a
+        ``ConfigError`` or ``RunFileError`` if the folder cannot be read or written."""
         with RunOwner(self.path, say) as owner:
             if not self._is_mirrored:
                 yield owner.check

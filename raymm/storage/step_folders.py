@@ -86,14 +86,11 @@ def remove_torn(folder: StorageFolder) -> StorageFolder | None:
 def drop(folder: StorageFolder) -> StorageFolder | None:
     """Remove a checkpoint and the files in its manifest. It is marked as torn first, so that a
     partly deleted checkpoint looks neither valid nor damaged. Links are removed, but not their
-    targets.
+    targets. Raise a ``CheckpointError`` if the manifest cannot be read, and a ``RunFileError`` if
+    the checkpoint cannot be marked as torn and is unchanged.
 
     Returns:
         The folder's new path if it contains other files and was renamed; else None.
-
-    Raises:
-        CheckpointError: the manifest cannot be read.
-        RunFileError: the checkpoint cannot be marked as torn and is unchanged.
     """
     if folder.is_link:
         with writing(folder):

@@ -130,14 +130,10 @@ class TextEncoder:
         For ``text``, every token except the first is a label, unless it belongs to the prompt. For
         ``messages``, see :meth:`ChatTemplate.chat`. Placeholders are not labels. List-form messages
         are passed to chat templates that support them; for other templates they become text with
-        placeholders.
-
-        Raises:
-            SampleError: there is no text, a lone surrogate (such as "\\ud800" in JSON), no label
-                within ``max_length``, placeholders do not match the items, or
-                :meth:`ChatTemplate.chat` fails.
-            DataError: there are ``messages``, but the tokenizer has no chat template.
-        """
+        placeholders. Raise a ``SampleError`` if there is no text, a lone surrogate (such as
+        "\\ud800" in JSON), no label within ``max_length``, placeholders do not match the items, or
+        :meth:`ChatTemplate.chat` fails, and a ``DataError`` if there are ``messages``, but the
+        tokenizer has no chat template."""
         check_characters(sample)
         if sample.text is not None:
             chat = text_chat(self.tokenizer, sample)

@@ -203,17 +203,15 @@ class StepBuilder:
         Samples without groups are sorted by their modalities and split into microbatches of equal
         size. With ``on_error: skip``, unusable samples are dropped, and the rest is split into the
         same number of microbatches, whose sizes then differ by at most one, or into one per sample
-        if fewer are left. The result depends only on ``indices`` and the files.
+        if fewer are left. The result depends only on ``indices`` and the files. Raise a
+        ``SampleError`` if a sample is unusable, with ``on_error: raise``, and a ``DataError`` if no
+        sample is usable, or items cannot be stacked.
 
         Args:
             indices: samples of the step (fewer than ``batch_size`` result in fewer microbatches),
                 or non-empty groups of samples.
             shuffled: modalities whose items are given to other samples (``shuffle_modality``).
             stack: see :func:`collate`.
-
-        Raises:
-            SampleError: a sample is unusable, with ``on_error: raise``.
-            DataError: no sample is usable, or items cannot be stacked.
         """
         self._features = self._kept(indices)
         groups, skipped = self._groups(indices)

@@ -88,12 +88,9 @@ class Reader(ABC):
 
     @abstractmethod
     def _row(self, index: int) -> dict:
-        """Return the values of a row by column (media as accepted by ``items_of``).
-
-        Raises:
-            SampleError: the row cannot be read, or is too large.
-            OSError, ValueError: the file has changed since it was opened.
-        """
+        """Return the values of a row by column (media as accepted by ``items_of``). Raise a
+        ``SampleError`` if the row cannot be read, or is too large, and an ``OSError`` or
+        ``ValueError`` if the file has changed since it was opened."""
 
     @abstractmethod
     def place(self, index: int) -> str:

@@ -32,15 +32,12 @@ def data_suffix(path: Any) -> str:
 
 def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) -> DataPath:
     """Return a decompressed copy of a file, or the file itself if it is not compressed. The copy is
-    made once per size and modification time.
+    made once per size and modification time. Raise a ``DataError`` if the file is damaged, or the
+    disk is full, and a ``ConfigError`` if the package ``zstandard`` is missing.
 
     Args:
         path: file; compression is detected by its first bytes.
         progress: called with the decompressed fraction.
-
-    Raises:
-        DataError: the file is damaged, or the disk is full.
-        ConfigError: the package ``zstandard`` is missing.
     """
     with open_data(path) as file:
         head = file.read(4)

@@ -56,14 +56,12 @@ def item_size(url: str) -> int:
 def open_item(
     url: str, start: int = 0, size: int | None = None, version: FileVersion | None = None
 ) -> BinaryIO:
-    """Open a file, or the byte range ``start``, ``size`` of one; small ones are in memory.
+    """Open a file, or the byte range ``start``, ``size`` of one; small ones are in memory. Raise a
+    ``FileNotFoundError`` if the file does not exist, and a ``DataError`` if the server does not
+    answer, or denies access.
 
     Args:
         version: version of the file when the range was located; None for the current one.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DataError: the server does not answer, or denies access.
     """
     current, length, head = _head((url, start, size), version)
     if len(head) >= length:

@@ -55,12 +55,8 @@ class RemotePath:
     @cached_property
     def version(self) -> FileVersion:
         """Size and tag at the first access; pickling keeps them. Later reads fail if the file has
-        changed.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            DataError: the server does not answer, or denies access.
-        """
+        changed. Raise a ``FileNotFoundError`` if the file does not exist, and a ``DataError`` if
+        the server does not answer, or denies access."""
         return store_of(self.url).version(self.url)
 
     def is_file(self) -> bool:
@@ -127,14 +123,11 @@ def located(path: str | Path | RemotePath) -> DataPath:
 
 
 def open_data(path: DataPath, block: int = ROW_BLOCK) -> BinaryIO:
-    """Open a data file for reading.
+    """Open a data file for reading. Raise an ``OSError`` if the file does not exist or cannot be
+    read, and a ``DataError`` if the server does not answer, or denies access.
 
     Args:
         block: bytes per request of a remote file.
-
-    Raises:
-        OSError: the file does not exist or cannot be read.
-        DataError: the server does not answer, or denies access.
     """
     return path.open("rb") if isinstance(path, Path) else path.open(block)
 

@@ -60,12 +60,9 @@ class DataUrl:
 
 
 def parse(text: str) -> DataUrl:
-    """Split a URL into its parts and resolve ``.`` and ``..`` in its path.
-
-    Raises:
-        ValueError: the URL has an unknown scheme, is incomplete, or contains credentials.
-        ConfigError: pyarrow, which reads buckets, is not installed.
-    """
+    """Split a URL into its parts and resolve ``.`` and ``..`` in its path. Raise a ``ValueError``
+    if the URL has an unknown scheme, is incomplete, or contains credentials, and a ``ConfigError``
+    if pyarrow, which reads buckets, is not installed."""
     match = _SCHEME.match(text)
     scheme = match[1].lower() if match else ""
     if scheme not in SCHEMES:

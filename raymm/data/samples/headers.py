@@ -60,15 +60,12 @@ class Header:
 def check_media(
     media: str | MediaBytes | MediaRange, limits: Limits, pictures: bool = False
 ) -> Header:
-    """Read the header of an item and check it against the limits.
+    """Read the header of an item and check it against the limits. Raise a ``SampleError`` if the
+    item does not exist, is empty or invalid, or exceeds a limit, which is named, and a
+    ``DataError`` if a server does not return the item.
 
     Args:
         pictures: True to check the frames of a video file, False for its sound track.
-
-    Raises:
-        SampleError: the item does not exist, is empty or invalid, or exceeds a limit, which is
-            named.
-        DataError: a server does not return the item.
     """
     try:
         size = media_size(media)

@@ -73,12 +73,9 @@ def media_size(media: str | MediaBytes | MediaRange) -> int:
 
 
 def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
-    """Open an item as a seekable binary file; only the requested ranges are read.
-
-    Raises:
-        OSError: the file does not exist.
-        DataError: a server does not return the file. Closing may raise it for an earlier read.
-    """
+    """Open an item as a seekable binary file; only the requested ranges are read. Raise an
+    ``OSError`` if the file does not exist, and a ``DataError`` if a server does not return the
+    file. Closing may raise it for an earlier read."""
     if isinstance(media, str):
         return open_item(media) if is_url(media) else open(media, "rb")
     if isinstance(media, MediaBytes):

@@ -111,12 +111,9 @@ class GroupSampler:
             yield groups, position
 
     def open(self, state: GroupState | None = None) -> Position:
-        """Return the position of a state, planned with the settings of this sampler.
-
-        Raises:
-            DataError: the state does not fit this dataset.
-            PlanError: the sizes cannot be planned.
-        """
+        """Return the position of a state, planned with the settings of this sampler. Raise a
+        ``DataError`` if the state does not fit this dataset, and a ``PlanError`` if the sizes
+        cannot be planned."""
         epoch, entries = self.check(state)
         *earlier, last = entries or [{**self.planner, "steps": 0}]
         costs = self._costs(last.get("costs"))

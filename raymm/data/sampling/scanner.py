@@ -46,7 +46,9 @@ def scan(
     progress: Progress | None = None,
     measure: Measure | None = None,
 ) -> SampleScan:
-    """Measure the size of every sample.
+    """Measure the size of every sample. Raise a ``SampleError`` for the first unusable sample,
+    unless ``on_error`` is ``"skip"``, and a ``DataError`` if the tokenizer is missing, or a reader
+    fails.
 
     Args:
         workers: number of processes; by default one per CPU, and at most one per 10,000 samples. 1
@@ -59,10 +61,6 @@ def scan(
         measure: factory of the function that measures a sample, by default :class:`HeaderSizes`;
             must be importable by worker processes. Results of functions from outside raymm are not
             cached, because edits of such a function would go unnoticed.
-
-    Raises:
-        SampleError: the first unusable sample, unless ``on_error`` is ``"skip"``.
-        DataError: the tokenizer is missing, or a reader fails.
     """
     name = "" if measure is None else getattr(measure, "__qualname__", repr(measure))
     if measure is not None and not getattr(measure, "__module__", "").startswith("raymm."):

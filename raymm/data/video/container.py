@@ -88,12 +88,8 @@ def decoder(purpose: str) -> Any:
 @contextmanager
 def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
     """Open a seekable video file as a PyAV container for the length of a ``with`` block. Decoders
-    refuse frames of more than ``max_pixels``.
-
-    Raises:
-        SampleError: the file is not a video, or cannot be read.
-        ConfigError: the package ``av`` is not installed.
-    """
+    refuse frames of more than ``max_pixels``. Raise a ``SampleError`` if the file is not a video,
+    or cannot be read, and a ``ConfigError`` if the package ``av`` is not installed."""
     av = decoder("a video file")
     head = file.read(HEAD)
     file.seek(0)
