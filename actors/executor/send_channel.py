@@ -3,7 +3,7 @@
 A message is its tensors plus one byte buffer with all side tensors. Once a layout is known, nothing
 but data is transferred: the step's metadata gives each microbatch a key that determines its layout.
 A message with a new key is preceded by a description, unless both ends predict the same layout
-(:mod:`raymm.actors.executor.layout_rules`); then a byte confirms or rejects the prediction. After a
+(:mod:`raymm.actors.executor.layouts`); then a byte confirms or rejects the prediction. After a
 rejection the data already sent are discarded, and the message follows with its description over
 host memory. Gradients have the layouts of the corresponding outputs and need no description.
 

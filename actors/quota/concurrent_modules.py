@@ -16,22 +16,138 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from raymm.actors.quota.backend import QuotaStream
 from raymm.actors.quota.generators import Ticket, generator_state, seed_generators
 from raymm.actors.quota.pool import StreamSet
-from raymm.actors.quota.thread_settings import ThreadSettings
 from raymm.actors.quota.work import Output, Work, tensors_in
-from raymm.actors.quota.worker import Task, Worker
 from raymm.errors import InternalError
+
+
+class Task:
+    """Call that was submitted to a worker. ``done`` is set once ``result`` or ``error`` is
+    available."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            assert self._call is not None  # a task runs once
+            self.result = self._call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            # The call references tensors, and the frames of an error would keep the call alive.
+            self._call = None
+            self.done.set()
+
+
+class Worker:
+    """Daemon thread named after its module. One thread per module runs all steps, because cuBLAS
+    handles and workspaces are per thread."""
+
+    def __init__(self, module: str) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # The target must not reference the worker, which could otherwise never be
+        # garbage-collected.
+        self._thread = threading.Thread(
+            target=_work, args=(self._tasks,), name=f"side-by-side-{module}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, call: Callable[[], Any]) -> Task:
+        task = Task(call)
+        self._tasks.put(task)
+        return task
+
+    def release(self) -> None:
+        """Let the thread end after its submitted tasks."""
+        self._tasks.put(None)
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after its submitted tasks. Return True if it ended within ``timeout``
+        seconds."""
+        self.release()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # or its result would live until the next task
+
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class ThreadSettings:
+    """Settings of a thread: :meth:`capture` them in one thread and apply them in another.
+
+    Attributes:
+        autocast: (device type, enabled, dtype).
+        default_device: default device of new tensors; None if not set.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    default_device: torch.device | None
+
+    @classmethod
+    def capture(cls) -> ThreadSettings:
+        # get_default_device() does not distinguish "not set" from "cpu", and setting the device
+        # adds a function mode around every call.
+        device = torch.get_default_device()
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in AUTOCAST_DEVICES
+            ),
+            default_device=None if device == torch.device("cpu") else device,
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Apply the settings in the calling thread for the length of the block.
+
+        Autocast does not cache cast weights: the cache belongs to the process, and a thread that
+        leaves autocast would clear entries of another thread at an unpredictable time.
+        """
+        with ExitStack() as stack:
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for kind, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            stack.callback(torch.set_autocast_cache_enabled, cached)
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            yield
+
 
 # Seconds that a stage may take before its modules count as stuck.
 STAGE_TIMEOUT_SECONDS = 600.0

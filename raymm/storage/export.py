@@ -28,7 +28,6 @@ from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.skipped_step import MAX_NAMED
-from raymm.storage.adapter_folder import save_adapters
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
 from raymm.storage.model_folder import SOURCE, ModelFolder

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from raymm.draw import draw_plan
-from raymm.draw.plan_sheet import MAX_WIDTH, _size
+from raymm.draw.graph import MAX_WIDTH, _size
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage

@@ -3,7 +3,7 @@
 from pytest import approx
 
 from raymm.draw import draw_timelines
-from raymm.draw.schedule_boxes import BOX_ROWS, places_on_quotas
+from raymm.draw.schedule import BOX_ROWS, places_on_quotas
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
 

@@ -5,8 +5,8 @@ from tiny_run import STEPS, curve
 
 from raymm.data import Decision
 from raymm.errors import RunFileError
-from raymm.monitor.decision_log import DecisionLog
 from raymm.monitor.metrics import read_metrics
+from raymm.monitor.rebalancing import DecisionLog
 from raymm.storage.checkpoint import CheckpointStore
 
 

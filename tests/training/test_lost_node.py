@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raymm.actors.placement.lost_nodes import REASON
+from raymm.actors.placement.placement import REASON
 
 # Timeout for three nodes' servers, and as many ranks that import all packages.
 PATIENCE_S = 300

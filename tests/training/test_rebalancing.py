@@ -11,8 +11,7 @@ from raymm.config.sections import load_config
 from raymm.data import Decision, RebalanceConfig
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampling.sampler import flat
-from raymm.monitor.decision_log import DecisionLog
-from raymm.monitor.rebalancing import FILE, WARM_UP_STEPS, Rebalancing, rebalancing
+from raymm.monitor.rebalancing import FILE, WARM_UP_STEPS, DecisionLog, Rebalancing, rebalancing
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,

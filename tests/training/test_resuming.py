@@ -17,10 +17,9 @@ from raymm.data import open_split
 from raymm.errors import CheckpointError
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.code_digest import code_digest
-from raymm.storage.fingerprints import WHOLE_BYTES, fingerprint_of_files
 from raymm.storage.manifest import Manifest
 from raymm.storage.resuming import RULES, compare
-from raymm.storage.run_description import describe_run
+from raymm.storage.run_description import WHOLE_BYTES, describe_run, fingerprint_of_files
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ class ReaderOptions(RowRules):
         media_folders: folders in which rows may name files, in addition to the folder of the
             source.
         subset, split, revision: of a hub dataset
-            (:class:`raymm.data.readers.hub_dataset.HubDataset`).
+            (:class:`raymm.data.readers.datasets_folder.HubDataset`).
         skip: keep unusable rows, and raise only when they are read.
         survey: read all rows while opening, and detect media in the usual columns
             (:mod:`raymm.data.readers.detect`).

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from same_messages import check_equal
 
-from raymm.actors.executor.layout_rules import LayoutRules
+from raymm.actors.executor.layouts import LayoutRules
 from raymm.actors.executor.link import Link
 from raymm.actors.executor.message_layout import Layout
 from raymm.actors.executor.recv_channel import RecvChannel

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 
 from raymm.actors.quota import Output, StreamSet, Work, concurrent_modules
-from raymm.actors.quota.thread_settings import ThreadSettings
+from raymm.actors.quota.concurrent_modules import ThreadSettings
 from raymm.errors import InternalError
 
 

@@ -7,9 +7,8 @@ from jinja2 import UndefinedError
 from jinja2.exceptions import SecurityError
 from transformers.utils import chat_template_utils
 
-from raymm.data.conversations import template_limits
-from raymm.data.conversations.template import ChatTemplate
-from raymm.data.conversations.template_limits import MOST_PASSES, limited_rendering
+from raymm.data.conversations import template as template_module
+from raymm.data.conversations.template import MOST_PASSES, ChatTemplate, limited_rendering
 from raymm.errors import SampleError
 from tests.data.conversations.test_trl_labels import (
     FOLDER,
@@ -67,7 +66,7 @@ def rendered(source, messages=MESSAGES):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_are_refused(name, monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_PASSES", 20_000)
+    monkeypatch.setattr(template_module, "MOST_PASSES", 20_000)
     with pytest.raises(SampleError, match="more than 20,000 times for one sample"):
         rendered(ENDLESS[name], MESSAGES * 5)
 
@@ -85,7 +84,7 @@ def test_templates_cannot_reach_python_objects(source):
 @pytest.mark.parametrize("name", USUAL)
 def test_limits_do_not_change_the_output(name, monkeypatch):
     limited = rendered(USUAL[name])
-    monkeypatch.setattr(template_limits, "_install", lambda: None)
+    monkeypatch.setattr(template_module, "_install", lambda: None)
     monkeypatch.setattr(
         chat_template_utils, "ImmutableSandboxedEnvironment",
         chat_template_utils.ImmutableSandboxedEnvironment.__mro__[1],
@@ -98,14 +97,14 @@ def test_limits_do_not_change_the_output(name, monkeypatch):
 
 
 def test_every_rendering_has_the_full_budget(monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_PASSES", 4)
+    monkeypatch.setattr(template_module, "MOST_PASSES", 4)
     for _ in range(3):
         assert rendered("{% for m in messages %}{{ m.content }}{% endfor %}")[0] == "abcd"
     assert MOST_PASSES >= 1_000_000
 
 
 def test_a_template_outside_of_a_limited_block_has_no_limit(monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_PASSES", 1)
+    monkeypatch.setattr(template_module, "MOST_PASSES", 1)
     with limited_rendering():
         pass
     compiled = chat_template_utils._compile_jinja_template("{% for a in range(9) %}x{% endfor %}")
@@ -114,6 +113,6 @@ def test_a_template_outside_of_a_limited_block_has_no_limit(monkeypatch):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_real_templates_stay_far_below_the_limit(name, monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_PASSES", 1000)
+    monkeypatch.setattr(template_module, "MOST_PASSES", 1000)
     with contextlib.suppress(UndefinedError):  # contents there are lists of parts
         rendered((FOLDER / f"{name}{SUFFIX}").read_text(), MESSAGES * 5)

@@ -20,7 +20,7 @@ from raymm.data.readers.files import is_there
 from raymm.data.remote import bucket as remote_bucket
 from raymm.data.remote import web as remote_web
 from raymm.errors import DataError, SampleError
-from raymm.storage.fingerprints import fingerprint_of_files
+from raymm.storage.run_description import fingerprint_of_files
 
 
 @pytest.fixture(autouse=True)
@@ -305,19 +305,19 @@ def test_an_outage_is_not_an_error_of_a_sample(make_config, tmp_path, web):
     steps = local_steps(config)
     assert not next(steps).skipped
     web.before = lambda path: 404 if path == rows[1]["images"][0] else None
-    from raymm.data.remote import items
+    from raymm.data.samples import media
 
-    items._heads.clear()
+    media._heads.clear()
     (skipped,) = next(steps).skipped
     assert skipped.id == "s1" and skipped.reason == "the file does not exist"
     web.before = lambda path: 503 if path.endswith(".wav") else None
-    items._heads.clear()
+    media._heads.clear()
     with pytest.raises(DataError, match="wav.*503"):
         next(steps)
 
 
 def test_large_items_are_read_by_ranges(tmp_path, web):
-    from raymm.data.remote.items import BLOCK, HEAD_BYTES, open_item
+    from raymm.data.samples.media import BLOCK, HEAD_BYTES, open_item
 
     data = bytes(range(256)) * (3 * HEAD_BYTES // 256)
     (web.folder / "large").write_bytes(data)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from raymm.data import DataConfig, local_steps, open_split, training_sampler
-from raymm.data.sampling.weighted_sampler import WeightedSampler
+from raymm.data.sampling.batching import WeightedSampler
 from raymm.errors import DataError
 
 WEIGHT = st.one_of(st.just(0.0), st.floats(1e-6, 1e4))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from raymm.data.samples.headers import OTHER, check_media
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes
+from raymm.data.samples.processors import read_track
 from raymm.data.video.container import header_of, read_header
 from raymm.data.video.frames import FrameLimits, FrameSampling, read_clip
-from raymm.data.video.sound import read_track
 from raymm.errors import SampleError
 
 LIMITS = FrameLimits(2**22, 3600, 100_000)
