@@ -189,7 +189,6 @@ def adapt(
     Args:
         module: whole module, module pruned to a stage, or skeleton. Layers that a stage lacks, or
             has without weights, are skipped.
-        targets: names of the layers (:func:`raymm.actors.adapters.targets.find_targets`).
         seed: determines the initial values together with the layer's name: A is uniform as in
             ``peft`` (Kaiming with a = √5), B is zero, magnitudes are the norms of the weight's
             rows.

@@ -30,7 +30,6 @@ def quantise(matrix: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tenso
 
     Args:
         matrix: (out, in), floating point; for int4, in is a multiple of :data:`GROUP`.
-        base: :data:`INT8` or :data:`INT4`.
 
     Returns:
         (out, in) int8 and (out,) fp32; or (out, in / 2) int8 and (out, in / GROUP) fp32.

@@ -104,7 +104,6 @@ class CompiledProgram(NamedTuple):
         incoming, outgoing: per edge, the microbatches that it carries.
         reduced: stages with gradients, if the program reduces gradients at its end; None otherwise.
         bound: largest number of messages per edge in flight; None for no limit.
-        messages, activations: numbers of message slots and activation slots.
     """
 
     groups: tuple[tuple[Task, ...], ...]
@@ -125,7 +124,6 @@ def compile_program(
     """Resolve a rank's program.
 
     Args:
-        issues, bound: results of :func:`~raymm.scheduler.program.check_program.check_program`.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.
     """

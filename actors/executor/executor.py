@@ -73,7 +73,6 @@ class Executor:
             Applied to gradients for stages of other modules on the same rank.
         agree: all-reduces bytes in host memory to their maximum over the same processes.
         colocation: runs the tasks of one group concurrently; None if no module has a quota.
-        task_tracker: records the current instruction, for failure diagnosis.
         observer: checks outputs, gradients and losses for non-finite values.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.

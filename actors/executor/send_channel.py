@@ -53,7 +53,6 @@ class _Outgoing(NamedTuple):
     Attributes:
         parts: per tensor (link, start, stop) for each receiver, a range of elements of the tensor
             or of this process's share of the sum; None to send all of it to the only receiver.
-        side_bytes: bytes of side tensors among ``nbytes``.
     """
 
     layout: Layout

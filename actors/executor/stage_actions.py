@@ -52,7 +52,6 @@ class StageContext:
 
     Attributes:
         precision: makes the context of a forward in mixed precision; None for none.
-        observer, sum_gradient, agree: see :class:`~raymm.actors.executor.executor.Executor`.
     """
 
     local: frozenset[StageId]

@@ -111,7 +111,6 @@ class StepResult:
             program.
         times: start times of all tasks, then end times: seconds on this host's wall clock, packed
             float64.
-        peak_bytes: see :class:`raymm.actors.memory.peak_memory.PeakMemory`.
         grad_norm, learning_rate: of the update, if the step ends with one that is applied.
         not_finite: for an update that was not applied, the non-finite values of this process.
         loads: number of the step's tokens for each expert, by name of the layer's experts.

@@ -23,8 +23,6 @@ class StepState:
     activations.
 
     Attributes:
-        learns: True if the step computes gradients.
-        messages: messages until they are used or sent.
         saved: leaves and output of forwards that wait for their backward.
         received: inputs of forwards that wait for their recomputation.
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.

@@ -24,7 +24,6 @@ class Failure:
         kind: makes the error, unless a rank's code raised one.
         lost: ranks whose processes are gone or unusable; None if replacing processes would not
             help.
-        texts: tracebacks and stacks, by file name.
         raised: kind of the error that a rank's code raised; None if none raised an error.
     """
 

@@ -32,13 +32,7 @@ LOOK_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Inquiry:
-    """Reports of processes, by number.
-
-    Attributes:
-        reports: of the processes that answered.
-        dead: Ray's error for each dead process.
-        silent: all other processes.
-    """
+    """Reports of processes, by number."""
 
     reports: Mapping[int, Report] = field(default_factory=dict)
     dead: Mapping[int, RayActorError] = field(default_factory=dict)

@@ -32,7 +32,6 @@ class Report(NamedTuple):
 
     Attributes:
         doing: instruction of a step or name of another task; empty if idle.
-        seconds: duration of the operation so far.
         waits: True if the process is in a communication operation.
         gave_up: if the process is idle because its last task failed, where and after how long.
         kind: operation type; the key under which the longest duration so far is stored.

@@ -280,7 +280,6 @@ class Passage:
 
         Args:
             received: hidden state from the previous stage; None in the first one.
-            relays: outputs of the blocks in :meth:`CutInfo.relayed_before`.
 
         Raises:
             ForwardLeft: the forward of any stage but the last ended.

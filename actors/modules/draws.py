@@ -70,7 +70,6 @@ def module_draws(
 
     Args:
         module: name, the same for all of its stages and replicas.
-        microbatch: number within the batch.
         batch: number of the batch among those whose gradients the step accumulates.
     """
     accumulated = ("batch", batch) if batch else ()

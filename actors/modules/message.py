@@ -98,7 +98,6 @@ class MicrobatchContext(NamedTuple):
         seeds: seeds of sample noise; None if there is no noise.
         reference: True to compute reference log-probabilities of the labels, without adapters.
         router_loss: True to add the model's loss for its routers.
-        router_counts: see :class:`raymm.actors.executor.step_meta.StepMeta`.
         sample_count: number of the microbatch's samples, 0 if unknown.
     """
 
@@ -152,7 +151,6 @@ class StageModule(nn.Module):
         """Run one microbatch; the message includes the loss, if the stage computes one.
 
         Args:
-            inputs: batch entries, if the stage reads data.
             received: messages by producer: stage name, or module name for other modules.
         """
         raise NotImplementedError

@@ -45,7 +45,6 @@ class Blocks:
     """Quantisation blocks of a whole parameter, in element order. A process holds a part of them.
 
     Attributes:
-        quantised: True if the parameter has 8-bit moments.
         aligned: True if every process holds whole blocks only.
     """
 
@@ -106,7 +105,6 @@ class Moment(NamedTuple):
 
         Args:
             values: fp32, contiguous, whole blocks.
-            signed: True if values may be negative.
             again: True if the values come from :meth:`values`; the result then equals the original
                 moment bit for bit. May be a scalar tensor.
             blocks: blocks of the parameter; None if ``values`` are the whole parameter.

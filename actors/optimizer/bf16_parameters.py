@@ -33,7 +33,6 @@ class Bf16Parameter:
         key: stage and name; random numbers depend on them, ``seed``, the step and the whole
             parameter.
         parameter: fp32 parameter, which is converted to bf16 in place.
-        master: True to keep the fp32 values.
         part: part of the whole parameter that this process holds; None for all of it.
 
     Attributes:

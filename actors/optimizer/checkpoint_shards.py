@@ -166,7 +166,6 @@ def verify_shards(
     some files differ; names them.
 
     Args:
-        chosen: files to verify; None for all.
         reading: provides a local copy of a file; by default ``folder.reading``.
     """
     names: dict[str, list[str]] = {file: [] for file in files}

@@ -37,7 +37,6 @@ class Place(NamedTuple):
             if unknown.
         of: stage whose output or output gradient it is.
         rows: indices in the tensor's first dimension of non-finite rows; empty if unknown.
-        count: number of rows of the whole microbatch.
     """
 
     kind: Literal["output", "gradient", "parameters"]

@@ -58,7 +58,6 @@ class HostStaging:
 
         Args:
             tensors: on the device, with any strides.
-            dtypes: dtypes of the copies; unchanged by default.
             temporary: True if the tensors exist for this copy only. It is then complete on return,
                 so that the tensors take no memory during a step.
 

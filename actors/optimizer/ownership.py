@@ -16,7 +16,6 @@ class ParameterOwnership:
         shared: parameters whose gradients are summed, in an order common to all processes.
         in_grad_norm: parameters that this process, among all processes with identical copies,
             counts in the gradient norm, and whose optimizer state it writes.
-        saves: parameters whose values this process writes.
     """
 
     shared: tuple[SharedParameter, ...] = ()

@@ -10,7 +10,6 @@ class Progress(NamedTuple):
     """Progress of a process's parameters.
 
     Attributes:
-        steps: number of finished optimizer steps.
         whole: False if a later step was issued, which may have changed parameters.
     """
 

@@ -41,7 +41,6 @@ class Snapshot(NamedTuple):
 
     Attributes:
         trained: trainable parameters, and buffers of modules with trainable parameters.
-        optimizer: optimizer state, by stage, name and key.
     """
 
     progress: Progress

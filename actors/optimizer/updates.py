@@ -69,7 +69,6 @@ class ParameterUpdates:
 
     Args:
         matrices: ids of the parameters that Muon may update.
-        layer_norms: ids of the parameters in a ``torch.nn.LayerNorm``.
         in_bf16: parameters that are kept in bf16, by id.
         agree: all-reduces a tensor in place to its maximum over the processes that share a
             parameter.

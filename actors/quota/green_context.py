@@ -40,7 +40,6 @@ class GreenContexts:
     destroyed with every green context. Not thread-safe.
 
     Args:
-        capability: the device's major compute capability.
         coscheduled: True to keep multiprocessors together that thread block clusters need. False
             gives groups of 2 and finer shares, but large clusters may fail to launch.
 

@@ -65,8 +65,6 @@ class Partition:
     """Multiprocessors that one module of a set got.
 
     Attributes:
-        quota: requested share of the GPU.
-        sms: multiprocessors granted.
         first_group, groups: range of groups; all groups if ``whole``.
         whole: True if the module has the whole GPU, including multiprocessors outside of any group.
     """

@@ -14,11 +14,7 @@ MOST_BYTES = 256 * 2**20
 
 def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file; links are followed. Raise an ``OSError`` if the file is
-    not regular, is larger, or cannot be read.
-
-    Args:
-        most: largest accepted size in bytes.
-    """
+    not regular, is larger, or cannot be read."""
     with open_plain(path) as file:
         data = file.read(most + 1)
     if len(data) > most:

@@ -23,7 +23,6 @@ class AdaptedSource(ModuleSource):
     ``targets``.
 
     Attributes:
-        frozen: True to freeze the adapters, too.
         places, outside: the part of the module that is frozen and gets adapters, see
             :class:`raymm.actors.weights.model_part.PartSource`; the entire module by default.
         apart: names of submodules and parameters that are excluded from this part.

@@ -92,7 +92,6 @@ def dataset_commit(name: str, revision: str | None) -> str:
     ``ConfigError`` if the data set is neither in the cache nor available from the hub.
 
     Args:
-        name: ``ORG/NAME``.
         revision: a branch, tag or commit; by default the main branch.
     """
     from huggingface_hub import HfApi, constants, errors

@@ -79,8 +79,6 @@ class FolderStart:
     Attributes:
         model: folder, or ``ORG/NAME@COMMIT``.
         source: configuration values of the source of the rows.
-        folder: folder of the run.
-        overrides: ``--set`` values.
         earlier: configuration that an earlier command wrote; None for a new run.
     """
 

@@ -64,7 +64,6 @@ def analytic_profile(
         loads: load of a microbatch by module. ``"llm"``, with its merged length, is required. An
             encoder without a load gets one item per sample of the language model, with the tokens
             of its config. A projector has its encoder's tokens.
-        device: a device, or its name in :data:`raymm.scheduler.costs.devices.DEVICES`.
         dtype: compute dtype, ``"bf16"`` or ``"fp32"``.
         tp, cp: size of the tensor and context parallel group of a rank, for all modules or by
             module. Results are per GPU: times and activations are divided by both, parameters by

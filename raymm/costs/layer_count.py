@@ -154,8 +154,6 @@ class LayerCount:
         weight_elements: elements of weights that a forward reads.
         traffic_elements: other elements that products and attention read and write.
         trained_traffic: part of ``traffic_elements`` in products with trained weights.
-        parameters: elements of all parameters.
-        output_elements: elements of the output.
         replicated: part of ``parameters`` that tensor parallelism does not split.
         few_parameters: part of ``parameters`` that tensor parallelism splits over at most
             ``few_heads`` processes: keys and values with fewer heads than queries.
@@ -168,7 +166,6 @@ class LayerCount:
         widest_elements: output of the largest product except a head.
         expanded_elements: that output with its activation function's result, and a gate.
         logits: output of the head.
-        largest_weight: elements of the largest weight.
         data_elements: elements of 4 bytes that are read from a microbatch's data.
         expert_parameters: part of ``parameters`` in experts.
         exchange_elements: tokens sent to experts and back, with a weight each.

@@ -69,7 +69,6 @@ class ModuleShape:
     """Properties of a module that estimates need; no weights.
 
     Attributes:
-        module: skeleton of the module.
         projector: skeleton of an encoder's projector, its last layer.
         causal: True for a causal language model with head and loss.
         trainable: by layer.
@@ -189,7 +188,6 @@ def estimated_surface(
     such steps.
 
     Args:
-        load: load of the whole batch.
         device: CPUs have no quotas: their only quota is the whole device.
         steps: resolution of quotas.
         links: links of the gradient all-reduce; None for no cost.

@@ -231,7 +231,6 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     cut and labelled with their other end. Raise a ``ValueError`` for another file suffix.
 
     Args:
-        path: file to write, ``.png`` or ``.svg``.
         title: heading; by default ranks, microbatches and schedule.
     """
     target = picture_path(path)

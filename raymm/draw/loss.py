@@ -43,7 +43,6 @@ def draw_loss(
         history: rows with ``"step"`` and any of ``"loss"``, ``"heldout_loss"`` and
             ``"heldout_loss_shuffled_<modality>"``. Values that are missing, None or not finite are
             left out, and other keys are ignored.
-        path: file to write, ``.png`` or ``.svg``.
     """
     target = picture_path(path)
     curves, gaps = _curves(history)

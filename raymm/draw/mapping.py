@@ -43,7 +43,6 @@ def draw_mapping(
     suffix.
 
     Args:
-        path: file to write, ``.png`` or ``.svg``.
         title: heading; by default the mapping's method.
     """
     target = picture_path(path)

@@ -29,7 +29,6 @@ def draw_profile(
     Raise a ``ValueError`` for another file suffix.
 
     Args:
-        path: file to write, ``.png`` or ``.svg``.
         projectors: modules whose last layer is a projector, which is labelled ``P``.
     """
     target = picture_path(path)

@@ -249,7 +249,6 @@ def draw_timelines(
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]``.
-        path: file to write, ``.png`` or ``.svg``.
         rank_names: row labels; by default each rank with its stages.
     """
     target = picture_path(path)

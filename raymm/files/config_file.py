@@ -145,7 +145,6 @@ def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -
 
     Args:
         what: field or option that names the file, for errors.
-        most: maximum size in bytes.
     """
     file = Path(path)
     where = f"{what} is {str(path)!r}"

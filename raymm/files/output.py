@@ -21,8 +21,6 @@ class Output:
     """Output location: files in a folder, a file with related files, or a new folder.
 
     Attributes:
-        expected: accepted kind of location, for errors.
-        path: folder to write to, created if missing.
         files: names in that folder that will be written; other files are kept.
         new: True if the location must not exist yet.
     """

@@ -65,7 +65,6 @@ class Owner:
     Attributes:
         started: start time in clock ticks since the machine's boot; None if unknown.
         since: start of the ownership, ISO 8601.
-        token: unique id of this ownership.
     """
 
     host: str

@@ -15,11 +15,7 @@ INTERVAL_S = 1.0
 
 
 class DrainObserver:
-    """Daemon thread that checks for notices. It calls a function once, with a notice as text.
-
-    Args:
-        nodes: Ray's ids of the observed nodes.
-    """
+    """Daemon thread that checks for notices. It calls a function once, with a notice as text."""
 
     def __init__(self, nodes: Collection[str], tell: Callable[[str], None]) -> None:
         self._nodes, self._tell = frozenset(nodes), tell

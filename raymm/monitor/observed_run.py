@@ -30,8 +30,6 @@ class ObservedStep:
     """Step whose result was read.
 
     Attributes:
-        number: number of the step, from 1.
-        state_after: data position after the step.
         complete: True if no sample of the step was skipped.
     """
 

@@ -94,7 +94,6 @@ class Rebalancing:
     new ones up to the last check.
 
     Args:
-        config: interval of checks and required gain.
         sampler: sampler of the training data, which must not have yielded a step yet.
     """
 

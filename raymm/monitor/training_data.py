@@ -36,7 +36,6 @@ class TrainingData:
     """Training samples and their sampler.
 
     Attributes:
-        dataset: None for batches in memory.
         tokens: tokens per item by modality, if steps are planned.
     """
 
@@ -55,8 +54,6 @@ def training_data(
 
     Args:
         state: data position of the checkpoint that the run resumes from; None for the beginning.
-        console: console for progress; None for no output.
-        dataset: training samples, if they are open already.
     """
     if not isinstance(data, DataConfig):
         return TrainingData()

@@ -67,7 +67,6 @@ def measure_options(
 
     Args:
         steps: measured steps per plan, after :data:`WARM_UP_STEPS`.
-        **runtime: fields of :class:`raymm.runtime.options.RuntimeOptions`, as for the run.
     """
     reserved = RuntimeOptions.of(runtime).reserved
     check_capacity(max(option.plan.num_processes for option in options), reserved)

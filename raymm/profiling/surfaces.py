@@ -96,7 +96,6 @@ def profile_surfaces(
         gpus: maximum degree. Powers of two up to it, and up to ``batch``, are measured.
         steps: steps of a GPU's quota.
         repeats: runs per measurement; the median counts.
-        precision, device, resources, threads: as in :func:`raymm.profiling.layers.profile_model`.
         ranks_per_node: GPUs that share a node.
     """
     for name, value in (("batch", batch), ("gpus", gpus), ("steps", steps), ("repeats", repeats)):

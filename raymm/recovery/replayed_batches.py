@@ -26,9 +26,7 @@ class ReplayedBatches(Generic[Batch]):
 
     Args:
         load: loads batches from a position in the data; also called with the number of steps taken.
-        step: steps taken before the first batch.
         position: position in the data; None for the beginning.
-        keep: True to keep batches for replay.
     """
 
     def __init__(

@@ -21,9 +21,6 @@ class RunController:
     Args:
         step: returns the step in flight; None before the first step.
         clock: returns seconds, for hourly budgets.
-
-    Attributes:
-        interruptions: all interruptions so far, oldest first.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class RunController:
 
         Args:
             announced: True if a notice said that a node of the run would end.
-            in_place, recovering: as in :meth:`decide`.
         """
         if self._decided is None or self._decided[0] is not error:
             cause, text = cause_of(error, announced), first_line(error)

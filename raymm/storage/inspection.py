@@ -32,7 +32,6 @@ class CheckpointReport:
     """Result of inspecting a checkpoint.
 
     Attributes:
-        manifest: None if it cannot be read.
         problem: description of the damage; None if every byte is as written.
         torn: True for the remains of an unfinished save. They are never read, and removed when the
             run resumes.

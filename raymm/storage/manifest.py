@@ -49,7 +49,6 @@ class Manifest(_Strict):
     """Content of a checkpoint.
 
     Attributes:
-        plan: plan of the run, from :meth:`raymm.scheduler.plan.plan.Plan.to_dict`.
         run: description of the run (:func:`raymm.storage.run_description.describe_run`), compared
             when the run resumes; empty outside of a trainer's run.
         trainer: state of the trainer (position in the data, states of hooks).

@@ -30,7 +30,6 @@ class Conversation:
     Attributes:
         text: rendering, with a marker for each item.
         media: decoded items by kind.
-        ids: token ids of the text.
         learned: True for each token that has a label.
         runs: token ranges of the text before, between and after the items.
         rejected: the same prompt with the rejected answer, if the row has two answers.

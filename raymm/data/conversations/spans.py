@@ -38,7 +38,6 @@ def learned_spans(
 
     Args:
         render: renders messages; with ``prompt=True``, adds a generation prompt.
-        text: rendering of the messages.
         offsets: character ranges of the tokens of the text.
         headers: the generation prompt alone, with the variables of the sample and without
             variables.

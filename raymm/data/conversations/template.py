@@ -107,8 +107,6 @@ class RenderedChat:
     """Conversation as rendered by its template, in tokens.
 
     Attributes:
-        text: the entire rendering.
-        ids: token ids of the text.
         offsets: first and end character of each token.
         learned: True for each token that has a label.
     """
@@ -177,7 +175,6 @@ class ChatTemplate:
         Args:
             messages: in a form that the template accepts.
             prompt: append the generation prompt.
-            tools: function definitions.
             options: variables for the template; by default those of the configuration.
 
         Returns:

@@ -137,7 +137,6 @@ class StepBuilder:
 
     Args:
         check: called for every sample to check that the model accepts it.
-        features: lookup of cached features.
     """
 
     def __init__(
@@ -211,7 +210,6 @@ class StepBuilder:
             indices: samples of the step (fewer than ``batch_size`` result in fewer microbatches),
                 or non-empty groups of samples.
             shuffled: modalities whose items are given to other samples (``shuffle_modality``).
-            stack: see :func:`collate`.
         """
         self._features = self._kept(indices)
         groups, skipped = self._groups(indices)

@@ -16,11 +16,7 @@ from raymm.model.batch_rules import IDS, INDEX, text_inputs
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Split a batch by rows into ``count`` microbatches of equal size. Raise a ``DataError`` if
-    rows are not divisible by ``count``, or a tensor does not have the items in dimension 0.
-
-    Args:
-        batch: complete batch (:func:`raymm.model.batch_rules.complete_microbatch`).
-    """
+    rows are not divisible by ``count``, or a tensor does not have the items in dimension 0."""
     rows = len(batch[IDS])
     if rows % count:
         raise DataError(

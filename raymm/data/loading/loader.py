@@ -57,10 +57,7 @@ class Step:
             held; ``ray.get`` of a ref returns a dict of tensors, and ``join_parts`` joins the parts
             of a microbatch. From ``local_steps``, the microbatches. Empty if all samples of the
             step were left out, which only happens with held-out data.
-        meta: metadata of each microbatch.
         state_after: data position to resume from after this step.
-        skipped: samples left out (``on_error: skip``).
-        owner: worker that built the step.
     """
 
     index: int
@@ -84,9 +81,7 @@ def local_steps(
     Args:
         split: ``"train"`` (endless) or ``"heldout"`` (one pass in a fixed order).
         start_state: ``Step.state_after`` to resume from; None for the beginning.
-        steps: number of steps to stop after.
         shuffled: modalities whose items are given to other samples.
-        sampler: sampler of the training data; see :class:`StepLoader`.
     """
     dataset = open_split(config, split)
     builder = step_builder(config, dataset)
@@ -127,15 +122,12 @@ class StepLoader:
             have fewer samples and microbatches, and a step without a usable sample has no
             microbatches).
         start_state: ``Step.state_after`` to resume from; None for the beginning.
-        steps: number of steps to stop after.
         shuffled: modalities whose items are given to other samples (``shuffle_modality``), to
             measure the held-out loss without them.
         sampler: sampler of the training data; by default ``training_sampler(config, dataset)``,
             which does not consider the model.
-        dataset: samples of the split, if already open.
         check: checks whether the model accepts a sample (``StepBuilder``).
         places: Ray ``scheduling_strategy`` of each worker; by default workers run anywhere.
-        features: lookup of cached features (``StepBuilder``).
         check_cluster: called every second while waiting for a step; an error that it raises ends
             the wait. Ray itself reports a lost node only about 15 s later.
         steps_before: steps that the run took earlier; step numbers in errors continue from there.

@@ -14,9 +14,6 @@ class ItemStack:
     """Items of one shape and dtype that are stacked later, when ``StoredTensors`` are unpacked.
 
     Unpacking copies the items anyway, so this saves the copy of ``torch.stack``.
-
-    Args:
-        items: at least one CPU tensor.
     """
 
     def __init__(self, items: Sequence[torch.Tensor]):

@@ -177,7 +177,6 @@ class ProcessedBuilder(StepBuilder):
             indices: see :meth:`StepBuilder.build`. With ``on_error: skip``, unusable samples leave
                 their microbatch.
             shuffled: kinds whose items are exchanged between samples with the same number of items.
-            stack: ignored, because the processor makes the tensors.
         """
         self._of_microbatches.clear()
         encoded, skipped = self._groups(indices)
@@ -490,7 +489,6 @@ def describe_whole(
 
     Args:
         microbatch: inputs of the model's forward, and labels.
-        parts: inputs of each module.
         items: row of each item by tower.
     """
     ids, labels = microbatch[IDS], microbatch["labels"]

@@ -16,8 +16,6 @@ def shuffle_modality(
 
     Args:
         microbatch: from ``collate``; not modified.
-        name: modality to shuffle.
-        generator: random generator; by default that of torch.
         rows: consecutive rows that share the items of a sample, such as 2 for pairs of answers. All
             rows of a sample get the items of the same other sample.
     """

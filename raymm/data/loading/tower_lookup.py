@@ -19,11 +19,7 @@ _KEY_BYTES = 20
 
 @dataclass(frozen=True)
 class TowerLookup(FeatureLookup):
-    """Reader of cached tower features. The key of an item is a digest of its tower inputs.
-
-    Attributes:
-        forms: form of the cached features by tower.
-    """
+    """Reader of cached tower features. The key of an item is a digest of its tower inputs."""
 
     forms: Mapping[str, RootForm] = field(default_factory=dict)
 

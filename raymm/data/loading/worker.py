@@ -51,7 +51,6 @@ class DataWorker(ObservedActor):
     Args:
         import_path: ``sys.path`` of the driver. Ray passes only the folder of the script, but
             processor functions may be elsewhere.
-        shuffled: modalities to shuffle (``StepBuilder.build``).
         check: list with a reference to the check of ``StepBuilder``, resolved after the path is
             set.
     """
@@ -122,8 +121,6 @@ def start_worker(
     """Start one ``DataWorker``.
 
     Args:
-        dataset: reference to a ``raymm.data.readers.Dataset``.
-        shuffled: modalities whose items are exchanged between samples.
         check: reference to the check of every batch; empty for none.
         place: Ray ``scheduling_strategy`` of reserved resources; None for anywhere.
     """

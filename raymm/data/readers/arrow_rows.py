@@ -139,7 +139,6 @@ def count_column(values, column: str, frames: bool) -> np.ndarray:
     Args:
         values: pyarrow array of strings, binaries, structs, or lists of them. Only lengths and
             nulls are read, so structs may lack ``bytes``.
-        column: name of the column, for errors.
         frames: True if a list is one item and a list of lists is several.
     """
     import pyarrow as pa

@@ -47,9 +47,7 @@ class Reader(ABC):
             nothing uses.
 
     Attributes:
-        path: absolute path, or remote path.
         counts: modality -> (N,) int32, items per sample; 0 for unusable rows.
-        files: absolute paths of all files.
         survey: summary of the rows that were read while opening.
     """
 

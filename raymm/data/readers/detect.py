@@ -22,7 +22,6 @@ class Detected:
     """Description of all rows of one source.
 
     Attributes:
-        path: file, folder, glob, URL or dataset name.
         format: ``"json"``, ``"parquet"``, ``"tar"``, ``"datasets"`` or ``"hub"``.
         forms: row form -> number of rows, the most frequent form first.
         modalities: kind (``image``, ``video``, ``audio``) -> column of its items, or None if all
@@ -97,7 +96,6 @@ def detect(
         path: file, folder, glob, URL or ``hf://datasets/ORG/NAME``.
         format: a format of ``SourceConfig``; determined from the name if None.
         options: ``text_columns``, ``media_folders`` and similar; its ``columns`` are ignored.
-        progress: called about once per second.
     """
     format = format or format_of(path)
     options = replace(options or ReaderOptions(), columns={}, parts=_PARTS, survey=True)

@@ -12,7 +12,6 @@ class ReaderOptions(RowRules):
     """Options of a reader.
 
     Attributes:
-        name: name of the source in its samples.
         media_folders: folders in which rows may name files, in addition to the folder of the
             source.
         subset, split, revision: of a hub dataset

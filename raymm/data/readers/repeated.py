@@ -102,7 +102,6 @@ class Mixture:
     Attributes:
         sources: (N,) int64, source number of every sample.
         counts: modality -> (N,) int32, items per sample.
-        path: paths of the sources, for messages.
         tells_sources: True if microbatches contain the source of their samples, for a loss per
             source.
     """

@@ -73,7 +73,6 @@ class Survey:
 
     Attributes:
         forms: row form -> rows.
-        columns: columns that rows have.
         media: column of :data:`MEDIA_COLUMNS`, or extension of tar members -> items.
         frames: media columns with lists of lists.
         inline: modality -> items in messages.
@@ -130,8 +129,6 @@ class RowIndex:
     Attributes:
         counts: modality -> (rows,) int32 once finished.
         bad: row -> reason why the row is unusable.
-        survey: summary of all usable rows.
-        arrays: further arrays of the reader, by name.
     """
 
     def __init__(self, options: ReaderOptions) -> None:
@@ -153,7 +150,6 @@ class RowIndex:
 
         Args:
             row: column -> value, or the ``SampleError`` of a row that cannot be read.
-            folders: folders of its media.
             counted: items of media columns by modality, if ``row`` only has the other columns.
         """
         counts = dict.fromkeys(self.counts, 0)

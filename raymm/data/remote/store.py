@@ -18,7 +18,6 @@ class FileVersion(NamedTuple):
     """Version of a file, which changes when the file is replaced.
 
     Attributes:
-        size: bytes.
         tag: ETag or generation from the server; else the time of the last change; ``""`` if the
             server reports neither, so that only sizes are compared.
     """

@@ -29,10 +29,8 @@ class DataUrl:
     """Parts of a URL.
 
     Attributes:
-        scheme: one of :data:`SCHEMES`.
         host: the bucket, or the server including the port.
         key: path without percent-encoding and without the leading slash.
-        query: connection options of a bucket.
     """
 
     scheme: str

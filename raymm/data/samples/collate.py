@@ -27,7 +27,6 @@ class EncodedSample:
         media: modality -> tensors of each item.
         keys: modality -> cache key of the features of each item.
         rejected: the same prompt with the rejected answer, if the row has two answers.
-        source: number of the source.
         truncated: number of rows of the sample that were truncated to ``max_length``.
     """
 
@@ -100,11 +99,6 @@ def collate(
     """Collate at least one sample into a microbatch, padded on the right. Raise a ``DataError`` if
     items of a modality differ in tensor names, shapes or dtypes.
 
-    Args:
-        samples: in the order of the rows.
-        columns: modality -> column, for errors.
-        stack: stacks the tensors of all items.
-
     Returns:
         {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality with items,
         {encoder argument: (items, ...), "sample_index": (items,) int64}.
@@ -165,11 +159,7 @@ def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
 def describe(
     microbatch: Microbatch, sample_ids: Sequence[str], placeholders: Mapping[str, int] | None = None
 ) -> MicrobatchMeta:
-    """Return the ``MicrobatchMeta`` of a microbatch from :func:`collate`.
-
-    Args:
-        placeholders: known placeholder token ids by modality.
-    """
+    """Return the ``MicrobatchMeta`` of a microbatch from :func:`collate`."""
     inputs = split_parts(microbatch)
     B, T = microbatch["input_ids"].shape
     return MicrobatchMeta(

@@ -84,9 +84,6 @@ class MediaRange:
     """Item that is a part of a file, such as a member of a tar shard.
 
     Attributes:
-        name: name of the member.
-        path: path or URL of the file.
-        start, size: byte range.
         version: version of a remote file when the item was located.
     """
 

@@ -32,7 +32,6 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
         value: a list of messages, a list in a JSON string, or a dict of lists as stored by
             ``Sequence({...})`` of ``datasets``. A message has ``role`` and ``content``, or ``from``
             and ``value``.
-        column: for errors.
         rename: also rename the roles of messages with ``role`` and ``content``, such as ``human``.
             Roles in ``from`` are always renamed.
     """

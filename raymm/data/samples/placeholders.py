@@ -16,8 +16,6 @@ class Placeholder:
     """Placeholder of a modality in token ids.
 
     Attributes:
-        token: text of the token.
-        id: id of the token.
         repeat: number of tokens that replace each one in the text; None leaves them unchanged.
     """
 

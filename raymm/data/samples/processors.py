@@ -91,9 +91,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     used. Grey of 10 to 16 bits is scaled by the white level of its format; Pillow would clip it at
     255. Colours of 16 bits lose the lower 8 bits. Raise a ``ValueError`` for 32-bit integers,
     signed integers or floats, whose white level is unknown, and for a transparent 16-bit colour.
-
-    Args:
-        image: just opened, not decoded yet.
     """
     from PIL import ImageOps
 
@@ -227,7 +224,6 @@ def load_processor(
             extractor, or processor of both, chosen by the kind of the item. Folders receive RGB
             images (transparency over white, EXIF rotation applied; lists of images if items are
             made of frames) or mono sound resampled to the rate of the extractor.
-        field: name of the configuration field, for errors.
         trust_remote_code: run Python files of the folder, if it names any.
 
     Returns:

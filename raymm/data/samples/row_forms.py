@@ -45,7 +45,6 @@ class RoleValues:
     """Values of a row by role.
 
     Args:
-        row: column -> value.
         columns: role -> column, for columns with other names.
         taken: columns without a role: ignored columns, and columns of media.
     """
@@ -99,12 +98,7 @@ class RowForm(NamedTuple):
 
 def find_form(values: RoleValues, name: str | None, present: list[str]) -> str:
     """Return the name of the form of a row: the first of :data:`FORMS` whose columns the row has.
-    Raise a ``SampleError`` if the row lacks columns of the configured form, or fits no form.
-
-    Args:
-        name: form from the configuration, or None.
-        present: columns of the row, for the error.
-    """
+    Raise a ``SampleError`` if the row lacks columns of the configured form, or fits no form."""
     if name is not None:
         missing = [values.column(role) for role in FORMS[name].required if role not in values]
         if not missing:

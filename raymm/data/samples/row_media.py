@@ -39,7 +39,6 @@ class MediaRules:
     """Rules for the media of a row.
 
     Attributes:
-        folders: folders in which files may be.
         place: location of the row, part of the name of items without a path.
         frames: modalities whose items are lists of frames.
         parts: type of a message part -> modality.
@@ -62,7 +61,6 @@ def items_of(
         value: a path, bytes, base64 of a known format, a ``data:`` URI, {"path", "bytes", "url"} as
             ``datasets`` stores media, a ``MediaRange``, or a list of them; None, "" or [] for no
             items.
-        column: for errors.
         frames: True if every item is made of frames: a list is one item, a list of lists is
             several.
     """
@@ -86,12 +84,8 @@ def items_of(
 class PartMedia:
     """Collector of the media in message parts.
 
-    Args:
-        column: column of the messages, for errors.
-
     Attributes:
         items: modality -> items, in the order of the parts.
-        unused: keys of parts that nothing uses.
     """
 
     def __init__(self, rules: MediaRules, column: str) -> None:

@@ -67,7 +67,6 @@ class ParsedRow:
         inline: modalities whose items are in messages.
         used: columns with a value that the form or a modality uses.
         unused: columns with a value, and keys of message parts, that nothing uses.
-        column: column of the text, for errors.
     """
 
     form: str
@@ -84,7 +83,6 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
     folders.
 
     Args:
-        row: column -> value.
         folders: folders in which the row may name files.
         place: location of the row, part of the name of items without a path.
     """

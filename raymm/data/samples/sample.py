@@ -28,7 +28,6 @@ class Sample:
     the chosen one.
 
     Attributes:
-        index: position in the dataset, from 0.
         id: the ``id`` of the row, or its place.
         messages: list of {"role": str, "content": str, list of parts or None}; a part is {"type":
             "text", "text": str} or a placeholder of a media item, {"type": "image"}. Other keys go
@@ -36,7 +35,6 @@ class Sample:
         text: plain text, learned after its first ``prompt_characters`` characters.
         media: modality -> items: absolute paths (``str``), or ``raymm.data.samples.media`` objects;
             modalities without items are absent.
-        source: name of the source.
         place: location of the row: ``FILE:LINE``, ``FILE[INDEX]`` or ``SHARD[KEY]``.
         preference: both answers, if the row has two.
         columns: modality, ``"text"`` or ``"messages"`` -> its column in this source, where known.

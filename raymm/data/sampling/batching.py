@@ -43,9 +43,7 @@ class WeightedSampler:
         sources: (N,) source index of every sample, ascending.
         weights: weight schedule of every source. Weights that are all 0 at some step raise a
             ``DataError``.
-        batch_size: samples per step, > 0.
         shuffle: True to permute the samples of a source in each of its epochs.
-        seed: >= 0.
     """
 
     def __init__(

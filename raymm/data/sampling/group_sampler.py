@@ -46,8 +46,6 @@ class Position:
         before: planner settings of the steps that were taken under earlier plans of this epoch.
         how: planner settings of ``steps``: a :data:`Taken` without ``"steps"``.
         left: indices of the samples that ``steps`` was planned from.
-        steps: planned steps.
-        taken: number of ``steps`` already taken.
     """
 
     epoch: int
@@ -76,11 +74,8 @@ class GroupSampler:
     epoch, and every sample still comes exactly once.
 
     Args:
-        sizes: sizes of all samples.
-        groups: groups per step, > 0.
         samples: approximate samples per group, > 0.
         method: one of :data:`METHODS`. Samples that a planner leaves out come in steps at the end.
-        seed: >= 0.
         options: further options of the planner, see :data:`OPTIONS`, as plain JSON.
     """
 

@@ -21,10 +21,8 @@ class EpochSampler:
     of the next, so every epoch contains each sample exactly once.
 
     Args:
-        length: samples in the dataset, > 0.
         batch_size: samples per step, > 0; may exceed ``length``.
         shuffle: True to permute every epoch, False for file order.
-        seed: >= 0.
     """
 
     def __init__(self, length: int, batch_size: int, shuffle: bool = True, seed: int = 0):

@@ -41,11 +41,8 @@ class VideoHeader:
 
     Attributes:
         width, height: pixels, as stored.
-        seconds: duration of the frames.
-        rate: frames per second.
         start: time stamp of the first frame in seconds.
         sound_rate, channels: Hz and number of channels of the sound track.
-        sound_seconds: duration of the sound track.
     """
 
     width: int = 0

@@ -75,7 +75,6 @@ class Clip:
         frames: (T, H, W, 3) uint8 RGB, upright.
         times: (T,) float64, start of each frame in seconds from the beginning.
         rate: frames per second of the file.
-        seconds: duration of the file.
     """
 
     frames: np.ndarray = field(repr=False)
