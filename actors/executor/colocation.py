@@ -62,11 +62,9 @@ class Colocation:
 
     @contextmanager
     def on_stream(self, module: str) -> Iterator[None]:
-        """Issue the calling thread's work to a module's stream for the length of the block.
-
-        The stream is that of the first set with the module, or the rank's stream if no set has it.
-        The block's work is ordered with the work of the rank's stream before and after it.
-        """
+        """Issue the calling thread's work to a module's stream for the length of the block. The
+        stream is that of the first set with the module, or the rank's stream if no set has it. The
+        block's work is ordered with the work of the rank's stream before and after it."""
         name = next((name for name, quotas in self._sets.items() if module in quotas), None)
         if name is None:
             yield

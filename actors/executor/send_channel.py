@@ -247,11 +247,10 @@ class SendChannel:
         self._before = max(0, self._before - 1)
 
     def end_step(self, timeout: timedelta) -> None:
-        """Release messages sent before the step that ends now; on a GPU, all messages.
-
-        A gloo send completes only when it is waited for. Waiting one step later is free, because
-        the peer has received the message by then. On a GPU the device waits, and memory is reused
-        after that. Raise a ``ChannelError`` if the peer is gone."""
+        """Release messages sent before the step that ends now; on a GPU, all messages. A gloo send
+        completes only when it is waited for. Waiting one step later is free, because the peer has
+        received the message by then. On a GPU the device waits, and memory is reused after that.
+        Raise a ``ChannelError`` if the peer is gone."""
         on_gpu = self._device.type == "cuda"
         while self._under_way if on_gpu else self._before:
             self._let_go(timeout)

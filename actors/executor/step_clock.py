@@ -37,11 +37,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """Clock for a GPU: marks are events on the current stream.
-
-    The stream is idle when the clock starts, because the previous step waited for its last event.
-    The first event therefore passes at once, at a known time.
-    """
+    """Clock for a GPU: marks are events on the current stream. The stream is idle when the clock
+    starts, because the previous step waited for its last event. The first event therefore passes at
+    once, at a known time."""
 
     def __init__(self) -> None:
         self._first = self.mark()

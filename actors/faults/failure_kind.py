@@ -49,11 +49,8 @@ _LINE = "(failure kind: {})"
 
 def failure_kind(error: BaseException) -> FailureKind:
     """Return the kind of an error: the first one found among the error and its causes
-    (``__cause__``).
-
-    For an OSError without a number, the context counts as its cause. A kind that was determined
-    before, possibly in another process, is kept.
-    """
+    (``__cause__``). For an OSError without a number, the context counts as its cause. A kind that
+    was determined before, possibly in another process, is kept."""
     carried = getattr(error, _ATTRIBUTE, None)
     if isinstance(carried, FailureKind):
         return carried

@@ -39,13 +39,10 @@ class Inquiry:
     silent: tuple[int, ...] = ()
 
     def culprits(self, long: float, aborted: Collection[int] = ()) -> list[int]:
-        """Return the processes at fault, the most likely one first.
-
-        These are dead processes, then processes that do not answer; otherwise the process that has
-        computed for longest while another one waits for it, if for at least ``long`` seconds. Dead
-        processes that ended by SIGABRT (``aborted``) come last: NCCL's watchdog ends waiting
-        processes in this way.
-        """
+        """Return the processes at fault, the most likely one first. These are dead processes, then
+        processes that do not answer; otherwise the process that has computed for longest while
+        another one waits for it, if for at least ``long`` seconds. Dead processes that ended by
+        SIGABRT (``aborted``) come last: NCCL's watchdog ends waiting processes in this way."""
         victims = sorted(self.dead.keys() & set(aborted))
         if causes := [*sorted(self.dead.keys() - set(aborted)), *sorted(self.silent)]:
             return [*causes, *victims]

@@ -27,11 +27,9 @@ def only_abort() -> None:
 
 def nccl_error() -> str:
     """Return the first error of any NCCL group of this process: ``"TIMEOUT"``, ``"COMM_ERROR"`` or
-    ``"REMOTE_ERROR"``. Empty without an error, and after the groups were aborted.
-
-    The watchdog records an error before it aborts the communicator. Operations on the device then
-    return with partly received buffers.
-    """
+    ``"REMOTE_ERROR"``. Empty without an error, and after the groups were aborted. The watchdog
+    records an error before it aborts the communicator. Operations on the device then return with
+    partly received buffers."""
     for group, (backend, _) in list(distributed_c10d._world.pg_map.items()):
         if backend == "nccl":
             error = group._get_backend(torch.device("cuda")).get_error()

@@ -12,11 +12,9 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveStorages(TorchDispatchMode):
-    """Dispatch mode that assigns the memory that operators create to the current ``owner``.
-
-    Memory counts as long as it is alive for any reason: saved by autograd, by checkpoints that keep
-    only inputs, or by a reference in Python. Memory of ``others``, such as parameters, does not
-    count.
+    """Dispatch mode that assigns the memory that operators create to the current ``owner``. Memory
+    counts as long as it is alive for any reason: saved by autograd, by checkpoints that keep only
+    inputs, or by a reference in Python. Memory of ``others``, such as parameters, does not count.
     """
 
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:

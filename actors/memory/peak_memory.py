@@ -13,11 +13,9 @@ _PEAK = b"5"
 
 
 class PeakMemory:
-    """Peak memory of a process from its creation on.
-
-    On a GPU this is the memory that torch's allocator has assigned. On a CPU it is resident memory
-    beyond the amount at creation, including cached memory; 0 if the system does not report it.
-    """
+    """Peak memory of a process from its creation on. On a GPU this is the memory that torch's
+    allocator has assigned. On a CPU it is resident memory beyond the amount at creation, including
+    cached memory; 0 if the system does not report it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

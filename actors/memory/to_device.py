@@ -60,10 +60,8 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 class CopiedRows(Sequence[Row]):
     """Inputs of a stage, each copied to a GPU when its microbatch or the one before is first used.
-
     Copies are issued to a separate stream; the current stream at the first use waits for them.
-    Tensors must live until the device has finished the step.
-    """
+    Tensors must live until the device has finished the step."""
 
     def __init__(
         self, rows: Sequence[Row], pinned: Sequence[Future[Any]], stream: torch.cuda.Stream

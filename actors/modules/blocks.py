@@ -25,12 +25,10 @@ def _numel(module: nn.Module) -> int:
 
 
 def find_blocks(module: nn.Module) -> str | None:
-    """Return the dotted name of the list of blocks, or None if the module has none.
-
-    A candidate is a ``ModuleList``, or a ``Sequential`` of numbered entries, whose length is the
-    config's layer count; without a match, any with at least two entries. The one with the most
-    parameters wins. For a language model with towers, only its decoder is searched.
-    """
+    """Return the dotted name of the list of blocks, or None if the module has none. A candidate is
+    a ``ModuleList``, or a ``Sequential`` of numbered entries, whose length is the config's layer
+    count; without a match, any with at least two entries. The one with the most parameters wins.
+    For a language model with towers, only its decoder is searched."""
     searched = _decoder(module)
     config = getattr(searched, "config", None)
     depths = {getattr(config, name) for name in config_depth_names(config)}

@@ -154,11 +154,8 @@ def _in_blocks(name: str, blocks: str) -> int | None:
 
 
 def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list[str]:
-    """Return the names of the parameters that blocks [lo, hi) own.
-
-    The first and last block include the code before and after the list. ``module`` is the complete
-    module or its skeleton.
-    """
+    """Return the names of the parameters that blocks [lo, hi) own. The first and last block include
+    the code before and after the list. ``module`` is the complete module or its skeleton."""
     _check_shared(module, info.blocks, lo, hi)
     total = len(block_list(module, info.blocks))
     outer = info.outer(lo == 0, hi == total)
@@ -180,10 +177,8 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
 
 
 def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
-    """Raise InputError if blocks [lo, hi) share parameters with the rest of the module.
-
-    Such parameters would be missing from a stage, or duplicated.
-    """
+    """Raise InputError if blocks [lo, hi) share parameters with the rest of the module. Such
+    parameters would be missing from a stage, or duplicated."""
     users_by_id: dict[int, dict[int | None, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         users_by_id.setdefault(id(parameter), {})[_in_blocks(name, blocks)] = name
@@ -208,10 +203,8 @@ def ghost_parameter(module: nn.Module, name: str) -> None:
 
 
 def own_buffers(module: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that a stage owns.
-
-    Modules around the blocks with ghost parameters are excluded: they would not see real data.
-    """
+    """Return the names of the buffers that a stage owns. Modules around the blocks with ghost
+    parameters are excluded: they would not see real data."""
     return frozenset(
         f"{path}.{name}" if path else name
         for path, child in module.named_modules()
@@ -225,11 +218,9 @@ def _is_ghost(value: Any) -> bool:
 
 
 def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
-    """Reduce a module in place to blocks [lo, hi) and the code around them.
-
-    Earlier blocks become pass-throughs, later blocks end the forward, and parameters that the stage
-    does not own become ghosts without memory.
-    """
+    """Reduce a module in place to blocks [lo, hi) and the code around them. Earlier blocks become
+    pass-throughs, later blocks end the forward, and parameters that the stage does not own become
+    ghosts without memory."""
     blocks = block_list(module, info.blocks)
     owned = set(stage_parameters(module, info, lo, hi))
     for index in range(len(blocks)):

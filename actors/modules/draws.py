@@ -36,10 +36,8 @@ def derive_seed(*parts: object) -> int:
 
 
 class Draws:
-    """Random number streams of one module in one microbatch (:func:`module_draws`).
-
-    If ``observed``, ``drawn`` records whether numbers were drawn before the last :meth:`end`.
-    """
+    """Random number streams of one module in one microbatch (:func:`module_draws`). If
+    ``observed``, ``drawn`` records whether numbers were drawn before the last :meth:`end`."""
 
     def __init__(self, seed: int, observed: bool = False) -> None:
         self._seed, self._observed = seed, observed

@@ -120,9 +120,7 @@ def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.T
 @dataclass(frozen=True)
 class Prepend:
     """Merge policy that puts each sample's modality tokens before its text, encoder by encoder.
-
-    Padding in the text is dropped and the merged rows are padded on the right.
-    """
+    Padding in the text is dropped and the merged rows are padded on the right."""
 
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
         """Return the merged length."""
@@ -192,11 +190,9 @@ def _text_only(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class ReplaceTokens:
-    """Merge policy that replaces placeholder tokens in the text by modality tokens.
-
-    ``token_ids`` maps encoders to placeholder token ids. Each sample must have exactly as many
-    placeholders as its items of that modality have tokens.
-    """
+    """Merge policy that replaces placeholder tokens in the text by modality tokens. ``token_ids``
+    maps encoders to placeholder token ids. Each sample must have exactly as many placeholders as
+    its items of that modality have tokens."""
 
     token_ids: Mapping[str, int]
 
@@ -331,10 +327,8 @@ class CrossAttend:
 
     def model_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the model's keyword arguments, with attention masks in place of ``cross_shown``.
-
         With items, ``arguments`` has ``cross_shown`` (B, T, I) and ``cross_attention_states`` (B,
-        V, H).
-        """
+        V, H)."""
         arguments = dict(arguments)
         shown = arguments.pop("cross_shown", None)
         if shown is None:
@@ -352,11 +346,9 @@ class CrossAttend:
 
 
 def seen_items(shown: torch.Tensor) -> torch.Tensor:
-    """Return the items that text tokens attend to, (B, T, I) bool on the host.
-
-    Tokens that see no item attend to all items of their row, as in Mllama, whose layers then
-    discard the result. ``shown`` (B, T, I) uint8 comes from :class:`CrossAttend`.
-    """
+    """Return the items that text tokens attend to, (B, T, I) bool on the host. Tokens that see no
+    item attend to all items of their row, as in Mllama, whose layers then discard the result.
+    ``shown`` (B, T, I) uint8 comes from :class:`CrossAttend`."""
     shown = on_host(shown)
     return shown == shown.amax(-1, keepdim=True)
 

@@ -135,12 +135,9 @@ class MicrobatchContext(NamedTuple):
 
 
 class StageModule(nn.Module):
-    """Interface of a stage for the executor.
-
-    A stage may draw random numbers at the places passed to ``context.enter``, unless its attribute
-    ``may_draw`` is False. Its attribute ``is_shared`` is True if it computes only a part of the
-    results.
-    """
+    """Interface of a stage for the executor. A stage may draw random numbers at the places passed
+    to ``context.enter``, unless its attribute ``may_draw`` is False. Its attribute ``is_shared`` is
+    True if it computes only a part of the results."""
 
     def run(
         self,
@@ -161,10 +158,9 @@ Read = Callable[[Any], torch.Tensor]
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """Return the feature tensor of an encoder output.
-
-    This is the output itself, its ``last_hidden_state`` or only feature map, or a tuple's first
-    entry. Raise a ``TypeError`` if there is no tensor."""
+    """Return the feature tensor of an encoder output. This is the output itself, its
+    ``last_hidden_state`` or only feature map, or a tuple's first entry. Raise a ``TypeError`` if
+    there is no tensor."""
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "last_hidden_state", None) is not None:

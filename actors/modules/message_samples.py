@@ -104,10 +104,8 @@ def _carried(message: Message, ports: EdgePorts) -> list[int]:
 
 
 def cut(tensors: Tensors, has: Samples, reads: Samples, offsets: Sequence[int] | None) -> Tensors:
-    """Select the rows of samples ``reads`` from tensors (rows, ...) of samples ``has``.
-
-    Contiguous rows become views.
-    """
+    """Select the rows of samples ``reads`` from tensors (rows, ...) of samples ``has``. Contiguous
+    rows become views."""
     if has == reads:
         return tensors
     row_ranges = _places(has, reads, offsets)
@@ -170,10 +168,8 @@ def summed(
     parts: Sequence[Gradients], of: Sequence[Samples], samples: Samples,
     offsets: Sequence[int] | None,
 ) -> Gradients:
-    """Sum gradients (rows, ...), each of the samples in ``of``, into those of ``samples``.
-
-    Rows without gradient are 0; tensors without any gradient are None.
-    """
+    """Sum gradients (rows, ...), each of the samples in ``of``, into those of ``samples``. Rows
+    without gradient are 0; tensors without any gradient are None."""
     if all(replica_samples == samples for replica_samples in of):
         total, *further = parts
         for later in further:

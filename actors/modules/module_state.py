@@ -44,10 +44,8 @@ def evaluating(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
-    """Context manager for forwards that must not update running statistics (batch norm).
-
-    Buffers are replaced by copies, not restored, because autograd may have saved them.
-    """
+    """Context manager for forwards that must not update running statistics (batch norm). Buffers
+    are replaced by copies, not restored, because autograd may have saved them."""
     saved = [
         (module, dict(module._buffers))
         for module in stage.modules()
@@ -64,11 +62,8 @@ def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
 
 class ForwardBuffers:
     """Buffers that training forwards change (batch norm, spectral norm), for forwards that run
-    twice.
-
-    A second run starts from the values before its first run. Afterwards, the values left by all
-    first runs are restored.
-    """
+    twice. A second run starts from the values before its first run. Afterwards, the values left by
+    all first runs are restored."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -95,10 +90,8 @@ class ForwardBuffers:
 
     @contextlib.contextmanager
     def restored(self, before: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-        """Context manager for a second run, with the value recorded in the first run.
-
-        Buffers are replaced, not written, because autograd may have saved them.
-        """
+        """Context manager for a second run, with the value recorded in the first run. Buffers are
+        replaced, not written, because autograd may have saved them."""
         current = [(child, name, child._buffers[name]) for child, name, _ in before]
         for child, name, buffer in before:
             child._buffers[name] = buffer

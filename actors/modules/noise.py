@@ -21,10 +21,8 @@ from raymm.scheduler.graph.sample_ranges import Range
 
 
 class Noise(NamedTuple):
-    """Random argument of a module; see :func:`normal_noise` and :func:`uniform_noise`.
-
-    ``like`` is the argument whose shape and dtype it has; None for one number per sample.
-    """
+    """Random argument of a module; see :func:`normal_noise` and :func:`uniform_noise`. ``like`` is
+    the argument whose shape and dtype it has; None for one number per sample."""
 
     distribution: Literal["normal", "uniform"]
     like: str | None = None
@@ -47,12 +45,9 @@ def uniform_noise(like: str | None = None) -> Noise:
 
 
 class SampleSeeds(NamedTuple):
-    """Origin of a sample's noise, in addition to its position in the batch.
-
-    Evaluation uses step 0, so that losses are comparable over steps. ``batch`` is the number among
-    those whose gradients the step accumulates, and ``first`` the number of the microbatch's first
-    sample in it.
-    """
+    """Origin of a sample's noise, in addition to its position in the batch. Evaluation uses step 0,
+    so that losses are comparable over steps. ``batch`` is the number among those whose gradients
+    the step accumulates, and ``first`` the number of the microbatch's first sample in it."""
 
     seed: int = 0
     step: int = 0
@@ -64,7 +59,6 @@ def drawn(
     noise: Noise, arguments: Mapping[str, Any], samples: Range, seeds: SampleSeeds, *place: str
 ) -> torch.Tensor:
     """Return an argument's noise (B, ...) for B samples, drawn on the CPU for all devices.
-
     ``place``, the module and the argument, is part of the seed. Raise an ``InputError`` if ``like``
     is not a tensor among the other arguments."""
     device = next(t.device for t in arguments.values() if isinstance(t, torch.Tensor))

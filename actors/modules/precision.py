@@ -26,11 +26,9 @@ def disable_tf32() -> None:
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert frozen matrix-product weights to ``dtype``, in place; their fp32 values are lost.
-
     Autocast casts frozen weights in every forward, a large part of the time of small microbatches.
     Results are bit-identical. Weights that autocast leaves in fp32 (norms, embeddings) are
-    unchanged. An embedding tied to a head keeps its fp32 weight; the head gets a copy.
-    """
+    unchanged. An embedding tied to a head keeps its fp32 weight; the head gets a copy."""
     cast: dict[int, nn.Parameter] = {}
     for child in module.modules():
         if not isinstance(child, CAST_BY_AUTOCAST):
@@ -82,11 +80,9 @@ class ComputeCopies:
             self.hide()
 
     def show(self, stream: AbstractContextManager[None] | None = None) -> None:
-        """Let modules compute with copies of their current parameters until :meth:`hide`.
-
-        Autograd runs the backward of the casts, and accumulates gradients, on ``stream``, which is
-        entered while copies are made.
-        """
+        """Let modules compute with copies of their current parameters until :meth:`hide`. Autograd
+        runs the backward of the casts, and accumulates gradients, on ``stream``, which is entered
+        while copies are made."""
         copies: dict[int, torch.Tensor] = {}
         with torch.enable_grad(), (stream if stream and self._places else nullcontext()):
             for child, name, parameter in self._places:
@@ -101,11 +97,9 @@ class ComputeCopies:
 
 
 def _early_gradient(copy: torch.Tensor) -> torch.Tensor:
-    """Make autograd accumulate a copy's gradient as soon as it is complete.
-
-    Autograd runs the oldest nodes last. The copies are the oldest, so the gradients of all layers
-    would stay in memory until the backward ends, and sums over replicas would start late.
-    """
+    """Make autograd accumulate a copy's gradient as soon as it is complete. Autograd runs the
+    oldest nodes last. The copies are the oldest, so the gradients of all layers would stay in
+    memory until the backward ends, and sums over replicas would start late."""
     node = cast(Any, copy.grad_fn)
     node._set_sequence_nr(_FIRST)
     return copy

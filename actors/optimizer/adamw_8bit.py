@@ -55,11 +55,9 @@ class Blocks:
                            for edge in part.edges)  # fmt: skip
 
     def bounds(self, values: torch.Tensor) -> torch.Tensor:
-        """Return (2, blocks): the largest value of each block, and of its negated values.
-
-        If blocks are not aligned, the result has all blocks of the whole parameter. Elements of
-        other processes then count as zeros. ``values`` are local and contiguous.
-        """
+        """Return (2, blocks): the largest value of each block, and of its negated values. If blocks
+        are not aligned, the result has all blocks of the whole parameter. Elements of other
+        processes then count as zeros. ``values`` are local and contiguous."""
         if self.aligned:
             blocks = values.view(-1, BLOCK)
             return torch.stack([blocks.amax(dim=1), -blocks.amin(dim=1)])

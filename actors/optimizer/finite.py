@@ -81,11 +81,9 @@ class _Batch:
 
 
 class FiniteObserver:
-    """Observer of the batches of an update. Only :meth:`places` waits for the device.
-
-    Forwards change running statistics (batch norm) of ``modules``, so these are copied before the
-    first batch, in case the update is skipped.
-    """
+    """Observer of the batches of an update. Only :meth:`places` waits for the device. Forwards
+    change running statistics (batch norm) of ``modules``, so these are copied before the first
+    batch, in case the update is skipped."""
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._device = device

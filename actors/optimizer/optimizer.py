@@ -140,11 +140,8 @@ class RankOptimizer:
 
     def clip(self) -> None:
         """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over the parameters of all ranks
-        at once.
-
-        The norm is NaN if a loss is not finite. From the same all-reduce, all processes know if the
-        step is skipped.
-        """
+        at once. The norm is NaN if a loss is not finite. From the same all-reduce, all processes
+        know if the step is skipped."""
         self._take_local_parts()
         self._norm = norm = self._global_norm(None)
         scale = torch.ones_like(norm)

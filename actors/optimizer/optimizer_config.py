@@ -113,11 +113,9 @@ class UpdateRule:
             )
 
     def factor(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0, as a fraction of ``lr``.
-
-        Equal to ``transformers.get_scheduler`` for steps below ``total_steps``. The cosine of
-        ``transformers`` rises again after ``total_steps``; this one stays at its final value.
-        """
+        """Return the learning rate of a step, counted from 0, as a fraction of ``lr``. Equal to
+        ``transformers.get_scheduler`` for steps below ``total_steps``. The cosine of
+        ``transformers`` rises again after ``total_steps``; this one stays at its final value."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.schedule == "constant":

@@ -128,11 +128,9 @@ class ThreadSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply the settings in the calling thread for the length of the block.
-
-        Autocast does not cache cast weights: the cache belongs to the process, and a thread that
-        leaves autocast would clear entries of another thread at an unpredictable time.
-        """
+        """Apply the settings in the calling thread for the length of the block. Autocast does not
+        cache cast weights: the cache belongs to the process, and a thread that leaves autocast
+        would clear entries of another thread at an unpredictable time."""
         with ExitStack() as stack:
             if self.default_device is not None:
                 stack.enter_context(self.default_device)

@@ -99,11 +99,9 @@ class CudaBackend:
         return CudaStream(torch.cuda.current_stream(self.device))
 
     def close(self) -> None:
-        """Wait for the device, free the streams' cached memory, and destroy them.
-
-        When a tensor is freed, the allocator records an event on every stream that has read it.
-        Tensors and autograd graphs of these streams must therefore be freed before.
-        """
+        """Wait for the device, free the streams' cached memory, and destroy them. When a tensor is
+        freed, the allocator records an event on every stream that has read it. Tensors and autograd
+        graphs of these streams must therefore be freed before."""
         torch.cuda.synchronize(self.device)
         self._streams.clear()
         # Not public in torch 2.13; without this call the workspaces of destroyed streams stay

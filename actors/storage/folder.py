@@ -21,11 +21,9 @@ PARTIAL = ".raymm-partial"
 
 
 class StorageFolder(ABC):
-    """Folder that every process of a run can access by its location.
-
-    A file is visible only when complete, except files written with ``writing``; their readers must
-    verify them. File names may contain slashes. All operations raise ``OSError``, and
-    ``FileNotFoundError`` for missing files.
+    """Folder that every process of a run can access by its location. A file is visible only when
+    complete, except files written with ``writing``; their readers must verify them. File names may
+    contain slashes. All operations raise ``OSError``, and ``FileNotFoundError`` for missing files.
     """
 
     @property

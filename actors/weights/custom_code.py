@@ -18,9 +18,7 @@ _CONFIGS = (
 
 def custom_code(folder: str | Path) -> dict[str, str]:
     """Return a folder's custom classes by auto class (``AutoModel``), as ``module.Class``.
-
-    Unreadable files are ignored here; loading the folder reports them.
-    """
+    Unreadable files are ignored here; loading the folder reports them."""
     classes: dict[str, str] = {}
     for name in _CONFIGS:
         try:

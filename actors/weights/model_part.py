@@ -43,10 +43,8 @@ class Call:
 
 
 class UpToCall:
-    """A model's own forward up to one of its calls, whose result it returns.
-
-    The text is two dummy tokens. Modules outside the part may be ghosts.
-    """
+    """A model's own forward up to one of its calls, whose result it returns. The text is two dummy
+    tokens. Modules outside the part may be ghosts."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         self._model, self._call = model, call

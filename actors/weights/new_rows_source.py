@@ -16,10 +16,8 @@ from raymm.actors.weights.source import ModuleSource, set_mode
 
 @dataclass(frozen=True)
 class NewRowsSource(ModuleSource):
-    """Model of another source that trains only the rows of new tokens, ids [start, stop).
-
-    The weights of ``base`` already have these rows.
-    """
+    """Model of another source that trains only the rows of new tokens, ids [start, stop). The
+    weights of ``base`` already have these rows."""
 
     base: ModuleSource
     start: int

@@ -118,10 +118,7 @@ Built = TypeVar("Built", bound=nn.Module)
 
 def with_weights_of_its_class(module: Built, plain: nn.Module) -> Built:
     """Return a copy that stores computed weights as plain ones, unless ``plain`` computes them,
-    too.
-
-    ``plain`` is a new module of the same class, on meta, which reads weights from files.
-    """
+    too. ``plain`` is a new module of the same class, on meta, which reads weights from files."""
     computed = {
         id(value): value.detach().clone() for child in module.modules()
         for value in vars(child).values()

@@ -13,10 +13,8 @@ from raymm.actors.modules.cut import CutInfo, ghost_parameter, prune, stage_para
 @dataclass(frozen=True)
 class Part:
     """Parameters of blocks [lo, hi) and, by ``info``, around them, restricted to the names
-    ``among``.
-
-    If ``info`` is None, the module is not cut; if ``among`` is None, all names are included.
-    """
+    ``among``. If ``info`` is None, the module is not cut; if ``among`` is None, all names are
+    included."""
 
     info: CutInfo | None
     lo: int = 0

@@ -73,11 +73,9 @@ def constructed_values(
     shapes: Collection[tuple[int, ...]],
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Return constructor values of parameters that are small or have one of the given shapes.
-
-    Other parameters take no memory. The values depend on ``shapes``, but not on the part of the
-    model that the caller builds.
-    """
+    """Return constructor values of parameters that are small or have one of the given shapes. Other
+    parameters take no memory. The values depend on ``shapes``, but not on the part of the model
+    that the caller builds."""
     with torch.random.fork_rng(devices=[]), _RealTensors(shapes):
         torch.default_generator.manual_seed(seed)
         model = model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -230,10 +228,8 @@ def _owned(module: nn.Module, part: Part | None) -> list[str]:
 
 @dataclass(frozen=True)
 class ConfigSource(ModuleSource):
-    """Hugging Face model class and config, initialised from a seed.
-
-    Each submodule's seed depends on its name, so all partitions get the complete model's weights.
-    """
+    """Hugging Face model class and config, initialised from a seed. Each submodule's seed depends
+    on its name, so all partitions get the complete model's weights."""
 
     model_class: type[PreTrainedModel]
     model_config: PretrainedConfig
@@ -307,10 +303,8 @@ def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
 
 
 def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) -> None:
-    """Give a meta model real buffers and initialised ``owned`` parameters, in place.
-
-    Parameters that ``_init_weights`` omits become NaN. Submodule names are part of the seed.
-    """
+    """Give a meta model real buffers and initialised ``owned`` parameters, in place. Parameters
+    that ``_init_weights`` omits become NaN. Submodule names are part of the seed."""
     for name in owned:
         meta = model.get_parameter(name)
         set_tensor(model, name, torch.full(meta.shape, float("nan"), dtype=meta.dtype))
@@ -344,10 +338,8 @@ def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class FactorySource(ModuleSource):
-    """Function that returns a plain module, for models that Hugging Face does not have.
-
-    ``target`` is ``"package.module:function"``; ``weights`` an optional safetensors state dict.
-    """
+    """Function that returns a plain module, for models that Hugging Face does not have. ``target``
+    is ``"package.module:function"``; ``weights`` an optional safetensors state dict."""
 
     target: str
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -38,11 +38,9 @@ class Misfit(NamedTuple):
 
 
 class WeightsReport(NamedTuple):
-    """Result of loading a folder into a class.
-
-    ``lacking`` are parameters and buffers that the folder lacks, ``misfits`` those that it has in
-    another shape, and ``unused`` its tensors that the class does not have.
-    """
+    """Result of loading a folder into a class. ``lacking`` are parameters and buffers that the
+    folder lacks, ``misfits`` those that it has in another shape, and ``unused`` its tensors that
+    the class does not have."""
 
     lacking: tuple[str, ...]
     misfits: tuple[Misfit, ...]

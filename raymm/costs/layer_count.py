@@ -310,11 +310,9 @@ class _LayerCounter:
         return [f"{self.path}.{index}" for index in range(count)]
 
     def outside(self, path: str) -> tuple[list[str], list[str]]:
-        """Return the names of modules with parameters before and after the blocks.
-
-        The order of registration decides, except that the head is always after the blocks, and
-        modules tied to it also count before.
-        """
+        """Return the names of modules with parameters before and after the blocks. The order of
+        registration decides, except that the head is always after the blocks, and modules tied to
+        it also count before."""
         before, after, past_blocks = [], [], False
         for name, module in self.module.named_modules():
             if name == path or name.startswith(path + "."):
@@ -473,11 +471,9 @@ _SHARES: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
 
 
 def parameter_shares(module: nn.Module) -> Mapping[str, int]:
-    """Return the number of different shards of every split parameter, by name.
-
-    The degree is the largest that the module's plan accepts. Keys and values with few heads have
-    fewer shards than there are processes. Parameters that are absent are replicated.
-    """
+    """Return the number of different shards of every split parameter, by name. The degree is the
+    largest that the module's plan accepts. Keys and values with few heads have fewer shards than
+    there are processes. Parameters that are absent are replicated."""
     if module not in _SHARES:
         plan = _largest_plan(module)
         shards = {} if plan is None else plan.shards

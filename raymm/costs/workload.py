@@ -237,12 +237,10 @@ def item_tokens(
 def token_workload(
     model: MultimodalModule, tokens: Mapping[str, int], samples: int = 1, text: int | None = None
 ) -> ModuleWorkloads:
-    """Return the loads of microbatches with known lengths.
-
-    ``tokens`` are per sample (an encoder has one item per sample), and default to those of an
-    encoder's config. ``text`` is the longest text of a sample, for a language model without
-    ``tokens``. Raises PlanError for an unknown module, a number below 1, or an unknown length.
-    """
+    """Return the loads of microbatches with known lengths. ``tokens`` are per sample (an encoder
+    has one item per sample), and default to those of an encoder's config. ``text`` is the longest
+    text of a sample, for a language model without ``tokens``. Raises PlanError for an unknown
+    module, a number below 1, or an unknown length."""
     check_tokens(model, tokens)
     names = model.module_names
     notes = []
@@ -295,10 +293,8 @@ def encoder_tokens(
     model: MultimodalModule, name: str, items: Mapping[str, Any] | None
 ) -> tuple[int, int] | None:
     """Return the tokens of an item in an encoder's blocks, and of its features; None if unknown.
-
     ``items`` are inputs of one or several items of the same shapes, on any device. None reads the
-    encoder's config.
-    """
+    encoder's config."""
     stage = skeleton_chain(model.encoder_spec(name))
     module = stage.module
     assert module is not None  # a whole chain has one

@@ -86,11 +86,9 @@ class MetricsLog:
 
 
 class SampleLog:
-    """``samples.jsonl``: ``{"step", "microbatches": ids per microbatch, "skipped": ids}``.
-
-    Rows after the resumed checkpoint are dropped, as in :class:`MetricsLog`, which takes the same
-    arguments.
-    """
+    """``samples.jsonl``: ``{"step", "microbatches": ids per microbatch, "skipped": ids}``. Rows
+    after the resumed checkpoint are dropped, as in :class:`MetricsLog`, which takes the same
+    arguments."""
 
     def __init__(
         self, path: Path, resume_step: int = 0, say: Callable[[str], None] = lambda line: None

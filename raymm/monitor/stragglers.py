@@ -121,12 +121,9 @@ class StragglerObserver:
 
     def replaceable(self) -> tuple[int, str] | None:
         """Return the process to replace, and a reason that continues its name; None if there is
-        none.
-
-        For a rank of several processes, it is unknown which one delays the others. They are
+        none. For a rank of several processes, it is unknown which one delays the others. They are
         replaced in turn until the rank is fast enough. None is returned once all have been replaced
-        without success.
-        """
+        without success."""
         slow = self._straggler
         if slow is None:
             return None

@@ -30,12 +30,10 @@ _SLOTS = types.WrapperDescriptorType | types.MethodDescriptorType | types.Method
 
 
 def code_digest(function: Callable[..., Any]) -> str:
-    """Return a digest of a function, with Python's version, because bytecode depends on it.
-
-    The digest covers bytecode, constants, defaults and closures; also the arguments of partials and
-    the attributes of callable objects. Line numbers, comments, names of local variables, functions
-    called by name, and objects other than plain values, tensors and arrays do not count.
-    """
+    """Return a digest of a function, with Python's version, because bytecode depends on it. The
+    digest covers bytecode, constants, defaults and closures; also the arguments of partials and the
+    attributes of callable objects. Line numbers, comments, names of local variables, functions
+    called by name, and objects other than plain values, tensors and arrays do not count."""
     digest = ValueDigest()
     digest.feed(function)
     version = ".".join(map(str, sys.version_info[:2]))

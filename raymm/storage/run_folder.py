@@ -24,12 +24,10 @@ LAST_TRY_S = 5.0
 
 
 class RunFolder:
-    """Folder for a run's files other than checkpoints: logs, pictures, the plan.
-
-    A run in a bucket works in a folder of the driver's machine. It starts with a copy of the
-    bucket's files. Changed files are uploaded as a whole before each commit of a checkpoint, so
-    that the checkpoint has its logs, and when the run ends.
-    """
+    """Folder for a run's files other than checkpoints: logs, pictures, the plan. A run in a bucket
+    works in a folder of the driver's machine. It starts with a copy of the bucket's files. Changed
+    files are uploaded as a whole before each commit of a checkpoint, so that the checkpoint has its
+    logs, and when the run ends."""
 
     def __init__(self, location: str) -> None:
         self.storage: StorageFolder = storage_folder(location)

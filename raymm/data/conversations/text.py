@@ -251,11 +251,10 @@ class TextEncoder:
 def text_chat(
     tokenizer: Any, sample: Sample, special: Callable[[str], bool] = lambda text: True
 ) -> RenderedChat:
-    """Tokenize a sample that has ``text``.
-
-    If the text has a prompt, the end-of-text token is appended, so that the model learns to stop.
-    ``special`` returns True if the tokenizer adds its special tokens to a text. Raise a
-    ``SampleError`` if the tokenizer fails, or a token spans the end of the prompt."""
+    """Tokenize a sample that has ``text``. If the text has a prompt, the end-of-text token is
+    appended, so that the model learns to stop. ``special`` returns True if the tokenizer adds its
+    special tokens to a text. Raise a ``SampleError`` if the tokenizer fails, or a token spans the
+    end of the prompt."""
     text, prompt = sample.text or "", sample.prompt_characters
     end = tokenizer.eos_token
     if prompt and end and not text.endswith(end):

@@ -69,10 +69,8 @@ def truncation_note(
     config: DataConfig, dataset: Dataset, cache: str | Path | None = None
 ) -> str | None:
     """Return a message about rows with more than ``max_length`` tokens; None if no row has more.
-
     Uses the counts of :func:`row_lengths` if they are in the cache. Otherwise a few hundred rows at
-    equal distances are counted, without unusable ones.
-    """
+    equal distances are counted, without unusable ones."""
     if config.preferences:
         return None
     most, rows = config.max_length, len(dataset)

@@ -288,11 +288,9 @@ class StepLoader:
         self, number: int, indices: Sequence[int], later: Sequence[Sequence[int]]
     ) -> None:
         """Load the samples of a step one at a time if two workers have died while loading that
-        step. Raise a ``SampleError`` for a sample that kills a third worker.
-
-        A worker that dies soon after it has loaded a step takes its answer with it, so the
-        ``later`` steps that it was to load are suspected as well.
-        """
+        step. Raise a ``SampleError`` for a sample that kills a third worker. A worker that dies
+        soon after it has loaded a step takes its answer with it, so the ``later`` steps that it was
+        to load are suspected as well."""
         path = str(self.path)
         suspects = [(path, tuple(step)) for step in (indices, *later)]
         suspected_before = [step for step in suspects if step in _died]

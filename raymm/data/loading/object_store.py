@@ -12,9 +12,7 @@ import torch
 
 class ItemStack:
     """Items of one shape and dtype that are stacked later, when ``StoredTensors`` are unpacked.
-
-    Unpacking copies the items anyway, so this saves the copy of ``torch.stack``.
-    """
+    Unpacking copies the items anyway, so this saves the copy of ``torch.stack``."""
 
     def __init__(self, items: Sequence[torch.Tensor]):
         self.items = list(items)
@@ -27,12 +25,9 @@ class ItemStack:
 
 
 class StoredTensors(dict):
-    """Dict of CPU tensors to pass to Ray; ``ray.get`` returns a plain dict of tensors.
-
-    The returned tensors own their memory, because pages of the object store are read-only and an
-    in-place operation on them would kill the process. An ``ItemStack`` is returned as a stacked
-    tensor.
-    """
+    """Dict of CPU tensors to pass to Ray; ``ray.get`` returns a plain dict of tensors. The returned
+    tensors own their memory, because pages of the object store are read-only and an in-place
+    operation on them would kill the process. An ``ItemStack`` is returned as a stacked tensor."""
 
     def __reduce__(self):
         packed = [

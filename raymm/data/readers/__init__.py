@@ -42,11 +42,10 @@ _MOST_DESCRIPTION = 2**20
 
 
 def format_of(path: str | Path) -> str:
-    """Return the format of a file, folder or glob by suffix; for a folder, by the files in it.
-
-    In a folder of Parquet files or tar shards, ``.json`` files with one JSON object describe the
-    data and are ignored. JSON lines and arrays next to other data are ambiguous. Raise a
-    ``DataError`` if the path does not exist, or contains files of several formats."""
+    """Return the format of a file, folder or glob by suffix; for a folder, by the files in it. In a
+    folder of Parquet files or tar shards, ``.json`` files with one JSON object describe the data
+    and are ignored. JSON lines and arrays next to other data are ambiguous. Raise a ``DataError``
+    if the path does not exist, or contains files of several formats."""
     if str(path).startswith(HUB):
         return "hub"
     location = located(path)

@@ -27,11 +27,9 @@ class FileVersion(NamedTuple):
 
 
 class Store(ABC):
-    """Bucket or web server. Methods are thread-safe.
-
-    All methods raise ``FileNotFoundError`` for a missing file, and :class:`DataError` if the server
-    denies access or does not answer within the retry time.
-    """
+    """Bucket or web server. Methods are thread-safe. All methods raise ``FileNotFoundError`` for a
+    missing file, and :class:`DataError` if the server denies access or does not answer within the
+    retry time."""
 
     @abstractmethod
     def version(self, url: DataUrl, retry_for_s: float = OPEN_RETRY_FOR_S) -> FileVersion:

@@ -203,12 +203,10 @@ def replace_values(sizes: SampleSizes, values: np.ndarray) -> SampleSizes:
 def sample_sizes(
     samples: SampleScan, config: DataConfig, tokens: Mapping[str, ItemTokens]
 ) -> SampleSizes:
-    """Compute the units of every sample, by modality and for ``"text"``.
-
-    A modality is measured by its function in ``data.batching.units``, by default in tokens of its
-    encoder. ``"text"`` counts the tokens of the language model. Raise a ``DataError`` for a units
-    function that cannot be imported or returns invalid units.
-    """
+    """Compute the units of every sample, by modality and for ``"text"``. A modality is measured by
+    its function in ``data.batching.units``, by default in tokens of its encoder. ``"text"`` counts
+    the tokens of the language model. Raise a ``DataError`` for a units function that cannot be
+    imported or returns invalid units."""
     units: dict[str, Units] = {}
     text = samples.text_tokens.copy()
     for name, counts in samples.counts.items():

@@ -27,12 +27,10 @@ class Decision(NamedTuple):
 
 
 class RebalancedSampler(GroupSampler):
-    """:class:`GroupSampler` that adopts measured costs while the run takes steps.
-
-    Costs apply from the next step on, for the rest of the epoch and for later epochs. States
-    contain the costs, so resuming needs nothing else. To repeat the steps after a state exactly as
-    they were taken before, pass the decisions of that time to :meth:`follow`.
-    """
+    """:class:`GroupSampler` that adopts measured costs while the run takes steps. Costs apply from
+    the next step on, for the rest of the epoch and for later epochs. States contain the costs, so
+    resuming needs nothing else. To repeat the steps after a state exactly as they were taken
+    before, pass the decisions of that time to :meth:`follow`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -87,12 +87,9 @@ class EpochSampler:
 
 def group_by_modality(indices: Sequence[int], counts: Mapping[str, np.ndarray]) -> list[int]:
     """Sort ``indices`` so that samples with the same modalities are adjacent, text-only samples
-    last.
-
-    Microbatches cut in this order often contain no items of some modality, so that its encoder has
-    nothing to compute. The sort is stable. The gradient of a step does not depend on the order,
-    because the loss is a sum over the label tokens of the entire step.
-    """
+    last. Microbatches cut in this order often contain no items of some modality, so that its
+    encoder has nothing to compute. The sort is stable. The gradient of a step does not depend on
+    the order, because the loss is a sum over the label tokens of the entire step."""
     return sorted(indices, key=lambda i: [counts[name][i] == 0 for name in counts])
 
 
