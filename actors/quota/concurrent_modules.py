@@ -6,10 +6,10 @@ thread scheduling:
 
 - modules share no parameters, so no two threads add to the same gradient
   (:func:`check_no_shared_parameters`);
-- a thread has its caller's settings (:mod:`.thread_settings`);
+- a thread has its caller's settings (:mod:`.concurrent_modules`);
 - works that draw random numbers run one after another (:mod:`.generators`);
 - on a GPU, backward operators run on the stream of their forward, issued by the module's own thread
-  with that stream current (:mod:`.thread_settings`). Both have the same partition.
+  with that stream current (:mod:`.concurrent_modules`). Both have the same partition.
 """
 
 from __future__ import annotations

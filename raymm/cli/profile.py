@@ -142,7 +142,7 @@ def run_profile(args: argparse.Namespace) -> None:
         raise PlanError("--lengths cannot be used with --multiplex, which uses the data's lengths")
     companions = (".png",)
     if args.multiplex:
-        from raymm.cli.profile_surfaces import BESIDE_SURFACES as companions
+        from raymm.cli.profile import BESIDE_SURFACES as companions
     output = Output.file("--out", args.out, *companions)
     output.check()
     config = load_config(args.config, args.overrides)
@@ -161,7 +161,7 @@ def run_profile(args: argparse.Namespace) -> None:
     model.require(MEASURED_COSTS)
     model = cast(MultimodalModule, model)  # only models by parts have measured costs
     if args.multiplex:
-        from raymm.cli.profile_surfaces import run_surfaces
+        from raymm.cli.profile import run_surfaces
 
         run_surfaces(args, config, model, output)
         return

@@ -8,7 +8,7 @@ Assumptions:
 
 - Products with weights: see :mod:`raymm.costs.matmul_count`. A pooling head has one token per
   sample.
-- Attention: see :mod:`raymm.costs.attention_count`. Linear attention and state-space mixers count
+- Attention: see :mod:`raymm.costs.layer_count`. Linear attention and state-space mixers count
   with their weights, and with the products of activations that were observed in a run of the
   forward (:mod:`raymm.costs.forward_run`).
 - Observed products and attention (:mod:`raymm.costs.observed_load`) count as observed. Otherwise,

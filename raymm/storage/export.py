@@ -30,7 +30,7 @@ from raymm.model.whole_model import WholeModel
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
-from raymm.storage.model_folder import SOURCE, ModelFolder
+from raymm.storage.model_folder import SOURCE, ModelFolder, save_adapters
 
 
 def export_model(

@@ -253,7 +253,7 @@ def load_processor(
 
 def read_image(path: File):
     """Read an RGB ``PIL.Image`` from a path or binary file, converted by
-    :func:`raymm.data.samples.pixels.to_rgb`. Raise a ``ValueError`` for more pixels than
+    :func:`raymm.data.samples.processors.to_rgb`. Raise a ``ValueError`` for more pixels than
     ``PIL.Image.MAX_IMAGE_PIXELS`` (set to ``data.max_image_pixels`` while a step is built),
     PostScript, or an unsupported pixel format."""
     from PIL import Image
