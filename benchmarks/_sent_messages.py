@@ -17,11 +17,11 @@ from raymm.costs.analytic import analytic_profile
 from raymm.costs.workload import microbatch_workload
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.runtime.parallel_model import (
     ParallelModel,
 )
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, vlm_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge
 from raymm.scheduler.schedule.stage_costs import edge_bytes, stage_costs
@@ -59,9 +59,9 @@ def message_rows() -> Iterator[dict[str, Any]]:
         loads = microbatch_workload(model, microbatch).by_module
         profile = analytic_profile(model, loads, "cpu", "fp32")
         running: ParallelModel
-        if isinstance(model, WholeModel):
+        if isinstance(model, PretrainedVlm):
             specs = {"vision": ParallelSpec(), "llm": _TWO}
-            plan = replace(whole_plan(model, specs, MICROBATCHES), profile=profile)
+            plan = replace(vlm_plan(model, specs, MICROBATCHES), profile=profile)
             running = ParallelModel(model, plan, resources=_HALF)
         else:
             spec = MultimodalParallelSpec({"vision": _TWO}, _TWO, MICROBATCHES)
@@ -78,7 +78,7 @@ def message_rows() -> Iterator[dict[str, Any]]:
             }
 
 
-def _models() -> Iterator[tuple[str, MultimodalModule | WholeModel, dict[str, Any]]]:
+def _models() -> Iterator[tuple[str, MultimodalModule | PretrainedVlm, dict[str, Any]]]:
     sizes: dict[str, Any] = _cost_cases.TEXT
     common: dict[str, Any] = _cost_cases.SIZES
     vision = transformers.SiglipVisionConfig(

@@ -41,9 +41,9 @@ from raymm.errors import Error, RankFailedError
 from raymm.layout.feature_stages import featured_modules, with_feature_stages
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.parallel_model import ParallelModel
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, vlm_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, restore
@@ -146,7 +146,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
                 if option.cached:
                     blocks, _ = featured_modules(model, plan, ["vision"])
                     plan, caches = with_feature_stages(plan, blocks), dict.fromkeys(blocks, kept)
-                whole = isinstance(model, WholeModel)
+                whole = isinstance(model, PretrainedVlm)
                 parallel = (ParallelModel if whole else ParallelModel)(
                     model, plan, optimizer=option.config, precision=option.precision, seed=SEED,
                     timeout_s=_TIMEOUT_S, features=caches,
@@ -179,13 +179,13 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
 
 
 def _plan(
-    model: MultimodalModule | WholeModel, layout: Layout, degrees: Mapping[str, Any], count: int
+    model: MultimodalModule | PretrainedVlm, layout: Layout, degrees: Mapping[str, Any], count: int
 ) -> Plan:
     """Return a plan for ``count`` microbatches."""
     vision, language = layout.specs(degrees)
-    if isinstance(model, WholeModel) and language.cp > 1:
+    if isinstance(model, PretrainedVlm) and language.cp > 1:
         vision, language = ParallelSpec(), replace(language, ranks=None)
-    names = model.tower_names if isinstance(model, WholeModel) else model.encoder_names
+    names = model.tower_names if isinstance(model, PretrainedVlm) else model.encoder_names
     recompute = degrees.get("recompute_layers", "keep")
     options = (recompute,) if isinstance(recompute, str) else recompute
     specs = {
@@ -193,8 +193,8 @@ def _plan(
             islice(cycle(options), model.graph.node(name).num_blocks)))
         for name, spec in {**dict.fromkeys(names, vision), LANGUAGE_MODEL: language}.items()
     }  # fmt: skip
-    if isinstance(model, WholeModel):
-        return whole_plan(model, specs, count, **layout.plan)
+    if isinstance(model, PretrainedVlm):
+        return vlm_plan(model, specs, count, **layout.plan)
     language = specs.pop(LANGUAGE_MODEL)
     return MultimodalParallelSpec(specs, language, count, **layout.plan).plan(model)
 

@@ -32,7 +32,7 @@ from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
 
 UPDATES = 3
 SEED = 11
@@ -52,7 +52,7 @@ def _runnable(name: str) -> tuple[Any, list[dict[str, Any]]]:
     return config, microbatches[:2]
 
 
-def _whole(feature: WholeFeature, packing: bool) -> WholeModel:
+def _whole(feature: WholeFeature, packing: bool) -> PretrainedVlm:
     config, microbatches = _runnable(feature.config)
     train = dict(feature.train)
     if (how := train.pop("tower", None)) is not None:
@@ -67,7 +67,7 @@ def _whole(feature: WholeFeature, packing: bool) -> WholeModel:
 
 def described(
     feature: Feature, option: Option, packing: bool
-) -> MultimodalModule | WholeModel:
+) -> MultimodalModule | PretrainedVlm:
     """Return the model of a cell as a raymm model.
 
     Raises:
@@ -322,7 +322,7 @@ def own_name(name: str) -> str:
 class _WholeProcess(nn.Module):
     """Single process that calls the model class of transformers."""
 
-    def __init__(self, model: WholeModel) -> None:
+    def __init__(self, model: PretrainedVlm) -> None:
         super().__init__()
         self.model, self._described = model.materialize(), [model]
 
@@ -382,7 +382,7 @@ def trained(
         packing: True to pack the rows of a model that uses random numbers.
     """
     model = described(feature, option, packing)
-    if isinstance(model, WholeModel):
+    if isinstance(model, PretrainedVlm):
         process = _WholeProcess(model)
     else:
         process = _Drawn(model) if feature.draws else _Plain(feature, option, model)

@@ -41,7 +41,7 @@ from benchmarks._vlm_inputs import Style, batches, styles
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.blocks import num_blocks
-from raymm.actors.probe.whole.cut import (
+from raymm.actors.probe.vlm.cut import (
     cut_language_model,
     cut_tower,
     language_source,
@@ -49,9 +49,9 @@ from raymm.actors.probe.whole.cut import (
     tower_source,
     tower_spec,
 )
-from raymm.actors.probe.whole.towers import check_kind, find_towers
+from raymm.actors.probe.vlm.towers import check_kind, find_towers
 from raymm.actors.stages.tower import TowerStage
-from raymm.actors.stages.whole_language import WholeLanguageStage, language_inputs
+from raymm.actors.stages.vlm_language import VlmLanguageStage, language_inputs
 from raymm.actors.weights.model_part import is_within
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource
@@ -420,7 +420,7 @@ class _Stages:
         spec = language_spec(LLM, own, self.towers, num_blocks(own.skeleton()))
         if spec.num_blocks > 1:
             spec = cut_language_model(spec, self.towers, example)
-        modules.append(_Module(LLM, spec, WholeLanguageStage))
+        modules.append(_Module(LLM, spec, VlmLanguageStage))
         self.stages: dict[StageId, Any] = {}
         for module in modules:
             spec, count = module.spec, 2 if module.spec.cut else 1

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks._vlm_hints import HINTS, Hint, Item, Random
-from raymm.actors.probe.whole.calls import calls_of
+from raymm.actors.probe.vlm.calls import calls_of
 from raymm.errors import ProbeError
 
 _PLACEHOLDERS = {

@@ -27,9 +27,9 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.whole_batch import whole_parts
-from raymm.model.whole_model import WholeModel, from_pretrained
-from raymm.runtime.specs import ParallelSpec, whole_plan
+from raymm.model.vlm import PretrainedVlm, from_pretrained
+from raymm.model.vlm_batch import vlm_parts
+from raymm.runtime.specs import ParallelSpec, vlm_plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.lower import lower
 
@@ -62,13 +62,13 @@ class Layout:
     options: Mapping[str, Any] = field(default_factory=dict)
     longrope: int | None = None
 
-    def of(self, model: WholeModel) -> dict[str, ParallelSpec]:
+    def of(self, model: PretrainedVlm) -> dict[str, ParallelSpec]:
         """Return the specs by the model's module names."""
         every = {name: self.specs.get("tower", ParallelSpec()) for name in model.tower_names}
         return every | {LANGUAGE_MODEL: self.specs.get(LANGUAGE_MODEL, ParallelSpec())}
 
 
-def made(name: str, layout: Layout) -> tuple[WholeModel, list[dict[str, torch.Tensor]]]:
+def made(name: str, layout: Layout) -> tuple[PretrainedVlm, list[dict[str, torch.Tensor]]]:
     """Build a tiny model of a class, and microbatches.
 
     Args:
@@ -110,7 +110,7 @@ def outcome(group: dist.ProcessGroup, name: str, layout: Layout) -> Outcome:
     return Outcome(WRONG, problems) if problems else Outcome(EXACT)
 
 
-def compare(own: _Shares, model: WholeModel, microbatches: list[dict[str, torch.Tensor]]) -> str:
+def compare(own: _Shares, model: PretrainedVlm, microbatches: list[dict[str, torch.Tensor]]) -> str:
     """Describe the differences from one process; empty if there are none.
 
     Args:
@@ -202,10 +202,10 @@ def moved_problems(
 class _Shares:
     """Shards of a model on one process."""
 
-    def __init__(self, group: dist.ProcessGroup, model: WholeModel, layout: Layout) -> None:
+    def __init__(self, group: dist.ProcessGroup, model: PretrainedVlm, layout: Layout) -> None:
         self._group, self._model = group, model
         specs = layout.of(model)
-        plan = whole_plan(model, specs, num_microbatches=MICROBATCHES)
+        plan = vlm_plan(model, specs, num_microbatches=MICROBATCHES)
         builders = stage_builders(model, plan)
         self._shard_specs, self._degrees = builders.shard_specs, {
             stage.module: stage.degrees for stage in plan.stages
@@ -254,7 +254,7 @@ class _Shares:
         """Run a step and return its loss; gradients are then summed over processes and stages."""
         self.optimizer.zero_grad()
         towers = self._model.tower_inputs
-        parts = [whole_parts(towers, batch) for batch in microbatches]
+        parts = [vlm_parts(towers, batch) for batch in microbatches]
         present = [tuple(name for name in part if name != LANGUAGE_MODEL) for part in parts]
         (instructions,) = lower(self._plan, present).ranks
         inputs: dict[StageId, list[Any]] = {}

@@ -47,7 +47,7 @@ from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.kernels.hf import self_attention
 from raymm.kernels.hf.self_attention import can_use
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
 
 SAMPLES = 2
 _EAGER = "cost_truth"
@@ -89,7 +89,7 @@ def _described(case: Case) -> PretrainedConfig:
 
 
 def _without_tower(
-    model: nn.Module, whole: WholeModel, inputs: dict[str, Any]
+    model: nn.Module, whole: PretrainedVlm, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
     """Feed a model the features of its tower as received, without the tower's parameters.
 

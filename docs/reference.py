@@ -49,14 +49,14 @@ own; [your own data](own-data.md) and [watching a run](watching.md) show how to 
 # Every public name belongs to one group.
 GROUPS = {
     "Models": (
-        "MultimodalModule", "ModalityModule", "from_pretrained", "WholeModel", "ModuleDag",
+        "MultimodalModule", "ModalityModule", "from_pretrained", "PretrainedVlm", "ModuleDag",
         "DagModule", "DagLoss", "ContrastiveLoss", "FactorySource", "Projector", "LoraConfig",
         "ReplaceTokens", "Prepend", "CrossAttend", "every", "normal_noise", "uniform_noise",
         "SampleSeeds",
     ),
     "Layouts and plans": (
         "MultimodalParallelSpec", "ParallelSpec", "RankResources", "plan", "Planned",
-        "plan_multiplexed", "PlannedMultiplexed", "PlanRequest", "Plan", "dag_plan", "whole_plan",
+        "plan_multiplexed", "PlannedMultiplexed", "PlanRequest", "Plan", "dag_plan", "vlm_plan",
         "plan_of_mapping",
     ),
     "Training": (

@@ -53,9 +53,9 @@ _PUBLIC = {
     "plan": "raymm.planning.search",
     "Planned": "raymm.planning.plan",
     "plan_multiplexed": "raymm.planning.multiplexed",
-    "from_pretrained": "raymm.model.whole_model",
-    "WholeModel": "raymm.model.whole_model",
-    "whole_plan": "raymm.runtime.specs",
+    "from_pretrained": "raymm.model.vlm",
+    "PretrainedVlm": "raymm.model.vlm",
+    "vlm_plan": "raymm.runtime.specs",
     "ModuleDag": "raymm.model.module_dag",
     "DagModule": "raymm.model.dag_module",
     "DagLoss": "raymm.model.dag_module",
@@ -73,10 +73,11 @@ _PUBLIC = {
     "Timeline": "raymm.scheduler.program.timeline",
 }
 
-# Former names of classes.
-_FORMER: dict[str, str] = dict.fromkeys(
-    ("MultimodalParallelModule", "WholeParallelModule", "DagParallelModule"), "ParallelModel"
-)
+# Former names of classes and functions.
+_FORMER: dict[str, str] = {
+    "MultimodalParallelModule": "ParallelModel", "WholeParallelModule": "ParallelModel",
+    "DagParallelModule": "ParallelModel", "WholeModel": "PretrainedVlm", "whole_plan": "vlm_plan",
+}
 
 # The names come from the table; pyright only reads lists of literals.
 __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
     from raymm.model.modality_module import ModalityModule
     from raymm.model.module_dag import ModuleDag
     from raymm.model.multimodal import MultimodalModule
-    from raymm.model.whole_model import WholeModel, from_pretrained
+    from raymm.model.vlm import PretrainedVlm, from_pretrained
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
@@ -116,7 +117,7 @@ if TYPE_CHECKING:
     from raymm.runtime.parallel_model import ParallelModel
     from raymm.runtime.parallel_module import StepOutput
     from raymm.runtime.skipped_step import SkippedStep, SkippedStepWarning
-    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, whole_plan
+    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, vlm_plan
     from raymm.scheduler.plan.plan import Plan
     from raymm.scheduler.program.timeline import Timeline
     from raymm.storage.export import export_model

@@ -97,14 +97,14 @@ TABLE: dict[str, tuple[str, ...]] = {
         "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/experts",
         "actors/weights",
     ),
-    "actors/sharding/whole": ("kernels", "actors/modules", "actors/sharding"),
+    "actors/sharding/vlm": ("kernels", "actors/modules", "actors/sharding"),
     "actors/optimizer": (
         "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
     ),
     "actors/stages/texts": ("kernels", "actors/modules"),
     "actors/stages": (
         "kernels", "scheduler/graph", "actors/adapters", "actors/experts", "actors/features",
-        "actors/modules", "actors/weights", "actors/sharding", "actors/sharding/whole",
+        "actors/modules", "actors/weights", "actors/sharding", "actors/sharding/vlm",
         "actors/stages/texts",
     ),
     "actors/executor": (
@@ -116,12 +116,12 @@ TABLE: dict[str, tuple[str, ...]] = {
         "actors/sharding", "actors/stages",
     ),
     "actors/recovery": ("actors/faults", "actors/placement", "actors/optimizer"),
-    "actors/probe/whole": (
+    "actors/probe/vlm": (
         "kernels", "actors/features", "actors/modules", "actors/weights", "actors/sharding",
-        "actors/sharding/whole", "actors/stages", "actors/probe",
+        "actors/sharding/vlm", "actors/stages", "actors/probe",
     ),
     "actors/probe/experts": (
-        "actors/experts", "actors/modules", "actors/weights", "actors/probe", "actors/probe/whole",
+        "actors/experts", "actors/modules", "actors/weights", "actors/probe", "actors/probe/vlm",
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",

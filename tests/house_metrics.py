@@ -23,8 +23,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = FUNCTIONS | ast.ClassDef | ast.Module
 # Classes that represent a user's model, and their counterparts at run time.
 MODEL_CLASSES = {
-    "MultimodalModule", "WholeModel", "ModuleDag", "MultimodalParallelModule",
-    "ParallelModule", "ParallelWholeModel", "ParallelDag",
+    "MultimodalModule", "PretrainedVlm", "ModuleDag", "ParallelModule", "ParallelModel",
 }
 MANY_PARAMETERS = 8
 NOT_CODE = {

@@ -14,7 +14,7 @@ from torch import nn
 from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.features.root_features import FEATURE, RootCall, RootForm
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.sharding.whole.item_rows import each_item, gather_parts, items_of_share
+from raymm.actors.sharding.vlm.item_rows import each_item, gather_parts, items_of_share
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.features import Form
 from raymm.actors.stages.item_shares import ITEMS

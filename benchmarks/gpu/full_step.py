@@ -34,8 +34,8 @@ from benchmarks.gpu.one_rank import (
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.report import RESULTS
 from raymm.costs.named_devices import device_called
-from raymm.model.whole_batch import whole_parts
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
+from raymm.model.vlm_batch import vlm_parts
 from raymm.scheduler.search.module_degrees import make_plan
 
 WARM_UP_STEPS, STEPS = 2, 5
@@ -202,7 +202,7 @@ def timed(device: Device, call: Callable[[], Any]) -> tuple[list[float], list[An
     return times[device.choose(WARM_UP_STEPS, 0) :], results
 
 
-def whole_model(shape: Shape, batches: list[dict[str, torch.Tensor]]) -> WholeModel:
+def whole_model(shape: Shape, batches: list[dict[str, torch.Tensor]]) -> PretrainedVlm:
     """Return the model as a raymm model."""
     return from_pretrained(config_of(shape), batches[0], seed=1)
 
@@ -213,7 +213,7 @@ def whole_rank(device: Device, shape: Shape) -> OneRank:
     model = whole_model(shape, batches)
     whole = {node.name: ((0, node.num_layers),) for node in model.graph.nodes}
     plan = on_one_rank(make_plan(model.graph, whole, shape.microbatches))
-    parts = [whole_parts(model.tower_inputs, batch) for batch in batches]
+    parts = [vlm_parts(model.tower_inputs, batch) for batch in batches]
     labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     return OneRank(model, plan, device.kind, "bfloat16", parts, labels)
 

@@ -28,7 +28,7 @@ from raymm.model.batch_rules import complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
@@ -144,7 +144,7 @@ class OneRank:
     """
 
     def __init__(
-        self, model: MultimodalModule | WholeModel, plan: Plan, kind: str, autocast: str | None,
+        self, model: MultimodalModule | PretrainedVlm, plan: Plan, kind: str, autocast: str | None,
         inputs: Sequence[Mapping[str, dict[str, Any]]], labels: int,
         optimizer: OptimizerConfig = OPTIMIZER, update: bool = True, **options: Any,
     ) -> None:  # fmt: skip

@@ -28,7 +28,7 @@ from examples.alignment.check_run import problems
 from examples.vlm.answers import draw_answers
 from raymm.config.build import build_model
 from raymm.config.sections import TrainConfig, load_config
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_whole
@@ -104,7 +104,7 @@ def export_problems(config: TrainConfig, exported: Path) -> Iterator[str]:
         exported: the folder.
     """
     model = build_model(config)
-    assert isinstance(model, WholeModel) and config.model.path is not None
+    assert isinstance(model, PretrainedVlm) and config.model.path is not None
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None  # else the run had problems
     load_into_whole(model, checkpoint.folder)

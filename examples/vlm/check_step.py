@@ -21,7 +21,7 @@ import torch
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.cluster import connected
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.training.run_start import with_vocabulary
@@ -50,7 +50,7 @@ def steps(config: TrainConfig) -> tuple[Step, Step, Step]:
     """
     model = build_model(config)
     plan = build_plan(config, model)
-    assert isinstance(model, WholeModel) and plan is not None
+    assert isinstance(model, PretrainedVlm) and plan is not None
     step = next(iter(local_steps(with_vocabulary(config.data, model), steps=1)))
     with ParallelModel(
         model, plan, resources=config.resources.for_device("cpu"),
@@ -67,7 +67,7 @@ def steps(config: TrainConfig) -> tuple[Step, Step, Step]:
 
 
 def _in_one_process(
-    model: WholeModel, microbatches: Sequence[Mapping[str, torch.Tensor]], dtype: torch.dtype
+    model: PretrainedVlm, microbatches: Sequence[Mapping[str, torch.Tensor]], dtype: torch.dtype
 ) -> Step:
     whole = model.materialize().to(dtype)
     whole.zero_grad()

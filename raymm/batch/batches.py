@@ -18,15 +18,15 @@ from raymm.batch.tried_inputs import TriedInputs
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
-from raymm.data.loading.processed import describe_whole
+from raymm.data.loading.processed import describe_vlm
 from raymm.errors import DataError
 from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.ragged import split_rows
-from raymm.model.whole_batch import TEXT, TextShares, text_parts
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
+from raymm.model.vlm_batch import TEXT, TextShares, text_parts
 from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage_edges import SAMPLES
@@ -190,7 +190,7 @@ class VlmBatches(Batches):
     required unless there is one item per row.
     """
 
-    def __init__(self, model: WholeModel, plan: Plan) -> None:
+    def __init__(self, model: PretrainedVlm, plan: Plan) -> None:
         super().__init__(plan)
         self._model = model
         text = plan.replicas(LANGUAGE_MODEL)[0][0]
@@ -210,7 +210,7 @@ class VlmBatches(Batches):
             ids = [str(row) for row in range(len(microbatch["input_ids"]))]
             present = {name: [0] for name in inputs if name != TEXT}
             microbatches.append(inputs)
-            meta.append(describe_whole(microbatch, inputs, ids, present))
+            meta.append(describe_vlm(microbatch, inputs, ids, present))
         if not sum(metadata.label_tokens for metadata in meta):
             raise DataError("labels of the step are all -100; accepted: at least one label")
         return microbatches, meta
@@ -311,5 +311,5 @@ class GraphBatches(Batches):
 
 
 batches_of.register(MultimodalModule, PartsBatches)
-batches_of.register(WholeModel, lambda model, plan, *_: VlmBatches(model, plan))
+batches_of.register(PretrainedVlm, lambda model, plan, *_: VlmBatches(model, plan))
 batches_of.register(ModuleDag, lambda model, plan, *_: GraphBatches(model, plan))

@@ -19,7 +19,7 @@ from raymm.config.model_section import (
     frozen_flag,
 )
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
-from raymm.config.whole_model import build_whole_model, preference_of
+from raymm.config.vlm import build_vlm, preference_of
 from raymm.data.conversations.text import load_tokenizer
 from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
@@ -39,7 +39,7 @@ def build_model(config: TrainConfig) -> Model:
     """Return the model of a configuration. It holds no weights except the projectors'. Raises
     ModelError, ConfigError or DataError, which name what does not exist or fit."""
     if config.model.path is not None:
-        return build_whole_model(config)
+        return build_vlm(config)
     seed, trust = config.run.seed, config.model.trust_remote_code
     encoders = {}
     for name, section in config.model.encoders.items():

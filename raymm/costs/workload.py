@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext, first_tensor
-from raymm.actors.probe.whole.cut import of_zeros
+from raymm.actors.probe.vlm.cut import of_zeros
 from raymm.actors.weights.model_part import PartSource, is_within
 from raymm.costs.forward_run import kept_elements
 from raymm.costs.load import Load, default_tokens
@@ -25,7 +25,7 @@ from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 
 # Tokens per item of an encoder if they are unknown.
 ASSUMED_TOKENS = 256
@@ -81,7 +81,7 @@ def _(model: MultimodalModule, microbatch: Mapping[str, Any]) -> ModuleWorkloads
 
 
 @microbatch_workload.register
-def _(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
+def _(model: PretrainedVlm, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
     # A tower has its observed load, otherwise the tokens of its largest input's rows, or for images
     # those of its config.
     loads, notes = {}, []
@@ -113,7 +113,7 @@ def _(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
     return ModuleWorkloads(loads, tuple(notes))
 
 
-def tower_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> Load | None:
+def tower_load(model: PretrainedVlm, name: str, microbatch: Mapping[str, Any]) -> Load | None:
     """Return a tower's load for a microbatch with items, observed in a run without values or in a
     run up to its blocks; None if the run does not reach them."""
     tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
@@ -161,7 +161,7 @@ def encoder_load(
     return load
 
 
-def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
+def _language_load(model: PretrainedVlm, microbatch: Mapping[str, Any]) -> Load:
     """Return the load of a whole model's language model. Attention to tower features, products with
     them, and bytes that autograd saves are observed in a run without values."""
     ids, labels = microbatch[IDS], microbatch[LABELS]

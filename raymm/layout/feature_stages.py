@@ -10,7 +10,7 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.weights.model_part import is_within
 from raymm.errors import ProbeError
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage_edges import SAMPLES
@@ -49,7 +49,7 @@ def featured_modules(
 
 
 @plain_torch()
-def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]]:
+def featured_towers(model: PretrainedVlm, plan: Plan) -> tuple[list[str], list[str]]:
     """Return the towers of a whole model whose features can be cached, and why others' cannot."""
     cached, reasons = [], []
     for name in model.tower_names:

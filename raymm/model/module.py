@@ -23,19 +23,19 @@ from raymm.actors.probe.node import probe_node, read_of
 from raymm.actors.probe.outputs import check_node_history
 from raymm.actors.probe.stage_comparison import TrainingDraws
 from raymm.actors.probe.tensor import probe_tensor
-from raymm.actors.probe.whole.cut import cut_tower
-from raymm.actors.probe.whole.history import check_whole_history
-from raymm.actors.probe.whole.shares import (
+from raymm.actors.probe.vlm.cut import cut_tower
+from raymm.actors.probe.vlm.history import check_vlm_history
+from raymm.actors.probe.vlm.shares import (
     draws_of_training_in,
     probe_item_tokens,
     probe_items,
     probe_packing,
     probe_rows,
     probe_tokens,
-    probe_whole_tensor,
+    probe_vlm_tensor,
 )
-from raymm.actors.probe.whole.towers import Tower
-from raymm.actors.probe.whole.zero_items import leaves_out_zeros
+from raymm.actors.probe.vlm.towers import Tower
+from raymm.actors.probe.vlm.zero_items import leaves_out_zeros
 from raymm.actors.sharding.sample_rows import count_items
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
@@ -44,7 +44,7 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.node import NodeStage, NodeStageSpec
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerSpec, TowerStage
-from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
+from raymm.actors.stages.vlm_language import VlmLanguageSpec, VlmLanguageStage
 from raymm.errors import ModelError, PlanError, ProbeError
 from raymm.model.ports import merged_arguments
 from raymm.scheduler.graph.module_graph import Port
@@ -260,7 +260,7 @@ class TowerModule(Module):
 
     def cut(self, cuts: Cuts, ports: tuple[Port, ...] = (), cached: bool = False) -> TowerSpec:
         spec = self.spec
-        check_whole_history(spec, (), self._inputs)
+        check_vlm_history(spec, (), self._inputs)
         if cuts.blocks:
             spec = cut_tower(spec, self._inputs)
         return replace(spec, root=self._root_form(self.name)) if cached else spec
@@ -279,7 +279,7 @@ class TowerModule(Module):
         return draws_of_training_in(spec, (), self._inputs)
 
     def tensor_plan(self, spec: Any, tp: int) -> TensorPlan:
-        return probe_whole_tensor(spec, tp, (), self._inputs)
+        return probe_vlm_tensor(spec, tp, (), self._inputs)
 
     def stage_class(self, lo: int, cached: bool) -> type[EncoderStage]:
         return FeaturedTowerStage if cached else TowerStage
@@ -298,7 +298,7 @@ class VlmLanguageModule(Module):
     stage_parameters = staticmethod(language_stage_parameters)
 
     def __init__(
-        self, spec: WholeLanguageSpec, cut: Callable[[], WholeLanguageSpec],
+        self, spec: VlmLanguageSpec, cut: Callable[[], VlmLanguageSpec],
         towers: tuple[Tower, ...], example: Inputs,
     ) -> None:
         super().__init__(spec)
@@ -306,8 +306,8 @@ class VlmLanguageModule(Module):
 
     def cut(
         self, cuts: Cuts, ports: tuple[Port, ...] = (), cached: bool = False
-    ) -> WholeLanguageSpec:
-        check_whole_history(self.spec, *self._tried_with)
+    ) -> VlmLanguageSpec:
+        check_vlm_history(self.spec, *self._tried_with)
         spec = self._cut() if cuts.blocks else self.spec
         if spec.packing:
             with refused("packing is true; accepted: false"):
@@ -325,10 +325,10 @@ class VlmLanguageModule(Module):
         return draws_of_training_in(spec, *self._tried_with)
 
     def tensor_plan(self, spec: Any, tp: int) -> TensorPlan:
-        return probe_whole_tensor(spec, tp, *self._tried_with)
+        return probe_vlm_tensor(spec, tp, *self._tried_with)
 
     def stage_class(self, lo: int, cached: bool) -> type[LanguageStage]:
-        return WholeLanguageStage
+        return VlmLanguageStage
 
 
 @contextmanager

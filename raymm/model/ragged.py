@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.sharding.whole.item_rows import rows_per_item, take_items
+from raymm.actors.sharding.vlm.item_rows import rows_per_item, take_items
 from raymm.errors import DataError, ModelError
 
 Entries = Mapping[str, torch.Tensor]

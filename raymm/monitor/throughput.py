@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops
-from raymm.costs.whole_step_flops import WholeStepFlops
+from raymm.costs.vlm_step_flops import VlmStepFlops
 from raymm.data import MicrobatchMeta
 from raymm.errors import ModelError, PlanError
 from raymm.model.features import FLOPS
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.costs.devices import find_device
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Throughput:
     ) -> None:
         self._processes, self._say = processes, say
         self._peak = _peak(device, precision)
-        self._flops: StepFlops | WholeStepFlops | None = self._counted(lambda: _step_flops(model))
+        self._flops: StepFlops | VlmStepFlops | None = self._counted(lambda: _step_flops(model))
 
     def after_step(self, meta: Sequence[MicrobatchMeta], seconds: float) -> dict[str, Any]:
         """Return a step's entries for ``metrics.jsonl``.
@@ -74,13 +74,13 @@ class Throughput:
 
 
 @singledispatch
-def _step_flops(model: Model) -> StepFlops | WholeStepFlops:
+def _step_flops(model: Model) -> StepFlops | VlmStepFlops:
     model.require(FLOPS)
     raise TypeError(f"the FLOPs of {type(model).__name__} are not counted")
 
 
 _step_flops.register(MultimodalModule, StepFlops)
-_step_flops.register(WholeModel, WholeStepFlops)
+_step_flops.register(PretrainedVlm, VlmStepFlops)
 
 
 def _peak(device: str, precision: str) -> float | None:

@@ -102,7 +102,7 @@ class WritingRules:
         the end of a turn, which a model learns from its chat template.
 
         Args:
-            model: a :class:`raymm.MultimodalModule` or :class:`raymm.WholeModel`.
+            model: a :class:`raymm.MultimodalModule` or :class:`raymm.PretrainedVlm`.
             answer_ends: ids of tokens that end a turn of the chat template.
 
         Raises:

@@ -41,7 +41,7 @@ from raymm.layout.preference_check import check_preference
 from raymm.layout.rank_specs import RankSpecs, rank_specs
 from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.whole_batch import TEXT
+from raymm.model.vlm_batch import TEXT
 from raymm.plural import plural
 from raymm.runtime.cluster import connect
 from raymm.runtime.options import RuntimeOptions

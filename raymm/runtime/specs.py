@@ -12,7 +12,7 @@ from raymm.errors import PlanError
 from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.plural import plural
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.recomputation import OPTIONS
@@ -255,9 +255,9 @@ def dag_plan(
     return replace(plan, graph=dag.graph_with_ports(cut)) if cut else plan
 
 
-def whole_plan(
-    model: WholeModel, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
-    schedule: str = "1f1b", recompute: bool = False,
+def vlm_plan(
+    model: PretrainedVlm, specs: Mapping[str, ParallelSpec] | None = None,
+    num_microbatches: int = 1, schedule: str = "1f1b", recompute: bool = False,
 ) -> Plan:  # fmt: skip
     """Return a plan for a Hugging Face VLM.
 

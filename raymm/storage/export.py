@@ -26,7 +26,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
@@ -130,7 +130,7 @@ class _Writer:
         model.require(EXPORT)
 
     @check.register
-    def _(self, model: WholeModel) -> None:
+    def _(self, model: PretrainedVlm) -> None:
         if not self._adapters_only(model):
             ModelFolder(_path(model.source), self._dtype)
 
@@ -140,7 +140,7 @@ class _Writer:
             if modality.lora is None or self._merge:
                 ModelFolder(modality.folder, self._dtype)
 
-    def _adapters_only(self, model: WholeModel) -> bool:
+    def _adapters_only(self, model: PretrainedVlm) -> bool:
         trained = frozenset().union(*model.trained.values())
         return (
             bool(model.adapters) and not self._merge and _path(model.source) is not None
@@ -155,7 +155,7 @@ class _Writer:
 
     @write_tokenizer.register
     def _(
-        self, model: WholeModel, folder: Path, tokenizer: str, trust_remote_code: bool
+        self, model: PretrainedVlm, folder: Path, tokenizer: str, trust_remote_code: bool
     ) -> None:
         in_model = folder / "model"
         target = in_model if in_model.is_dir() else folder
@@ -175,7 +175,7 @@ class _Writer:
         raise TypeError(f"no format for {type(model).__name__}")
 
     @write.register
-    def _(self, model: WholeModel, folder: Path) -> list[str]:
+    def _(self, model: PretrainedVlm, folder: Path) -> list[str]:
         source, whole = _path(model.source), model.materialize()
 
         def save(module: nn.Module, name: str) -> None:

@@ -15,7 +15,7 @@ from raymm.errors import CheckpointError
 from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.manifest import Manifest, read_manifest
@@ -68,7 +68,7 @@ def load_into_model(model: Model, folder: Path | str, averaged: bool = False) ->
 
 
 @load_into_model.register
-def _(model: WholeModel, folder: Path | str, averaged: bool = False) -> Manifest:
+def _(model: PretrainedVlm, folder: Path | str, averaged: bool = False) -> Manifest:
     tensors = model.materialize().state_dict(keep_vars=True)
     return _load_parts({
         module: (

@@ -28,7 +28,7 @@ from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.storage.code_digest import code_digest
 
 # Files up to this size are hashed completely. Of larger files, BLOCKS blocks at equal distances are
@@ -171,7 +171,7 @@ def _of_modalities(
 
 
 @_of_model.register
-def _(model: WholeModel) -> dict[str, Any]:
+def _(model: PretrainedVlm) -> dict[str, Any]:
     fields: dict[str, Any] = {"model.packing": model.packing}
     for name, setting in model.train.items():
         if isinstance(setting, LoraConfig):

@@ -30,7 +30,7 @@ from raymm.layout.frozen_blocks import what_changes
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.reached_code import reached_code
 from raymm.storage.run_description import describe_modality, describe_module, describe_source
@@ -133,7 +133,7 @@ def _cached(model: Model, plan: Plan, data: DataConfig, computed: str, code: Cod
 
 @_cached.register
 def _(
-    model: WholeModel, plan: Plan, data: DataConfig, computed: str, code: CodeKey
+    model: PretrainedVlm, plan: Plan, data: DataConfig, computed: str, code: CodeKey
 ) -> _Cached:
     names, reasons = featured_towers(model, plan)
     digests = {name: _tower_digest(name, model, computed, code) for name in names}
@@ -196,7 +196,7 @@ def _makes(
     return fields
 
 
-def _tower_digest(name: str, model: WholeModel, computed: str, code: CodeKey) -> str:
+def _tower_digest(name: str, model: PretrainedVlm, computed: str, code: CodeKey) -> str:
     """Return a digest of all that determines a tower's features, except the item."""
     spec, form = model.tower_spec(name), model.root_form(name)
     skeleton = spec.source.skeleton()

@@ -7,6 +7,7 @@ Ray; the others run in the session's cluster. ``test_recipes.py`` runs the recip
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.docs.pages import blocks
 TINY = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
 PROGRAMS: dict[str, list[str]] = defaultdict(list)
 for block in blocks("python"):
-    if not block.skipped and not block.page.startswith("docs/recipe-"):
+    if not block.skipped and not Path(block.page).name.startswith("recipe-"):
         PROGRAMS[block.page].append(block.text)
 
 

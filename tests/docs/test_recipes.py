@@ -25,7 +25,7 @@ NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
 ONE_RANK = ["--set", "planning.ranks=1"]
 RECIPES: dict[str, list[Block]] = {}
 for block in blocks(*LANGUAGES):
-    if block.page.startswith("docs/recipe-") and not block.skipped:
+    if Path(block.page).name.startswith("recipe-") and not block.skipped:
         RECIPES.setdefault(block.page, []).append(block)
 
 

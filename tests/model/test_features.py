@@ -16,7 +16,7 @@ from raymm.data import DataConfig
 from raymm.errors import ModelError
 from raymm.model import features
 from raymm.model.features import FEATURES, Kind, features_table
-from raymm.model.whole_model import from_pretrained
+from raymm.model.vlm import from_pretrained
 from raymm.monitor.throughput import Throughput
 from raymm.planning.request import PlanRequest
 from raymm.storage.export import export_model

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.actors.sharding.sample_rows import shares
-from raymm.actors.sharding.whole.item_rows import items_of_share, rows_per_item
-from raymm.actors.sharding.whole.token_share import zigzag
+from raymm.actors.sharding.vlm.item_rows import items_of_share, rows_per_item
+from raymm.actors.sharding.vlm.token_share import zigzag
 from raymm.errors import DataError
 from raymm.model.ragged import check_rows, split_rows
-from raymm.model.whole_batch import TextShares
+from raymm.model.vlm_batch import TextShares
 
 
 @st.composite

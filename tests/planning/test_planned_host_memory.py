@@ -20,11 +20,11 @@ from raymm.errors import PlanError
 from raymm.layout.host_memory import GIB, HostNeed, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import from_pretrained
+from raymm.model.vlm import from_pretrained
 from raymm.planning.host_memory import PlannedHosts, cluster_hosts
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_model import ParallelModel
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, whole_plan
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, vlm_plan
 from raymm.scheduler.costs.recomputation import OFFLOAD
 
 VISION = SiglipVisionConfig(
@@ -88,7 +88,7 @@ def test_a_whole_model_needs_what_its_ranks_need(family) -> None:
     config, (microbatch, *_) = runnable(Family(KIND, model_class, model_class.config_class))
     config.architectures = [name]
     model = from_pretrained(config, microbatch)
-    plan = whole_plan(model, {"llm": ParallelSpec(pp=2, dp=2), "vision": ParallelSpec(tp=2)})
+    plan = vlm_plan(model, {"llm": ParallelSpec(pp=2, dp=2), "vision": ParallelSpec(tp=2)})
     ranks = ParallelModel.check_plan(model, plan, RuntimeOptions())
     planned = PlannedHosts.of(model, plan, ADAMW, BOTH, "cpu", 8)
     assert planned.needs == host_needs(ranks, model, ADAMW, BOTH, "cpu")

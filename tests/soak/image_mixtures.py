@@ -31,9 +31,9 @@ from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.runtime.parallel_model import ParallelModel
-from raymm.runtime.specs import ParallelSpec, whole_plan
+from raymm.runtime.specs import ParallelSpec, vlm_plan
 from raymm.scheduler.program.program import Op
 from tests.trainer_groups import trainer_groups
 
@@ -111,7 +111,7 @@ def together(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 class OneProcess:
     """Model's own forward in one process, with an optimizer."""
 
-    def __init__(self, model: WholeModel) -> None:
+    def __init__(self, model: PretrainedVlm) -> None:
         self._model = model
         module = model.materialize()
         self._trained = dict(module.named_parameters())
@@ -167,7 +167,7 @@ def soak(
     images: dict[int, int] = {}
     worst, worst_control, apart, started = 0.0, 0.0, 0.0, time.monotonic()
     alone, control = OneProcess(model), OneProcess(from_pretrained(config, example, seed=seed))
-    plan = whole_plan(model, LAYOUTS[layout], MICROBATCHES)
+    plan = vlm_plan(model, LAYOUTS[layout], MICROBATCHES)
     with ParallelModel(
         model, plan, optimizer=OPTIMIZER, timeout_s=TIMEOUT_SECONDS
     ) as running:

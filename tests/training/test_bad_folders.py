@@ -16,7 +16,7 @@ from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.data import local_steps
 from raymm.errors import DataError, InputError, SampleError
-from raymm.model.whole_batch import WholeBatchCheck
+from raymm.model.vlm_batch import VlmBatchCheck
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
 
@@ -83,7 +83,7 @@ def test_grids_that_contradict_patches_are_refused():
     grid = torch.tensor([[1, 2, 4], [1, 4, 4]])
     batch = {"input_ids": ids, "pixel_values": torch.ones(24, 3), "image_grid_thw": grid}
     towers = {"vision": {"pixel_values": "pixel_values", "grid_thw": "image_grid_thw"}}
-    check = WholeBatchCheck.of(towers, batch)
+    check = VlmBatchCheck.of(towers, batch)
     check({**batch, "labels": ids})
     for changed in (
         {"image_grid_thw": grid + 1}, {"pixel_values": torch.ones(23, 3)},

@@ -16,7 +16,7 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.build import build_layouts
 from raymm.config.sections import RunConfig, load_config
 from raymm.errors import PlanError
-from raymm.model.whole_model import from_pretrained
+from raymm.model.vlm import from_pretrained
 from raymm.monitor.metrics import read_metrics
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan

@@ -16,7 +16,7 @@ from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.data import local_steps
 from raymm.errors import ConfigError, ModelError, SampleError
-from raymm.model.whole_model import WholeModel
+from raymm.model.vlm import PretrainedVlm
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
@@ -116,7 +116,7 @@ def optimizer_of(config, parameters):
 
 def trained(config):
     model = build_model(config)
-    assert isinstance(model, WholeModel)
+    assert isinstance(model, PretrainedVlm)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None
     load_into_model(model, checkpoint.folder)
@@ -191,7 +191,7 @@ def test_only_new_rows_train_next_to_adapters(tmp_path, rows, kind, layout):
     model, old = resized(kind)
     # The same adapters as raymm's, on a model with plain weights.
     fresh = build_model(load_config(file))
-    assert isinstance(fresh, WholeModel)
+    assert isinstance(fresh, PretrainedVlm)
     reference = fresh.materialize()
     adapters = {n: p for n, p in reference.named_parameters() if "lora_" in n}
     targets = sorted({name.rpartition(".")[0] for name in adapters})

@@ -14,9 +14,9 @@ from examples.vlm.kinds import KINDS
 from raymm.cli.main import main
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
-from raymm.config.whole_model import example_batch
+from raymm.config.vlm import example_batch
 from raymm.data import DataConfig, local_steps
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.monitor.metrics import read_metrics
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
@@ -66,7 +66,7 @@ def losses_of_transformers(config):
     """Return losses of the model in transformers on the same microbatches."""
     model = AutoModelForMultimodalLM.from_pretrained(config.model.path)
     whole = build_model(config)
-    assert isinstance(whole, WholeModel)
+    assert isinstance(whole, PretrainedVlm)
     trained = set().union(*whole.trained.values())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)

@@ -24,7 +24,7 @@ from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.probe.cut import small_language_model
 from raymm.actors.probe.history import check_history
 from raymm.actors.probe.plain_torch import plain_torch
-from raymm.actors.probe.whole.calls import run_model
+from raymm.actors.probe.vlm.calls import run_model
 from raymm.actors.weights.source import ModuleSource, set_mode
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 

@@ -24,7 +24,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs, small_language_model
 from raymm.actors.probe.experts.own_loss import check_own_loss, cross_entropy
 from raymm.actors.probe.plain_torch import plain_torch
-from raymm.actors.probe.whole.towers import as_copied
+from raymm.actors.probe.vlm.towers import as_copied
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 

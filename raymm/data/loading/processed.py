@@ -34,7 +34,7 @@ from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES, DataError, SampleError
-from raymm.model.whole_batch import text_parts
+from raymm.model.vlm_batch import text_parts
 
 # Frames per second at which a list of frames is processed for comparison.
 _RATES = (1.0, 4.0)
@@ -205,7 +205,7 @@ class ProcessedBuilder(StepBuilder):
     def encode(self, sample: Sample) -> Any:
         """Render and decode a sample; return a :class:`Conversation`, with the rejected one if
         rows are pairs of answers. Errors are those of :meth:`StepBuilder.encode` and
-        :meth:`TextEncoder.encode_answers`."""
+        :meth:`raymm.data.conversations.text.TextEncoder.encode_answers`."""
         self._check_answers(sample)
         if sample.text is not None and any(sample.media.values()):
             raise text_error(
@@ -430,7 +430,7 @@ class ProcessedBuilder(StepBuilder):
         for row, sample in enumerate(group):
             for kind, items in sample.media.items():
                 rows.setdefault(TOWER_OF[kind], []).extend([row] * len(items))
-        meta = describe_whole(
+        meta = describe_vlm(
             microbatch, inputs, [id for sample in samples for id in sample.row_ids],
             {name: rows.get(name, [0]) for name in inputs if name != "text"},
         )
@@ -481,7 +481,7 @@ class ProcessedSizes:
         return meta.tokens, items
 
 
-def describe_whole(
+def describe_vlm(
     microbatch: Mapping[str, torch.Tensor], parts: Mapping[str, Mapping[str, torch.Tensor]],
     sample_ids: Sequence[str], items: Mapping[str, Sequence[int]],
 ) -> MicrobatchMeta:

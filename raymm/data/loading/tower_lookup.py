@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from raymm.actors.features.root_features import RootForm
-from raymm.actors.sharding.whole.item_rows import each_item
+from raymm.actors.sharding.vlm.item_rows import each_item
 from raymm.actors.stages.tower import featured_inputs
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.errors import ModelError

@@ -21,7 +21,7 @@ from raymm.actors.stages.tower import FeaturedTowerStage, TowerStage, featured_i
 from raymm.actors.weights.model_part import is_within
 from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.errors import ProbeError
-from raymm.model.whole_model import from_pretrained
+from raymm.model.vlm import from_pretrained
 
 CONTEXT = MicrobatchContext(1)
 

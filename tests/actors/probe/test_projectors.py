@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from raymm.actors.probe.whole.calls import Called
-from raymm.actors.probe.whole.projectors import Inflow, inflows
+from raymm.actors.probe.vlm.calls import Called
+from raymm.actors.probe.vlm.projectors import Inflow, inflows
 from raymm.actors.weights.model_part import Call
 
 

@@ -8,7 +8,7 @@ from raymm.actors.probe.cut import probe_language_model
 from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.model.whole_model import from_pretrained
+from raymm.model.vlm import from_pretrained
 from tests.tiny_folders import tiny
 
 EMBEDDING = "model.embed_tokens.weight"

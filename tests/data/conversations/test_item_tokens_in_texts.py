@@ -18,13 +18,13 @@ from transformers import AutoProcessor
 
 from examples.vlm.kinds import KINDS
 from raymm.cli.generate import _prompts
-from raymm.config.whole_model import example_batch
+from raymm.config.vlm import example_batch
 from raymm.data import DataConfig, ModalityDataConfig, Sample, local_steps
 from raymm.data.conversations.text import TextEncoder, load_tokenizer
 from raymm.data.samples.sample import Preference
 from raymm.errors import SampleError
 from raymm.evaluation.text_evaluation import last_answer, prompt_before
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.vlm import PretrainedVlm, from_pretrained
 from tests.tiny_folders import modalities, tiny
 
 
@@ -84,7 +84,7 @@ def config(kind: str, file: Path, has_items: bool = True) -> DataConfig:
 
 
 @functools.cache
-def model(kind: str) -> WholeModel:
+def model(kind: str) -> PretrainedVlm:
     folder, file = tiny(kind)
     whole = from_pretrained(folder, example_batch(config(kind, Path(file))))
     whole.materialize()

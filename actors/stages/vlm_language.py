@@ -1,0 +1,277 @@
+"""Stages of a Hugging Face VLM's language model.
+
+They run the model's own forward, in which the calls of towers return the features received from the
+tower ranks. Every stage gets the batch unchanged, except for inputs of towers: of these, only
+integers (grids, sizes) and the shapes of floats are sent.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.sharding.context_method import attend_over
+from raymm.actors.sharding.context_rows import shared_rows
+from raymm.actors.sharding.sample_rows import row_shares
+from raymm.actors.sharding.vlm.text_entry import TextEntry
+from raymm.actors.sharding.vlm.token_share import TokenShare, packed_tokens, zigzag
+from raymm.actors.stages.features import Form, ReceivedFeatures
+from raymm.actors.stages.labels import PAIR, with_sources
+from raymm.actors.stages.language import REFERENCE, Labelled, LanguageSpec, LanguageStage
+from raymm.actors.stages.stage_inputs import from_side, to_side
+from raymm.actors.stages.texts.decoding import PreparedInputs
+from raymm.actors.stages.texts.joined_texts import apart_if_need_be
+from raymm.actors.weights.model_part import Call
+from raymm.errors import ForwardLeft
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.host_copies import on_host
+from raymm.kernels.shared_draws import Cut, Grid
+
+_TARGETS, _FEATURES, _REAL = "targets", "features/", "attention_mask"
+
+
+@dataclass(frozen=True)
+class TowerPort:
+    """Features of structure ``form`` that ``call`` returns and the language model receives."""
+
+    name: str
+    call: Call
+    form: Form
+
+
+@dataclass(frozen=True)
+class VlmLanguageSpec(LanguageSpec):
+    """Description of a Hugging Face VLM without towers; with ``relays``, later stages read
+    features."""
+
+    towers: tuple[TowerPort, ...] = ()
+    relays: bool = False
+
+
+def language_inputs(
+    text: dict[str, Any], towers: dict[str, dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """Return the first stage's inputs for a microbatch.
+
+    Args:
+        text: inputs that belong to no tower: ``input_ids``, ``labels`` (B, T) int64, masks.
+        towers: by tower name, the model arguments that the tower reads.
+    """
+    inputs = to_side(text, (), "the language model")
+    for name, arguments in towers.items():
+        inputs |= to_side({k: v for k, v in arguments.items() if k != "sample_index"}, (), name)
+    return inputs
+
+
+class VlmLanguageStage(LanguageStage):
+    """Blocks [lo, hi) of a Hugging Face VLM's language model; the last stage returns the loss."""
+
+    spec: VlmLanguageSpec
+
+    def __init__(self, spec: VlmLanguageSpec, lo: int, hi: int, module: nn.Module) -> None:
+        # This class packs rows itself, because it uses the model's own masks.
+        super().__init__(replace(spec, packing=False), lo, hi, module)
+        self.spec = spec
+        self._features = {port.name: ReceivedFeatures(port.name) for port in spec.towers}
+        for port in spec.towers:
+            port.call.replace(module, self._features[port.name])
+        self._relayed_blocks = len(spec.cut.relayed_before(lo)) if spec.cut else 0
+        self._entry: TextEntry | None = None
+        self._texts = PreparedInputs(module)
+        if spec.packing:
+            self._use_own_masks()
+
+    def share_samples(self, exchange: Exchange) -> None:
+        """Split samples over a group; up to its text model, the forward runs on all rows."""
+        super().share_samples(exchange)
+        self._use_entry()
+
+    def share_tokens(self, exchange: Exchange) -> None:
+        """Split tokens over a group; masks, and the forward up to the text model, cover all tokens.
+        """
+        self._exchange, self.is_shared = exchange, True
+        self._use_own_masks()
+
+    def _use_own_masks(self) -> None:
+        """Use raymm's attention with the masks that the model builds."""
+        hf_attention.register()
+        self.module.set_attn_implementation(hf_attention.NAME)
+        self._use_entry()
+
+    def _use_entry(self) -> None:
+        if self._entry is None:
+            assert self._forward.blocks is not None  # the probe has found blocks
+            self._entry = TextEntry(
+                self.module, self._forward.blocks, self.spec.mixers, self._forward.rotary
+            )
+
+    def _share(
+        self, shape: tuple[int, int], real: torch.Tensor | None
+    ) -> tuple[TokenShare | None, Any, Any, Grid | None]:
+        """Return this process's tokens of (B, T) and how layers reach the other tokens.
+
+        The result has the tokens (None for all), the attention function, the function that gives
+        layers the tokens of all processes, and the slice of random numbers. ``real`` is 0 for
+        padding.
+        """
+        rows = attend = columns = together = ranges = None
+        if self._samples is not None:
+            rows = self._own_rows(shape[0]) or range(1)
+        documents = packed_tokens(shape, real, rows) if self.spec.packing else None
+        if self._exchange is not None:
+            length = shape[1] if documents is None else len(documents)
+            layout = zigzag(length, self._exchange.size)
+            columns = layout.positions(self._exchange.rank)
+            ranges = layout.ranges[self._exchange.rank]
+            group = ContextGroup(self._exchange, layout, layout)
+            attend, together = attend_over(group), partial(shared_rows, group=group)
+        if documents is not None:
+            tokens = documents if columns is None else documents[columns]
+            share = TokenShare(shape, packed=tokens, documents=documents)
+            first, count = 0, len(documents)
+            if rows is not None:
+                every = packed_tokens(shape, real)
+                first, count = int((every < rows.start * shape[1]).sum()), len(every)
+            ranges = ranges or ((0, len(documents)),)
+            packed = Cut(len(tokens), count, tuple((first + lo, first + hi) for lo, hi in ranges))
+            return share, attend, together, Grid(Cut.uncut(1), packed)
+        if rows is columns is None:
+            return None, attend, together, None
+        grid = Grid(
+            Cut.uncut(shape[0]) if rows is None
+            else Cut.from_range(rows.start, rows.stop, shape[0]),
+            Cut.uncut(shape[1]) if columns is None or ranges is None
+            else Cut(len(columns), shape[1], ranges),
+        )
+        return TokenShare(shape, rows, columns), attend, together, grid
+
+    def _own_rows(self, count: int) -> range:
+        """Return this process's part of a microbatch's rows, in a group that splits them."""
+        assert self._samples is not None
+        together = PAIR if self.spec.preference else 1
+        return row_shares(count, self._samples.size, together)[self._samples.rank]
+
+    def _own(
+        self, values: torch.Tensor, share: TokenShare | None, none: int | bool
+    ) -> torch.Tensor:
+        """Select this process's tokens from (B, T); use ``none`` if the process has no rows of its
+        own."""
+        if share is None:
+            return values
+        local_values = share.of_tokens(values)
+        if self._samples is not None and not self._own_rows(len(values)):
+            local_values = torch.full_like(local_values, none)
+        return local_values
+
+    @apart_if_need_be
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        """Run one microbatch.
+
+        Args:
+            inputs: on the first stage, the return value of :func:`language_inputs`; for answer
+                pairs, :data:`REFERENCE` on the last stage, see :class:`LanguageStage`.
+            received: messages by tower (first stage), or of the previous stage.
+
+        Returns:
+            Hidden state and features that later stages read, with the forward's arguments as side
+            tensors. On the last stage the loss, the next tokens (decoding), or (B,)
+            log-probabilities (references).
+        """
+        hidden, relays = None, []
+        inputs = with_sources(inputs or {}, rows=self.spec.preference is not None)
+        reference = inputs.pop(REFERENCE, None)
+        if self.first:
+            device = next(self.module.parameters()).device
+            side, features = self._begun(inputs, received)
+        else:
+            (message,) = received.values()
+            (hidden, *tensors), side = message.tensors, dict(message.side)
+            device, remaining = hidden.device, iter(tensors)
+            relays, features = list(islice(remaining, self._relayed_blocks)), list(remaining)
+        self._show(side, features, device)
+        arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
+        targets = on_host(side[_TARGETS])
+        real = on_host(side[_REAL]) if _REAL in side else None
+        B, T = targets.shape
+        share, attend, together, grid = self._share((B, T), real)
+        labelled = None
+        if self.last:
+            local_targets = self._own(targets, share, IGNORE_INDEX)
+            labelled = Labelled(local_targets, device, context.decode is not None)
+        counted = self._own(self._routing.real(real, (B, T)), share, False)
+        try:
+            self._labelled = labelled
+            sharing = None if self._entry is None else self._entry.sharing(
+                share, real, attend, together, grid
+            )
+            with (
+                sharing or nullcontext(), self._routing.noted(counted),
+                self._caches.arguments(context.decode, T) as caching,
+            ):
+                shown = from_side(arguments, device)
+                if context.decode is None:
+                    shown |= caching
+                else:
+                    shown = self._texts.arguments(context.decode, shown, caching)
+                logits = self._forward(hidden, context, relays, **shown).logits
+        except ForwardLeft as cut:
+            handed = features if self.spec.relays else []
+            return self._routing.into(Message((cut.value, *cut.relays, *handed), side), context)
+        finally:
+            self._labelled = None
+            for port in self._features.values():
+                port.receive(None)
+        assert labelled is not None  # earlier stages raise ForwardLeft
+        message = self._outcome(labelled, logits, context, reference)
+        return self._routing.into(message, context)
+
+    def _begun(
+        self, inputs: dict[str, Any], received: dict[str, Message]
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Return the side tensors for all stages and the towers' features."""
+        side = {n: value for n, value in inputs.items() if n not in ("labels", "sample_index")}
+        labels = on_host(inputs["labels"])
+        side[_TARGETS] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        features: list[torch.Tensor] = []
+        for port in self.spec.towers:
+            if (message := received.get(port.name)) is None:
+                continue
+            shapes = port.form.shapes(message.tensors)
+            side |= {
+                f"{_FEATURES}{port.name}/{name}": value
+                for name, value in {**message.side, **shapes}.items()
+            }
+            features += message.tensors
+        return side, features
+
+    def _show(
+        self, side: dict[str, torch.Tensor], features: list[torch.Tensor], device: torch.device
+    ) -> None:
+        """Let the towers' calls return the received features, or zeros where they are not read."""
+        came = iter(features)
+        for port in self.spec.towers:
+            start = f"{_FEATURES}{port.name}/"
+            entries = {n.removeprefix(start): v for n, v in side.items() if n.startswith(start)}
+            if not entries:
+                continue
+            shapes = {name: v for name, v in entries.items() if name.startswith("shape/")}
+            tensors = list(islice(came, len(shapes)))
+            if not tensors:
+                tensors = [zeros.clone() for zeros in from_side(shapes, device).values()]
+            self._features[port.name].receive(port.form.unpacked(tensors, entries))
