@@ -173,6 +173,8 @@ def _of_modalities(
 @_of_model.register
 def _(model: PretrainedVlm) -> dict[str, Any]:
     fields: dict[str, Any] = {"model.packing": model.packing}
+    if model.preference is not None:
+        fields["model.preference"] = _named(model.preference)
     for name, setting in model.train.items():
         if isinstance(setting, LoraConfig):
             fields |= _adapters(f"model.train.{name}.lora", setting)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_whole_models_on_ray import check, whole
+from test_vlms_on_ray import check, whole
 
 from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.adapters.lora_config import LoraConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_whole_folders import configuration, losses_in_one_process
+from test_vlm_folders import configuration, losses_in_one_process
 from tiny_run import curve
 
 from raymm.actors.modules.merge import IGNORE_INDEX
