@@ -31,7 +31,7 @@ from raymm.config.sections import TrainConfig, load_config
 from raymm.model.vlm import PretrainedVlm
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.loading import load_into_whole
+from raymm.storage.loading import load_into_model
 
 SAMPLES = 8  # held-out ones whose logits are compared
 
@@ -107,7 +107,7 @@ def export_problems(config: TrainConfig, exported: Path) -> Iterator[str]:
     assert isinstance(model, PretrainedVlm) and config.model.path is not None
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     assert checkpoint is not None  # else the run had problems
-    load_into_whole(model, checkpoint.folder)
+    load_into_model(model, checkpoint.folder)
     trained, first = model.materialize().eval(), Path(config.model.path)
     read = AutoModelForImageTextToText.from_pretrained(exported).eval()
     if type(read) is not type(trained):
