@@ -103,6 +103,11 @@ class DataError(InputError, ValueError):
     modality: str | None = None
     skipped: list[Any] | None = None
 
+    def of_items(self, modality: str) -> DataError:
+        """Record the modality of the items at fault, and return the error."""
+        self.modality = modality
+        return self
+
 
 class SampleError(DataError):
     """A sample that cannot be used; ``data.on_error`` decides whether it is skipped. Code that does

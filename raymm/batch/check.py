@@ -127,8 +127,7 @@ class BatchCheck:
         try:
             return self._trials[name].taken(items).tokens
         except DataError as error:
-            error.modality = name
-            raise
+            raise error.of_items(name) from error.__cause__
 
 
 @contextmanager
