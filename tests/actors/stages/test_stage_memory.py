@@ -79,6 +79,6 @@ def test_a_rank_is_sent_only_its_own_tensors(whole):
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=3, layers=(1, 2, 1))).plan(model)
     made = stage_builders(model, plan)
     for stage, builder in made.build.items():
-        (spec, *_), source = builder.args, builder.args[0].source
-        assert {f"module.{name}" for name in source.state} == set(made.owned[stage])
+        _, spec, *_ = builder.args
+        assert {f"module.{name}" for name in spec.source.state} == set(made.owned[stage])
         assert all(p.is_meta for p in spec.source.structure.parameters())
