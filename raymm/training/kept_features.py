@@ -81,8 +81,10 @@ class KeptFeatures:
         Raises:
             ModelError: changes of user code would go unnoticed.
         """
-        if cache is None or not isinstance(data, DataConfig):
+        if cache is None:
             return cls(plan, {})
+        if not isinstance(data, DataConfig):
+            return cls(plan, {}, lines=("features of batches in memory are not kept",))
         # Only features on disk outlive the code that computed them.
         code = CodeKey(cache.version, strict=cache.features == "disk")
         plan, digests, described, reasons, make_lookup = _cached(model, plan, data, computed, code)
