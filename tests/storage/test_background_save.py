@@ -13,6 +13,8 @@ import pytest
 import torch
 from killed_saves import Running, newest_step, write_copies
 
+from raymm.callbacks.callback import Callback, SavedCheckpoint
+from raymm.callbacks.handler import CallbackHandler
 from raymm.errors import CheckpointError, NotFiniteError, RankFailedError, RunFileError
 from raymm.storage import checkpoint
 from raymm.storage.checkpoint import CheckpointStore
@@ -20,6 +22,20 @@ from raymm.training import run_checkpoints
 from raymm.training.run_checkpoints import RunCheckpoints
 
 KILLS = 12
+
+
+class Told(Callback):
+    """Callback that collects the steps of the checkpoints that it is told about."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        self.steps.append(checkpoint.step)
+
+
+def handler(*callbacks: Callback) -> CallbackHandler:
+    return CallbackHandler(callbacks, Path("."), print)
 
 
 @pytest.fixture
@@ -72,11 +88,7 @@ def test_a_second_save_waits_and_reports_it(
     ranks, tmp_path, asynchronous
 ):
     """Block a save of either kind until the current one is written."""
-    said, told = [], []
-
-    class Callbacks:
-        def checkpoint(self, saved):
-            told.append(saved.step)
+    said, told = [], Told()
 
     class Ranks(Running):
         def not_finite_tensors(self):
@@ -90,11 +102,11 @@ def test_a_second_save_waits_and_reports_it(
 
     def say(line):
         said.append(line)
-        assert (store.under_way, told) in ((1, []), (2, [1]))
+        assert (store.under_way, told.steps) in ((1, []), (2, [1]))
         ranks.set()
 
     store, running = CheckpointStore(tmp_path), Ranks(1)
-    checkpoints = RunCheckpoints(store, running, Callbacks(), say, True)
+    checkpoints = RunCheckpoints(store, running, handler(told), say, True)
     checkpoints.take(1)
     running.steps_taken = 2
     running.tensors = Running(2).tensors
@@ -102,7 +114,7 @@ def test_a_second_save_waits_and_reports_it(
     (checkpoints.take if asynchronous else checkpoints.take_now)(2)
     checkpoints.finish()
     assert said[0] == "waiting for the checkpoint of step 1, which is still being written"
-    assert told == [1, 2] and checkpoints.saved == 2 and checkpoints.look()
+    assert told.steps == [1, 2] and checkpoints.saved == 2 and checkpoints.look()
     assert not checkpoints.look() and newest_step(tmp_path) == 2
 
 
@@ -134,7 +146,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatc
     survived even if the run saves often."""
     ranks.set()
     monkeypatch.setattr(run_checkpoints, "SHORTAGE_S", 0.0)
-    said, told = [], []
+    said, told = [], Told()
 
     def write(group, method, folder):
         parts = write_copies(group, method, folder)
@@ -142,13 +154,9 @@ def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatc
             raise CheckpointError(f"cannot write {folder}/model-rank1.safetensors: No space left")
         return parts
 
-    class Callbacks:
-        def checkpoint(self, saved):
-            told.append(saved.step)
-
     monkeypatch.setattr(checkpoint, "call_ranks_behind", write)
     store, running = CheckpointStore(tmp_path), Running(1)
-    checkpoints = RunCheckpoints(store, running, Callbacks(), said.append, True)
+    checkpoints = RunCheckpoints(store, running, handler(told), said.append, True)
 
     def save(step):
         running.steps_taken = step
@@ -159,13 +167,13 @@ def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatc
         save(step)
     with pytest.raises(RunFileError, match="step 6 could not .*No space left; .*03 is kept"):
         save(6)
-    assert told == [3] and checkpoints.saved == 3 and len(store.committed()) == 1
+    assert told.steps == [3] and checkpoints.saved == 3 and len(store.committed()) == 1
     lines = [line for line in said if "could not be saved" in line]
     assert len(lines) == 4 and all("The run continues and saves at" in line for line in lines)
     monkeypatch.setattr(run_checkpoints, "SHORTAGE_S", 60.0)
     for step in range(7, 14):
         save(step)
-    assert told == [3, 13]
+    assert told.steps == [3, 13]
 
 
 def test_a_save_counts_if_an_old_checkpoint_cannot_be_removed(
@@ -173,11 +181,7 @@ def test_a_save_counts_if_an_old_checkpoint_cannot_be_removed(
 ):
     """Check that the run continues, and that a later save removes all leftovers."""
     ranks.set()
-    said, told, disk_is_full = [], [], [True]
-
-    class Callbacks:
-        def checkpoint(self, saved):
-            told.append(saved.step)
+    said, told, disk_is_full = [], Told(), [True]
 
     def drop(folder, before=checkpoint.drop):
         if disk_is_full:
@@ -186,7 +190,7 @@ def test_a_save_counts_if_an_old_checkpoint_cannot_be_removed(
 
     monkeypatch.setattr(checkpoint, "drop", drop)
     store, running = CheckpointStore(tmp_path, keep=1), Running(1)
-    checkpoints = RunCheckpoints(store, running, Callbacks(), said.append, True)
+    checkpoints = RunCheckpoints(store, running, handler(told), said.append, True)
     for step in range(1, 7):
         if step == 6:
             disk_is_full.clear()
@@ -194,7 +198,7 @@ def test_a_save_counts_if_an_old_checkpoint_cannot_be_removed(
         checkpoints.take(step)
         checkpoints.finish()
         assert len(store.committed()) == (1 if step == 6 else step)
-    assert told == [1, 2, 3, 4, 5, 6] and checkpoints.saved == 6 and store.unremoved is None
+    assert told.steps == [1, 2, 3, 4, 5, 6] and checkpoints.saved == 6 and store.unremoved is None
     lines = [line for line in said if "could not be removed: cannot write " in line]
     assert len(lines) == 4 and "step-00000001" in lines[-1] and "No space left" in lines[-1]
 
@@ -232,7 +236,7 @@ def test_the_group_reports_lost_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "call_ranks_behind", lost)
     checkpoints = RunCheckpoints(
-        CheckpointStore(tmp_path), Lost(1), None, lambda line: None, True
+        CheckpointStore(tmp_path), Lost(1), handler(), print, True
     )
     checkpoints.take(1)
     with pytest.raises(RankFailedError, match="rank 1 died: killed"):
