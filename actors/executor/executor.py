@@ -67,7 +67,7 @@ class Executor:
     """Runs programs on the stages of one rank.
 
     Args:
-        collectives: function of each optimizer op; fills in the result that it is called with.
+        collectives: function of each optimizer op.
         autocast: dtype of automatic mixed precision; None for none.
         sum_gradient: sums partial gradients over the processes of the rank; may work in place.
             Applied to gradients for stages of other modules on the same rank.
@@ -84,7 +84,7 @@ class Executor:
         edges: Sequence[Edge],
         senders: dict[Edge, SendChannel],
         receivers: dict[Edge, RecvChannel],
-        collectives: dict[Op, Callable[[StepResult], None]],
+        collectives: dict[Op, Callable[[], None]],
         *,
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -184,10 +184,10 @@ class Executor:
             return partial(_last_backward, task, self._reduction, action)
         return action
 
-    def _collective(self, run: Callable[[StepResult], None], step: StepState) -> None:
+    def _collective(self, run: Callable[[], None], step: StepState) -> None:
         for copies in self._copies.values():
             copies.hide()
-        run(step.result)
+        run()
 
     def run(
         self,
@@ -219,10 +219,8 @@ class Executor:
             self._observer.begin()
         if program.reduced is not None and self._reduction is not None:
             self._reduction.expect(program.reduced)
-        for sender in self._senders.values():
-            sender.bound = program.bound
         for edge, microbatches in program.outgoing.items():
-            self._senders[edge].expect([meta.keys[m] for m in microbatches])
+            self._senders[edge].expect([meta.keys[m] for m in microbatches], program.bound)
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         enter, clock = self._tracker.enter, step_clock(self._device)
@@ -245,10 +243,8 @@ class Executor:
         enter("the end of a step")
         for sender in self._senders.values():
             sender.end_step(self._timeout)
-        result = step.finish()
-        result.labels = labels
-        result.times = array("d", clock.seconds([*starts, *ends, now])[:-1]).tobytes()
-        return result
+        times = array("d", clock.seconds([*starts, *ends, now])[:-1])
+        return step.result(labels, times.tobytes())
 
     def _run_concurrently(
         self, group: Mapping[str, Sequence[tuple[Task, Action]]], step: StepState,

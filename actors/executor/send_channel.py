@@ -97,16 +97,21 @@ class SendChannel:
         # sent before the step that ended last.
         self._under_way: deque[Sent] = deque()
         self._before = 0
-        self.bound: int | None = None
-        """Largest number of messages in flight; None for no limit. A further send waits for the
-        oldest message; on a GPU the device waits."""
+        self._bound: int | None = None
         self.sent_bytes = 0
         """Bytes sent so far, without descriptions."""
         self.sent_side_bytes = 0
         """Bytes of side tensors among ``sent_bytes``."""
 
-    def expect(self, keys: Sequence[object]) -> None:
-        """Announce the keys of the step's messages, in order. Keys determine the layouts."""
+    def expect(self, keys: Sequence[object], bound: int | None = None) -> None:
+        """Announce the step's messages.
+
+        Args:
+            keys: keys of the messages, in order; they determine the layouts.
+            bound: largest number of messages in flight; None for no limit. A further send waits for
+                the oldest message; on a GPU the device waits.
+        """
+        self._bound = bound
         if self._gradient_route is None:
             self._due = self._layouts.due(keys)
 
@@ -119,8 +124,8 @@ class SendChannel:
         or too many messages are in flight. Tensors of ``message``, which are detached, are kept
         until they are received. Raise a ``ChannelError`` if an earlier message with this key had
         another layout, or the peer is gone."""
-        if self.bound is not None:
-            while len(self._under_way) >= self.bound:
+        if self._bound is not None:
+            while len(self._under_way) >= self._bound:
                 self._let_go(None)
         sent: Sent = []
         self._under_way.append(sent)

@@ -97,7 +97,7 @@ SpanLabel = tuple[str, StageId, int, StageId, float]
 """Op, stage, microbatch, peer and quota of a task."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepResult:
     """Result of a step on one rank.
 

@@ -30,7 +30,7 @@ class StepState:
 
     __slots__ = (
         "by_source", "deferred", "inputs", "learns", "losses", "messages", "meta", "received",
-        "result", "routed", "saved", "scores",
+        "routed", "saved", "scores",
     )  # fmt: skip
 
     def __init__(
@@ -47,25 +47,27 @@ class StepState:
         self.routed: dict[tuple[StageId, int], Routed] = {}
         self.by_source: dict[tuple[StageId, int], SourceSums] = {}
         self.scores: dict[tuple[StageId, int], torch.Tensor] = {}
-        self.result = StepResult()
 
-    def finish(self) -> StepResult:
-        """Return the result, with values read from the device."""
-        result = self.result
-        result.scores = {key: scores.tolist() for key, scores in self.scores.items()}
-        result.losses = {key: float(loss) for key, loss in self.losses.items()}
-        result.by_source = {
-            key: {source: (float(total), n) for source, (total, n) in sums.items()}
-            for key, sums in self.by_source.items()
-        }
+    def result(self, labels: bytes, times: bytes) -> StepResult:
+        """Return the step's result, with values read from the device; for the arguments, see
+        :class:`StepResult`."""
         loads: dict[str, torch.Tensor] = {}
         for routed in self.routed.values():
             for name, load in routed.loads.items():
                 loads[name] = loads[name] + load if name in loads else load
-        result.loads = {name: load.tolist() for name, load in loads.items()}
         counts = [r.counts for r in self.routed.values() if r.counts is not None]
-        result.router_counts = torch.stack(counts).sum(0).tolist() if counts else None
-        return result
+        return StepResult(
+            losses={key: float(loss) for key, loss in self.losses.items()},
+            scores={key: scores.tolist() for key, scores in self.scores.items()},
+            by_source={
+                key: {source: (float(total), n) for source, (total, n) in sums.items()}
+                for key, sums in self.by_source.items()
+            },
+            labels=labels,
+            times=times,
+            loads={name: load.tolist() for name, load in loads.items()},
+            router_counts=torch.stack(counts).sum(0).tolist() if counts else None,
+        )
 
     def take(self, place: int) -> Message:
         message = self.messages[place]

@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveStorages(TorchDispatchMode):
-    """Dispatch mode that assigns the memory that operators create to the current ``owner``. Memory
+    """Dispatch mode that assigns the memory that operators create to the current owner. Memory
     counts as long as it is alive for any reason: saved by autograd, by checkpoints that keep only
     inputs, or by a reference in Python. Memory of ``others``, such as parameters, does not count.
     """
 
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.owner = 0
+        self._owner = 0
         self._entries: dict[int, tuple[StorageWeakRef, int, int]] = {}
         for tensor in others:
             storage = tensor.untyped_storage()
@@ -33,8 +33,12 @@ class LiveStorages(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 entry = self._entries.get(value.untyped_storage()._cdata)
                 if entry is None or entry[0].expired():
-                    self.give(value, self.owner)
+                    self.give(value, self._owner)
         return result
+
+    def enter(self, owner: int) -> None:
+        """Make an owner the current one; the first is 0."""
+        self._owner = owner
 
     def give(self, tensor: torch.Tensor, owner: int) -> None:
         """Assign a tensor's memory to an owner."""

@@ -71,7 +71,7 @@ class LayerTrace:
             hidden = hidden_state(layer, args, kwargs)
             self._forward[index] = self._now()
             if self._storages is not None:
-                self._storages.owner = index
+                self._storages.enter(index)
                 self._storages.give(hidden, index)
             self.output_bytes[index - 1] = hidden.numel() * hidden.element_size()
             if hidden.requires_grad:

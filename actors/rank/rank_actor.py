@@ -6,6 +6,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,23 +241,24 @@ class RankActor(StoredRank):
         dist.all_reduce(gradient, group=self._connections.data.group)
         return gradient
 
-    def _reduce_grads(self, result: StepResult) -> None:
+    def _reduce_grads(self) -> None:
         self._optimizer.reduction.wait()
 
-    def _clip(self, result: StepResult) -> None:
+    def _clip(self) -> None:
         self._optimizer.clip()
 
-    def _step(self, result: StepResult) -> None:
+    def _step(self) -> None:
         self._staging.wait()
         self._optimizer.step()
 
     def _finished(self, result: StepResult) -> StepResult:
         if self._optimizer.stepped:
             update = self._optimizer.finish(self._check_connections)
-            result.grad_norm, result.learning_rate = update.grad_norm, update.learning_rate
-            result.not_finite = update.not_finite
-        else:
-            self._check_connections()
+            return replace(
+                result, grad_norm=update.grad_norm, learning_rate=update.learning_rate,
+                not_finite=update.not_finite,
+            )
+        self._check_connections()
         return result
 
     def _check_connections(self) -> None:
@@ -323,8 +325,7 @@ class RankActor(StoredRank):
         keep_recent(self._programs, key, program)
         rows = step_inputs(per_stage, self._device)
         result = self._finished(self._executor.run(program, rows, meta))
-        result.peak_bytes = self._memory.bytes()
-        return result
+        return replace(result, peak_bytes=self._memory.bytes())
 
     def run_packed_step(self, call: bytes, layout: bytes, *inputs: dict[str, Any]) -> bytes:
         """Run :meth:`run_step` with pickled arguments (:mod:`raymm.actors.rank.step_calls`)."""
@@ -333,14 +334,13 @@ class RankActor(StoredRank):
     @task("the optimizer's step")
     def run_optimizer_ops(self, ops: Sequence[Op]) -> StepResult:
         """Run collective ops separately, after steps that only accumulated gradients."""
-        result = StepResult()
         actions = {
             Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
         }
         for op in ops:
             self.task_tracker.enter(Op(op).value)
-            actions[Op(op)](result)
-        return self._finished(result)
+            actions[Op(op)]()
+        return self._finished(StepResult())
 
     @task("showing averages of parameters")
     def show_averages(self) -> None:

@@ -188,11 +188,11 @@ class Rank:
         self.under_way = -1  # number of sums in flight when the last one of the step begins
         self.executor = Executor(
             self.stages, plan.stage_edges, senders, receivers,
-            {Op.REDUCE_GRADS: self._reduce, Op.CLIP_GRADS: lambda _: None,
-             Op.STEP: lambda _: None}, reduction=self.reduction,
+            {Op.REDUCE_GRADS: self._reduce, Op.CLIP_GRADS: lambda: None,
+             Op.STEP: lambda: None}, reduction=self.reduction,
         )  # fmt: skip
 
-    def _reduce(self, _) -> None:
+    def _reduce(self) -> None:
         self.under_way = sum(group.started for group in self.reduction._reduction_groups)
         self.reduction.wait()
 

@@ -105,10 +105,9 @@ def _bounded(rank: int, store: str) -> None:
     steps = [sizes[start : start + per_step] for start in range(0, len(sizes), per_step)]
     sender = SendChannel({0: Link(dist.group.WORLD, 1)}, CPU)
     receiver = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
-    sender.bound = bound
     for step in steps:
         if rank == 0:
-            sender.expect(step)
+            sender.expect(step, bound)
             for size in step:
                 sender.send(Message((torch.full((size,), float(size)),), {}))
                 assert sender.held <= bound

@@ -325,7 +325,7 @@ class Wire:
     def __init__(self, message: Message | None = None) -> None:
         self.message, self.sent = message, []
 
-    def expect(self, keys):
+    def expect(self, keys, bound=None):
         pass
 
     def recv(self):
