@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table as RichTable
+from scipy.stats import spearmanr
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Table:
             "missing": self.missing,
             "median_difference": round(statistics.median(differences), 4) if differences else None,
             "worst_difference": round(max(differences), 4) if differences else None,
-            "rank_correlation": _rounded(rank_correlation(
+            "rank_correlation": _rounded(_rank_correlation(
                 [row.paper for row in self.compared], [row.raymm for row in self.compared]
             )),
             "rows": [
@@ -104,18 +105,12 @@ class Table:
         return table
 
 
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation, with mean ranks for equal values; None for fewer than
     three pairs or a constant sequence."""
     if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
         return None
-    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+    return float(spearmanr(first, second).statistic)
 
 
 def relative(rows: Iterable[tuple[str, float, float]]) -> tuple[Row, ...]:

@@ -6,7 +6,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.paper_rows import ROWS
 from benchmarks.papers import cornstarch_v1, cornstarch_v2, lv_xattn
-from benchmarks.papers.tables import Row, Table, paired, rank_correlation, relative
+from benchmarks.papers.tables import Row, Table, paired, relative
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -20,7 +20,6 @@ def test_summaries_are_those_of_numpy_and_scipy(seed):
     assert found["median_difference"] == pytest.approx(np.median(differences), abs=1e-4)
     assert found["worst_difference"] == pytest.approx(differences.max(), abs=1e-4)
     expected = spearmanr(paper, raymm).statistic
-    assert rank_correlation(paper, raymm) == pytest.approx(expected)
     assert found["rank_correlation"] == pytest.approx(expected, rel=1e-4)
 
 
