@@ -1,4 +1,4 @@
-"""Import of optional packages, with instructions for installing a missing one."""
+"""Imports by name: objects of users, and optional packages with instructions to install them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from raymm.errors import ConfigError, Error
+from raymm.errors import USER_CODE_RAISES, ConfigError, Error, ModelError
 
 # Packages that processors of published models need, and the extra that installs them.
 VLM, VLM_EXTRA = ("torchvision", "num2words"), "vlm"
@@ -25,6 +26,49 @@ _MISSING = re.compile(r"requires the (?:\W+ )?([\w.-]+) library|[Pp]ackage `([\w
 # Packages whose frames are in the traceback when another one is broken.
 _CALLERS = {"raymm", "torch", "transformers"} | sys.stdlib_module_names
 _INSTALLED = ("site-packages", "dist-packages")
+_IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
+
+def is_import_path(value: object) -> bool:
+    """Return True for a text of the form ``"package.module:name"``."""
+    return isinstance(value, str) and _IMPORT_PATH.fullmatch(value) is not None
+
+
+def import_object(target: str) -> Any:
+    """Return the object that ``"package.module:name"`` names. Raise a ``ModelError`` if the path is
+    malformed, or there is no such module or name."""
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name:
+        raise ModelError(f"import path is {target!r}; expected 'package.module:name'")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except USER_CODE_RAISES as error:  # importing a module may raise anything
+        reason = str(error)
+        if not isinstance(error, ImportError | AttributeError):
+            reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"import path {target!r} cannot be resolved: {reason}") from error
+
+
+def user_function(field: str, value: Any, accepted: str) -> Callable[..., Any]:
+    """Return the function of a configuration field.
+
+    Args:
+        value: the function, or its import path ``"package.module:name"``.
+        accepted: end of the error message.
+
+    Raises:
+        ConfigError: the value cannot be imported or called; names the field, the value and what is
+            accepted.
+    """
+    try:
+        function = import_object(value) if isinstance(value, str) else value
+    except ModelError as error:
+        raise ConfigError(f"{field} is {value!r}: {error}; accepted: {accepted}") from None
+    if not callable(function):
+        raise ConfigError(
+            f"{field} is {value!r}, a {type(function).__name__}; accepted: {accepted}"
+        )
+    return function
 
 
 def require(package: str, extra: str | None, purpose: str) -> ModuleType:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from raymm.errors import USER_CODE_RAISES, ConfigError
+from raymm.packages import is_import_path, user_function
+
 # Larger hyperparameters would overflow within the first step.
 _MOST = 1e30
 _RANGES = (
@@ -21,6 +24,17 @@ _RANGES = (
 )
 ADAMW, ADAMW_8BIT, MUON = "adamw", "adamw_8bit", "muon"
 ALGORITHMS = (ADAMW, ADAMW_8BIT, MUON)
+# Import path of a user's function, or the function.
+Named = str | Callable[..., Any]
+ACCEPTED_NAMES = (
+    f"{', '.join(ALGORITHMS)}, or module:function, which returns a torch.optim.Optimizer for the "
+    "parameter groups that it receives"
+)
+SCHEDULES = ("constant", "linear", "cosine")
+ACCEPTED_SCHEDULES = (
+    f"{', '.join(SCHEDULES)}, or module:function, which returns the fraction of lr for a step "
+    "(from 0), a number that is not negative"
+)
 FP32, MASTER, STOCHASTIC = "fp32", "bf16_master", "bf16_stochastic"
 PARAMETERS = (FP32, MASTER, STOCHASTIC)
 PROJECTOR = "_projector"
@@ -33,9 +47,12 @@ class UpdateRule:
     """Rule for updating parameters, and the schedule of their learning rate.
 
     Attributes:
-        name: ``"adamw"``; ``"adamw_8bit"`` for 8-bit moments; or ``"muon"``, which updates weight
+        name: ``"adamw"``; ``"adamw_8bit"`` for 8-bit moments; ``"muon"``, which updates weight
             matrices except embedding and head by ``torch.optim.Muon`` with AdamW's learning rates
-            (``match_rms_adamw``), and all other parameters by AdamW.
+            (``match_rms_adamw``), and all other parameters by AdamW; or a function, or its import
+            path ``"module:function"``, that returns a ``torch.optim.Optimizer`` for a list of
+            parameter groups with ``params``, ``lr`` and ``weight_decay``. It sets all other
+            hyperparameters.
         parameters: storage of trained weights of matrix products. ``"fp32"`` keeps fp32 weights,
             and a copy in the compute dtype during a step. With bf16 compute, ``"bf16_master"``
             keeps weights and gradients in bf16 and updates an fp32 master, which with ZeRO-1 only
@@ -51,13 +68,14 @@ class UpdateRule:
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr`` at
             ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. The rates equal those
             of ``transformers.get_scheduler`` at every step. Steps after ``total_steps`` have the
-            last rate.
+            last rate. Or a function, or its import path, that returns the fraction of ``lr`` for a
+            step, from 0; it includes any warm-up.
 
     Raises:
         ValueError: an invalid field; names the field, its value and what is accepted.
     """
 
-    name: Literal["adamw", "adamw_8bit", "muon"] = ADAMW
+    name: Named = ADAMW
     parameters: Literal["fp32", "bf16_master", "bf16_stochastic"] = FP32
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -65,20 +83,18 @@ class UpdateRule:
     weight_decay: float = 0.01
     no_decay: tuple[str, ...] | None = None
     momentum: float = 0.95
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Named = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in ALGORITHMS:
-            raise ValueError(f"name is {self.name!r}; accepted: {', '.join(ALGORITHMS)}")
+        check_optimizer_name(self.name)
         if self.parameters not in PARAMETERS:
             raise ValueError(
                 f"parameters is {self.parameters!r}; accepted: {', '.join(PARAMETERS)}"
             )
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
+        check_schedule_name(self.schedule)
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
             raise ValueError(f"betas is {self.betas!r}; accepted: two numbers, from 0 to below 1")
         for beta in self.betas:
@@ -93,7 +109,19 @@ class UpdateRule:
             )
         for name, accepted, fits in _RANGES:
             check_number(name, getattr(self, name), accepted, fits)
+        defaults = UpdateRule.__dataclass_fields__
+        for name in ("betas", "eps", "momentum") if self.is_custom else ():
+            if getattr(self, name) != (default := defaults[name].default):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, and name {self.name!r}, whose function "
+                    f"sets it; accepted: {default!r}"
+                )
         self._check_steps()
+
+    @property
+    def is_custom(self) -> bool:
+        """True if a user's function creates the optimizer."""
+        return self.name not in ALGORITHMS
 
     def _check_steps(self) -> None:
         for name, least in (("warmup_steps", 0), ("total_steps", 1)):
@@ -102,6 +130,14 @@ class UpdateRule:
                 continue
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; accepted: a whole number from {least}")
+        if self.schedule not in SCHEDULES:
+            for name in ("warmup_steps", "min_lr_ratio"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"{name} is {value!r}, and schedule {self.schedule!r}, whose function "
+                        "returns the rate of every step; accepted: 0"
+                    )
+            return
         if self.schedule == "constant":
             return
         if self.total_steps is None:
@@ -118,6 +154,8 @@ class UpdateRule:
         ``transformers`` rises again after ``total_steps``; this one stays at its final value."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
+        if self.schedule not in SCHEDULES:
+            return self._custom_factor(step, "optimizer.schedule")
         if self.schedule == "constant":
             return 1.0
         assert self.total_steps is not None  # decay schedules have it
@@ -127,6 +165,33 @@ class UpdateRule:
         else:
             decay = 0.5 * (1 + math.cos(math.pi * min((step - self.warmup_steps) / span, 1.0)))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
+
+    def check_schedule(self, field: str, steps: int) -> None:
+        """Raise a ConfigError, which names the field, if a custom schedule has a step without a
+        valid rate, or no step with a rate above 0."""
+        if self.schedule in SCHEDULES:
+            return
+        if not any([self._custom_factor(step, field) for step in range(steps)]):
+            raise ConfigError(
+                f"{field} is {self.schedule!r}: it is 0 for all {steps} steps; accepted: "
+                f"{ACCEPTED_SCHEDULES}"
+            )
+
+    def _custom_factor(self, step: int, field: str) -> float:
+        function = user_function(field, self.schedule, ACCEPTED_SCHEDULES)
+        try:
+            value = function(step)
+        except USER_CODE_RAISES as error:
+            raise ConfigError(
+                f"{field} is {self.schedule!r}: for step {step} it raised "
+                f"{type(error).__name__}: {error}; accepted: {ACCEPTED_SCHEDULES}"
+            ) from error
+        what = f"{field} is {self.schedule!r}: for step {step} its value"
+        try:
+            check_number(what, value, ACCEPTED_SCHEDULES, lambda x: x >= 0)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return float(value)
 
     def rate(self, step: int) -> float:
         return self.lr * self.factor(step)
@@ -217,7 +282,8 @@ class OptimizerConfig(UpdateRule):
         """Yield a line for modules whose learning rate is 0 in all steps of a run."""
         idle = {
             name: rule.warmup_steps for name in modules
-            if (rule := self.rule(name)).lr and not any(map(rule.factor, range(steps)))
+            if (rule := self.rule(name)).lr and rule.warmup_steps
+            and not any(map(rule.factor, range(steps)))
         }
         for warmup in sorted(set(idle.values())):
             names = ", ".join(name for name, its in idle.items() if its == warmup)
@@ -231,6 +297,20 @@ class OptimizerConfig(UpdateRule):
         """Return the rule of a parameter, whose name begins with ``module.`` or ``projector.``."""
         projector = parameter.startswith("projector.")
         return self.rule(module + PROJECTOR if projector else module)
+
+
+def check_optimizer_name(name: Named) -> Named:
+    """Return a name. Raise a ``ValueError`` if it is not an algorithm, a function or a path."""
+    if name not in ALGORITHMS and not callable(name) and not is_import_path(name):
+        raise ValueError(f"name is {name!r}; accepted: {ACCEPTED_NAMES}")
+    return name
+
+
+def check_schedule_name(name: Named) -> Named:
+    """Return a name. Raise a ``ValueError`` if it is not a schedule, a function or a path."""
+    if name not in SCHEDULES and not callable(name) and not is_import_path(name):
+        raise ValueError(f"schedule is {name!r}; accepted: {ACCEPTED_SCHEDULES}")
+    return name
 
 
 def check_number(name: str, value: object, accepted: str, fits: Callable[[float], bool]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.optimizer.adamw_8bit import AdamW8bit
 from raymm.actors.optimizer.bf16_parameters import Bf16Parameter
+from raymm.actors.optimizer.custom_optimizer import MASTER_NAME, CustomOptimizer
 from raymm.actors.optimizer.optimizer_config import (
     ADAMW,
     ADAMW_8BIT,
     ALGORITHMS,
     MUON,
+    Named,
     OptimizerConfig,
     UpdateRule,
 )
@@ -30,7 +32,6 @@ from raymm.scheduler.plan.stage import StageId
 
 Key = tuple[StageId, str]
 Agree = Callable[[Key, torch.Tensor], None]
-MASTER_NAME = "master"
 
 
 class GuardedMuon(torch.optim.Muon):
@@ -82,8 +83,8 @@ class ParameterUpdates:
         agree: Agree | None = None,
     ) -> None:
         self.parameters, self._in_bf16 = parameters, in_bf16
-        grouped: dict[tuple[str, UpdateRule, float], list[nn.Parameter]] = {}
-        self._optimizer_of: dict[int, torch.optim.Optimizer] = {}
+        grouped: dict[tuple[Named, UpdateRule, float], list[nn.Parameter]] = {}
+        self._optimizer_of: dict[int, Any] = {}
         for (stage, name), parameter in parameters.items():
             rule = config.rule_of(stage.module, name)
             falls_back = rule.name == MUON and id(parameter) not in matrices
@@ -91,20 +92,20 @@ class ParameterUpdates:
             algorithm = ADAMW if falls_back else rule.name
             grouped.setdefault((algorithm, rule, decay), []).append(self._updated(parameter))
         key_of = {id(self._updated(parameters[key])): key for key in parts if key in parameters}
-        make = _MAKE | {ADAMW_8BIT: partial(
+        make: dict[Any, Any] = _MAKE | {ADAMW_8BIT: partial(
             AdamW8bit, parts={parameter_id: parts[key] for parameter_id, key in key_of.items()},
             agree=None if agree is None else lambda p, bounds: agree(key_of[id(p)], bounds),
         )}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        for algorithm in ALGORITHMS:
+        self._optimizers: list[Any] = []
+        for algorithm in dict.fromkeys([*ALGORITHMS, *(by for by, _, _ in grouped)]):
             groups: list[dict[str, Any]] = [
                 {"params": members, "rule": rule, "weight_decay": decay, "lr": rule.lr}
-                | ({"momentum": rule.momentum} if algorithm == MUON
-                   else {"betas": tuple(rule.betas), "eps": rule.eps})
+                | _hyperparameters(algorithm, rule)
                 for (by, rule, decay), members in grouped.items() if by == algorithm
             ]
             if groups:
-                self._optimizers.append(make[algorithm](groups))
+                create = make.get(algorithm) or partial(CustomOptimizer, algorithm)
+                self._optimizers.append(create(groups))
                 for group in groups:
                     members = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
                     self._optimizer_of |= members
@@ -135,11 +136,11 @@ class ParameterUpdates:
         return parameter if bf16_parameter is None else bf16_parameter.wide
 
     def _step(self, chosen: Sequence[nn.Parameter], refused: torch.Tensor, step: int) -> None:
-        by_group: dict[tuple[torch.optim.Optimizer, int], dict[int, nn.Parameter]] = {}
+        by_group: dict[tuple[Any, int], dict[int, nn.Parameter]] = {}
         for parameter in chosen:
             optimizer, number, index = self._positions[id(parameter)]
             by_group.setdefault((optimizer, number), {})[index] = parameter
-        for optimizer in cast(list[Any], self._optimizers):
+        for optimizer in self._optimizers:
             every = [group["params"] for group in optimizer.param_groups]
             optimizer.found_inf = refused
             for number, group in enumerate(optimizer.param_groups):
@@ -161,7 +162,10 @@ class ParameterUpdates:
         """Return the optimizer state of parameters. Before the first applied step it has masters
         only. The host waits for the device once."""
         states = {key: self._state(key) for key in keys}
-        counts = {key: state["step"] for key, state in states.items() if "step" in state}
+        counts = {
+            key: state["step"] for key, state in states.items()
+            if "step" in state and not isinstance(self._optimizer(key), CustomOptimizer)
+        }
         stacked = torch.stack([count.float() for count in counts.values()]) if counts else None
         applied = [] if stacked is None else stacked.tolist()
         for key, count in zip(counts, applied, strict=True):
@@ -172,8 +176,7 @@ class ParameterUpdates:
 
     def _state(self, key: Key) -> dict[str, torch.Tensor]:
         bf16_parameter = self._in_bf16.get(id(self.parameters[key]))
-        parameter = self._updated(self.parameters[key])
-        optimizer = self._optimizer_of[id(parameter)]
+        parameter, optimizer = self._updated(self.parameters[key]), self._optimizer(key)
         if isinstance(optimizer, AdamW8bit):
             state = optimizer.plain_state(parameter)
         else:
@@ -184,15 +187,20 @@ class ParameterUpdates:
         )
         return {**state, **master}
 
+    def _optimizer(self, key: Key) -> Any:
+        return self._optimizer_of[id(self._updated(self.parameters[key]))]
+
     def forget(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.state.clear()
+            if isinstance(optimizer, CustomOptimizer):
+                optimizer.forget()
+            else:
+                optimizer.state.clear()
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
         """Invert :meth:`states` for one parameter."""
         bf16_parameter = self._in_bf16.get(id(self.parameters[key]))
-        parameter = self._updated(self.parameters[key])
-        optimizer = self._optimizer_of[id(parameter)]
+        parameter, optimizer = self._updated(self.parameters[key]), self._optimizer(key)
         local_state = {name: value.to(parameter.device) for name, value in state.items()}
         master = local_state.pop(MASTER_NAME, None)
         if bf16_parameter is not None:
@@ -205,6 +213,12 @@ class ParameterUpdates:
             optimizer.load_plain_state(parameter, local_state)
         else:
             optimizer.state[parameter] = local_state
+
+
+def _hyperparameters(algorithm: Named, rule: UpdateRule) -> dict[str, Any]:
+    if algorithm == MUON:
+        return {"momentum": rule.momentum}
+    return {} if rule.is_custom else {"betas": tuple(rule.betas), "eps": rule.eps}
 
 
 _MAKE: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {

@@ -8,7 +8,6 @@ is unpickled from disk or downloaded: folders are read with safetensors and ``lo
 from __future__ import annotations
 
 import copy
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from raymm.actors.weights.parametrized import (
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.stored_weights import header_tensors
 from raymm.errors import USER_CODE_RAISES, ModelError
+from raymm.packages import import_object
 
 # Tensors with at most this many elements are always allocated.
 _SMALL = 4096
@@ -84,21 +84,6 @@ def constructed_values(
         for name, parameter in model.named_parameters()
         if not parameter.is_meta
     }
-
-
-def import_object(target: str) -> Any:
-    """Return the object that ``"package.module:name"`` names. Raise a ``ModelError`` if the path is
-    malformed, or there is no such module or name."""
-    module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name:
-        raise ModelError(f"import path is {target!r}; expected 'package.module:name'")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except USER_CODE_RAISES as error:  # importing a module may raise anything
-        reason = str(error)
-        if not isinstance(error, ImportError | AttributeError):
-            reason = f"{type(error).__name__}: {error}"
-        raise ModelError(f"import path {target!r} cannot be resolved: {reason}") from error
 
 
 class ModuleSource(ABC):

@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raymm.actors.weights.source import import_object
 from raymm.callbacks.callback import Callback
 from raymm.errors import USER_CODE_RAISES, ConfigError, ModelError
+from raymm.packages import import_object
 
 LOGGERS = {
     "tensorboard": "raymm.callbacks.tensorboard:TensorBoardCallback",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
-from raymm.actors.weights.source import FactorySource, import_object
+from raymm.actors.weights.source import FactorySource
 from raymm.config.example_section import example_tensors
 from raymm.config.model_config import model_config
 from raymm.config.model_section import (
@@ -28,6 +28,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
+from raymm.packages import import_object
 from raymm.plural import plural
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import read_file

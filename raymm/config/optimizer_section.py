@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import (
+    EmaConfig,
+    OptimizerConfig,
+    check_optimizer_name,
+    check_schedule_name,
+)
 from raymm.files.section import Count, NonNegative, Section, Text, Tuple
 
 
@@ -14,13 +19,15 @@ class UpdateSection(Section):
     """Optimizer settings of a module that differ from those of the whole model.
 
     Attributes:
+        name: ``adamw``, ``adamw_8bit``, ``muon``, or ``module:function`` of a custom optimizer.
+        schedule: ``constant``, ``linear``, ``cosine``, or ``module:function`` of a custom schedule.
         warmup_steps: first steps, in which the learning rate rises linearly from 0, as in
             ``transformers.get_scheduler``: step ``n``, from 0, has ``n / warmup_steps`` of ``lr``.
         total_steps: end of the schedule; by default ``run.steps``.
         min_lr_ratio: fraction of ``lr`` at the end of the schedule.
     """
 
-    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    name: Annotated[Text, AfterValidator(check_optimizer_name)] = "adamw"
     parameters: Literal["fp32", "bf16_master", "bf16_stochastic"] = "fp32"
     lr: float = 1e-3
     betas: Tuple[float] = (0.9, 0.999)
@@ -28,7 +35,7 @@ class UpdateSection(Section):
     weight_decay: float = 0.01
     no_decay: Tuple[Text] | None = None
     momentum: float = 0.95
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Annotated[Text, AfterValidator(check_schedule_name)] = "constant"
     warmup_steps: NonNegative = 0
     total_steps: Count | None = None
     min_lr_ratio: float = 0.0

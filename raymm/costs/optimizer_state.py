@@ -10,6 +10,7 @@ from torch import nn
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.optimizer.adamw_8bit import BLOCK, is_quantised
 from raymm.actors.optimizer.bf16_parameters import products_of
+from raymm.actors.optimizer.custom_optimizer import optimizer_traits
 from raymm.actors.optimizer.optimizer_config import (
     ADAMW_8BIT,
     FP32,
@@ -63,6 +64,8 @@ def with_optimizer(
 def _moments(rule: UpdateRule, parameter: nn.Parameter, matrices: set[int]) -> float:
     if rule.name == ADAMW_8BIT and is_quantised(parameter.numel()):
         return MOMENTS * _MOMENT_8BIT
+    if rule.is_custom:
+        return optimizer_traits("optimizer.name", rule).tensors
     return 1.0 if rule.name == MUON and id(parameter) in matrices else float(MOMENTS)
 
 

@@ -14,7 +14,6 @@ import ray
 import torch
 
 from raymm.actors.modules.message import SOURCES
-from raymm.actors.weights.source import import_object
 from raymm.config.evaluate_section import METRICS, OF_PAIRS, PAIR_LOSS, PERPLEXITY, EvaluateSection
 from raymm.data import (
     IGNORE_INDEX,
@@ -34,6 +33,7 @@ from raymm.evaluation.best_evaluation import PREFIX, TEXTS, BestEvaluation
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured
+from raymm.packages import import_object
 from raymm.runtime.generation import (
     Prompt,
     WritingModule,

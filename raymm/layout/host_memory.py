@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from raymm.actors.host.memory import CopyOptions, HostMemory
 from raymm.actors.optimizer.bf16_parameters import products_of
+from raymm.actors.optimizer.custom_optimizer import optimizer_traits
 from raymm.actors.optimizer.host_staging import staging_bytes
 from raymm.actors.optimizer.optimizer_config import FP32, MASTER, MUON, OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
@@ -239,14 +240,17 @@ def _sizes(spec: AnySpec, module: str, optimizer: OptimizerConfig) -> Mapping[st
             name = f"{prefix}.{parameter_name}"
             rule = optimizer.rule_of(module, name)
             halved = rule.parameters != FP32 and id(parameter) in products
-            has_steps = rule.name != MUON or id(parameter) not in matrices
-            tensors = 1 + has_steps + (optimizer.ema is not None)
+            scalars = int(rule.name != MUON or id(parameter) not in matrices)
+            tensors = 1.0 + scalars
+            if rule.is_custom:
+                _, tensors, scalars = optimizer_traits("optimizer.name", rule)
+            tensors += optimizer.ema is not None
             tensors += halved and rule.parameters == MASTER
             elements, width = parameter.numel(), parameter.element_size()
             named = elements * names[id(parameter)]
             sizes[name] = _Sizes(
                 named * width, named * (_BF16_BYTES if halved else width),
-                elements * width * tensors, _STEP_BYTES * has_steps, parameter.requires_grad,
+                int(elements * width * tensors), _STEP_BYTES * scalars, parameter.requires_grad,
             )
     return sizes
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from raymm.actors.optimizer.optimizer_config import FP32, MUON, PROJECTOR, OptimizerConfig
+from raymm.actors.optimizer.custom_optimizer import optimizer_traits
+from raymm.actors.optimizer.optimizer_config import (
+    FP32,
+    MUON,
+    PROJECTOR,
+    OptimizerConfig,
+    UpdateRule,
+)
 from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
@@ -21,7 +28,9 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
                 f"parameters of its optimizer is {dtype!r}; accepted: parameters {FP32}, or "
                 "sharding zero1"
             )
-        if not any(config.rule_of(node.name, prefix).name == MUON for prefix in prefixes):
+        rules = [config.rule_of(node.name, prefix) for prefix in prefixes]
+        name = next((rule.name for rule in rules if _needs_full_parameters(rule)), None)
+        if name is None:
             continue
         stage = plan.module_stages(node.name)[0]
         for option, degree, fits in (("tp", stage.tp, "1"), ("sharding", stage.shards, "zero1")):
@@ -29,16 +38,24 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
                 shown = "'fsdp'" if option == "sharding" else degree
                 raise PlanError(
                     f"{option} of {node.name!r} is {shown}, under which no process has a full "
-                    f"matrix, and its optimizer is {MUON!r}, which needs full matrices; accepted: "
+                    f"matrix, and its optimizer is {name!r}, which needs full matrices; accepted: "
                     f"{option} {fits}, or adamw"
                 )
 
 
+def _needs_full_parameters(rule: UpdateRule) -> bool:
+    if rule.is_custom:
+        return not optimizer_traits("optimizer.name", rule).elementwise
+    return rule.name == MUON
+
+
 def check_modules(config: OptimizerConfig, graph: ModuleGraph, bf16: bool) -> None:
     """Raise a PlanError for an unknown module, or parameters in another dtype than the
-    computation."""
+    computation, and a ConfigError for a custom optimizer that cannot be used."""
     rules = {"": config} | {f"modules.{name}.": config.rule(name) for name in config.modules}
     for where, rule in rules.items():
+        if rule.is_custom:
+            optimizer_traits(f"optimizer.{where}name", rule)
         if rule.parameters != FP32 and not bf16:
             raise PlanError(
                 f"optimizer.{where}parameters is {rule.parameters!r}, and run.precision 'fp32'; "

@@ -18,7 +18,7 @@ from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
+from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource
 from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, ModalityDataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated
@@ -29,6 +29,7 @@ from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
+from raymm.packages import import_object, is_import_path
 from raymm.storage.code_digest import code_digest
 
 # Files up to this size are hashed completely. Of larger files, BLOCKS blocks at equal distances are
@@ -122,6 +123,16 @@ def describe_run(
     """
     fields: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
     fields |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
+    fields["optimizer.modules"] = {
+        module: {key: _named(value) if callable(value) else value for key, value in rule.items()}
+        for module, rule in optimizer.modules.items()
+    }
+    for name in ("name", "schedule"):
+        value = getattr(optimizer, name)
+        fields[f"optimizer.{name}"] = _named(value)
+        fields |= _code(
+            f"optimizer.{name}", import_object(value) if is_import_path(value) else value
+        )
     fields["optimizer.ema"] = optimizer.ema and dataclasses.asdict(optimizer.ema)
     fields |= _of_data(data, splits)
     fields |= _of_model(model)

@@ -20,7 +20,7 @@ from torch import nn
 from raymm.actors.features.feature_folder import FeatureFolder, make_room
 from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
+from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource
 from raymm.config.cache_section import CacheSection
 from raymm.data import DataConfig, default_cache
 from raymm.data.loading.feature_lookup import FeatureLookup
@@ -31,6 +31,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
+from raymm.packages import import_object
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.reached_code import reached_code
 from raymm.storage.run_description import describe_modality, describe_module, describe_source

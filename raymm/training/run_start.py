@@ -64,6 +64,7 @@ def check_updates(
         f"optimizer.modules.{name}": optimizer.rule(name) for name in optimizer.modules
     }
     for where, rule in rules.items():
+        rule.check_schedule(f"{where}.schedule", steps)
         if (first := _first_without_rate(rule, steps)) is not None:
             raise ConfigError(
                 f"{where}.total_steps is {rule.total_steps} and run.steps {steps}: the "
@@ -75,7 +76,7 @@ def check_updates(
 
 def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
     """Return the first step (from 1) with rate 0 after the end of the schedule, or None."""
-    if optimizer.schedule == "constant" or optimizer.min_lr_ratio > 0:
+    if optimizer.schedule not in ("linear", "cosine") or optimizer.min_lr_ratio > 0:
         return None
     if optimizer.total_steps is None or optimizer.total_steps >= steps:
         return None

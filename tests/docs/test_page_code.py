@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from raymm.actors.optimizer.custom_optimizer import optimizer_traits
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from tests.docs.pages import blocks
 
 TINY = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
@@ -57,10 +59,19 @@ def model_has_taken_a_step(names):
     names["parallel"].shutdown()
 
 
+def extensions_are_accepted(names):
+    config = OptimizerConfig(name=names["lion"], schedule=names["inverse_sqrt"])
+    traits = optimizer_traits("optimizer.name", config)
+    assert traits.elementwise and traits.tensors == 1
+    config.check_schedule("optimizer.schedule", 1000)
+    assert config.rate(99) == config.lr > config.rate(399) == config.lr / 2
+
+
 BEFORE = {"docs/masks.md": model_folder}
 AFTER = {
     "docs/masks.md": masks_hide, "docs/own-model.md": loss_is_a_number,
     "docs/planning.md": plan_can_be_read, "docs/notebooks.md": model_has_taken_a_step,
+    "docs/extending.md": extensions_are_accepted,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from raymm.scheduler.plan.stage import StageId
 
 LLM, VISION = StageId("llm", 0), StageId("vision", 0)
 STEPS = 4
+CUSTOM = [f"custom_optimizers:{name}" for name in ("Lion", "adagrad", "rprop")]
 GO, REFUSED = torch.zeros(()), torch.ones(())
 
 
@@ -109,7 +110,7 @@ def test_muon_applies_to_matrices_of_the_blocks():
     check(config, oracles)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, *CUSTOM])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_refused_step_changes_nothing(name, first):
     """Try any gradients, also in the first step."""
@@ -128,7 +129,7 @@ def test_a_refused_step_changes_nothing(name, first):
         assert torch.equal(parameter, due.parameters[key]), key
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, *CUSTOM])
 def test_state_is_restored_from_a_checkpoint(name):
     config = OptimizerConfig(name=name)
     updates, later = updates_of(config), updates_of(config)
