@@ -76,7 +76,7 @@ def model_plan(schedule: str, microbatches: int) -> Plan:
 
 
 class Outcome(NamedTuple):
-    """What the simulator says of one schedule; ``activations`` is bytes on the fullest rank."""
+    """Simulated figures of one schedule; ``activations`` is bytes on the fullest rank."""
 
     schedule: str
     timeline: Timeline

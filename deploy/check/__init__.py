@@ -1,7 +1,7 @@
 """Manifests and the Dockerfile, checked without a cluster: ``python -m deploy.check``.
 
-Each file of this folder is one thing that would refuse them: what builds them (:mod:`.kustomize`),
+Each file of this folder has the checks of one program: kustomize (:mod:`.kustomize`),
 an API server (:mod:`.resource_definitions`, :mod:`.core_kinds`), KubeRay's operator
-(:mod:`.operator_rules`), and what nobody would refuse, but would not work
+(:mod:`.operator_rules`), and mistakes that every server accepts
 (:mod:`.consistency`).
 """

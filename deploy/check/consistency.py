@@ -1,5 +1,5 @@
-"""What no server refuses, but would not work, or not for long: versions of Ray that differ, a
-cluster and a job that do, a grace period that is shorter than what runs in it.
+"""Mistakes that every server accepts: versions of Ray that differ, a cluster and a job that differ,
+a grace period that is shorter than the commands that run in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ray_versions(root: Path) -> dict[str, str]:
 
 
 def problems(manifest: Manifest, version: str) -> Iterator[str]:
-    """Of one manifest.
+    """Return the problems of one manifest.
 
     Args:
         version: of Ray, in the image.
@@ -111,7 +111,7 @@ def _memory(pod: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
 def _run_folder(
     manifest: Manifest, pod: dict[str, Any], container: dict[str, Any]
 ) -> Iterator[str]:
-    """Of a job: whether its nodes share the folder that its run is to be in."""
+    """Return a problem if the nodes of a job do not share its run folder."""
     match = re.search(r"run\.storage_path=([^\s']+)", manifest["spec"].get("entrypoint") or "")
     if match is None:
         return

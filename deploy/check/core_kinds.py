@@ -1,5 +1,5 @@
-"""What an API server says of Kubernetes' own kinds, and of the pods in custom resources, whose
-definitions have not all of a pod's rules: by its published schemas (``kubernetes-validate``).
+"""Checks of an API server for Kubernetes' own kinds, and for pods within custom resources, whose
+definitions lack some rules of pods. Uses the published schemas (``kubernetes-validate``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ VERSIONS = ("1.30", kubernetes_validate.latest_version())
 
 
 def has(manifest: dict[str, Any]) -> bool:
-    """Whether the kind is Kubernetes' own: its group has no dot, or ends in ``.k8s.io``."""
+    """Return True if the kind is Kubernetes' own: its group has no dot, or ends in ``.k8s.io``."""
     group, slash, _ = str(manifest.get("apiVersion")).rpartition("/")
     core = not slash or "." not in group or group.endswith(".k8s.io")
     return core and not group.endswith(".x-k8s.io")
 
 
 def problems(manifest: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a manifest of Kubernetes' own kinds."""
+    """Return the problems of a manifest of Kubernetes' own kinds."""
     found: dict[str, None] = {}
     for version in VERSIONS:
         try:
@@ -36,7 +36,7 @@ def problems(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def pod_problems(template: dict[str, Any], where: str) -> Iterator[str]:
-    """What is wrong with a pod template within another manifest, which is at ``where``."""
+    """Return the problems of a pod template at ``where`` in another manifest."""
     pod = {
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {"name": "pod", **(template.get("metadata") or {})},

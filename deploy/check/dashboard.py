@@ -9,8 +9,8 @@ from pathlib import Path
 
 from raymm.callbacks import ray_metrics as raymm_metrics
 
-# Of Ray's node agents and its head (ray/dashboard/modules/reporter), which tests look for on a
-# running cluster; and of raymm.
+# Metrics of Ray's node agents and head (ray/dashboard/modules/reporter), which tests look for on a
+# running cluster, and of raymm.
 METRICS = (
     "ray_cluster_active_nodes", "ray_cluster_pending_nodes", "ray_cluster_failed_nodes",
     "ray_node_cpu_utilization", "ray_node_gpus_utilization", "ray_node_gram_available",
@@ -24,7 +24,7 @@ _NAME = re.compile(r"\b(ray_[a-z0-9_]+)\b(?!\s*=)")
 
 
 def problems(file: Path) -> Iterator[str]:
-    """What is wrong with a dashboard."""
+    """Return the problems of a dashboard."""
     try:
         dashboard = json.loads(file.read_text())
     except (OSError, ValueError) as error:

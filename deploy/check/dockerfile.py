@@ -1,4 +1,4 @@
-"""What ``hadolint`` says of a Dockerfile."""
+"""Check of a Dockerfile with ``hadolint``."""
 
 from __future__ import annotations
 

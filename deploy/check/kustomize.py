@@ -15,7 +15,7 @@ Manifest = dict[str, Any]
 
 KUSTOMIZATION = "kustomization.yaml"
 _API = ("kustomize.config.k8s.io/v1beta1", "Kustomization")
-# Where the container lists of the kinds in use are; kustomize knows pod templates of custom
+# Fields that hold lists of containers in the kinds in use; kustomize knows pod templates of custom
 # resources by the names of these fields, too.
 _CONTAINERS = ("containers", "initContainers")
 

@@ -9,7 +9,7 @@ from deploy.check.kustomize import Manifest
 
 
 def problems(manifest: Manifest, version: str) -> list[str]:
-    """What is wrong with a manifest; empty if nothing is.
+    """Return the problems of a manifest.
 
     Args:
         version: of Ray, in the image.

@@ -1,6 +1,6 @@
-"""What KubeRay's operator (v1.7.0) refuses although the API server takes it. Each rule is a
-function of a RayCluster's spec, or of a RayJob, that yields what is against it; fields that need a
-feature gate which is off by default count as refused.
+"""Rules of KubeRay's operator (v1.7.0) that the API server does not check. Each rule is a function
+of a RayCluster's spec, or of a RayJob, that yields violations. Fields behind a feature gate that is
+off by default are rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REDIS_VARIABLES = ("REDIS_PASSWORD", "RAY_REDIS_ADDRESS")
 
 
 def problems(manifest: Fields) -> Iterator[str]:
-    """What the operator would refuse of a RayCluster or a RayJob, field by field."""
+    """Return the fields of a RayCluster or a RayJob that the operator rejects, with reasons."""
     kind = manifest["kind"]
     metadata = manifest.get("metadata") or {}
     if kind == "RayCluster":
@@ -39,7 +39,7 @@ def problems(manifest: Fields) -> Iterator[str]:
 
 
 def cluster_problems(spec: Fields, metadata: Fields) -> Iterator[str]:
-    """Of a RayCluster's spec; ``metadata`` has its annotations."""
+    """Return the problems of a RayCluster's spec; ``metadata`` has its annotations."""
     for rule in CLUSTER_RULES:
         yield from (f"spec.{problem}" for problem in rule(spec))
     yield from (f"spec.{problem}" for problem in _redis_annotations(spec, metadata))
@@ -75,7 +75,7 @@ def _parameters(group: Fields) -> Fields:
 
 
 def _variables(group: Fields) -> dict[str, Any]:
-    """Of the Ray container, which is the first."""
+    """Return the environment variables of the Ray container, which is the first."""
     containers = _pod(group).get("containers") or [{}]
     return {one["name"]: one.get("value", "") for one in containers[0].get("env") or ()}
 

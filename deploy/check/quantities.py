@@ -23,5 +23,5 @@ def quantity(value: Any) -> float:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([A-Za-z]*)", str(value))
     if match is None or match[2] not in _UNITS:
-        raise QuantityError(f"{value!r} is no quantity; accepted: 2, 500m, 16Gi")
+        raise QuantityError(f"{value!r} is not a quantity; accepted: 2, 500m, 16Gi")
     return float(match[1]) * _UNITS[match[2]]

@@ -1,5 +1,5 @@
-"""What an API server says of custom resources: the structural schema of their definition, in which
-unknown fields are refused (``kubectl apply --validate=strict``), and its CEL rules.
+"""Checks of an API server for custom resources: the structural schema of their definition, which
+rejects unknown fields (``kubectl apply --validate=strict``), and its CEL rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLDER = Path(__file__).resolve().parent
 _DEFINITIONS = {
     "RayCluster": "kuberay/ray.io_rayclusters.yaml.gz", "RayJob": "kuberay/ray.io_rayjobs.yaml.gz",
 }
-# Of Prometheus' operator and of Kueue, only the fields that the manifests use.
+# Definitions for Prometheus' operator and Kueue: only the fields that the manifests use.
 _PARTS = "other_kinds.yaml"
 
 
@@ -45,12 +45,12 @@ def _validator(version: str, kind: str) -> jsonschema.Draft202012Validator:
 
 
 def has(manifest: dict[str, Any]) -> bool:
-    """Whether there is a definition for a manifest's kind."""
+    """Return True if there is a definition for a manifest's kind."""
     return _schema(str(manifest.get("apiVersion")), str(manifest.get("kind"))) is not None
 
 
 def problems(manifest: dict[str, Any]) -> Iterator[str]:
-    """What an API server with the definition would refuse: fields by path, and why."""
+    """Return the fields that an API server with the definition rejects, by path, with reasons."""
     version, kind = manifest["apiVersion"], manifest["kind"]
     errors = list(_validator(version, kind).iter_errors(manifest))
     for error in errors:

@@ -31,7 +31,7 @@ class Cache:
         self.root = Path(root).expanduser().resolve()
 
     def holds(self, name: str, recipe: dict) -> bool:
-        """Whether folder ``name`` was committed with exactly this ``recipe``."""
+        """Return True if folder ``name`` was committed with exactly this ``recipe``."""
         try:
             return json.loads((self.root / name / _MARKER).read_text()) == recipe
         except (OSError, ValueError):

@@ -23,7 +23,7 @@ PICTURES = ("loss.png", "schedule.png", "plan.png", "trace.json", "plan.json")
 
 
 def problems(folder: Path, steps: int, gap: float | None) -> list[str]:
-    """What is wrong with a run; empty if nothing is."""
+    """Return the problems of a run."""
     found = []
     rows = read_metrics(folder / "metrics.jsonl")
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]

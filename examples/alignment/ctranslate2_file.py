@@ -83,12 +83,12 @@ class _Cursor:
 
 
 def read_tensors(path: str | Path, spec: str) -> dict[str, Tensor]:
-    """All tensors of the CTranslate2 model file ``path`` by name, aliases included.
+    """Return all tensors of the CTranslate2 model file ``path`` by name, aliases included.
 
     ``spec`` is the model kind the file must declare, e.g. ``"WhisperSpec"``. Tensors keep the
     file's dtype and shape; an alias is the same tensor object as what it stands for.
 
-    Raises ``ValueError`` naming file, offset and reason if the file is no such model, is
+    Raises ``ValueError`` naming file, offset and reason if the file is not such a model, is
     truncated or corrupt, and ``OSError`` if it cannot be read.
     """
     path = Path(path)

@@ -48,7 +48,7 @@ def choose_question(questions: list[Question], name: str) -> Question:
 
 
 def describe(questions: list[Question]) -> str | None:
-    """What a picture's questions give away about its one shape, as ``a blue circle``."""
+    """Return the shape that a picture's questions describe, as ``a blue circle``."""
     told = [f"{q.rstrip('?')} {a}" for q, a in questions if a not in ("yes", "no")]
     words = set(" ".join(told).split())
     colors = [color for color in _COLORS if color in words]

@@ -23,7 +23,7 @@ _NETWORK_TIMEOUT = 30  # s without a byte before apt or pip gives an attempt up
 _NETWORK_RETRIES = 2
 _ERROR_LINES = 6  # of apt's or pip's output, in an error
 
-OnBytes = Callable[[int], None]  # told how many bytes have arrived so far
+OnBytes = Callable[[int], None]  # called with the bytes received so far
 
 
 class DownloadError(RuntimeError):

@@ -101,7 +101,7 @@ class Step:
     revision: int = 1
 
     def recipe(self) -> dict:
-        """What identifies the folder's content, as JSON data."""
+        """Return JSON data that identifies the folder's content."""
         return {
             "revision": self.revision,
             "packages": {str(package): package.sha256 for package in self.packages},

@@ -66,7 +66,7 @@ def group_key(text: str) -> str:
 
 
 def is_heldout(sample: Sample) -> bool:
-    """Whether the sample belongs to the held-out split: all of a group or nothing."""
+    """Return True if the sample is held out. All samples of a group are in one split."""
     return hash_fraction(f"group {group_key(sample.group)}") < HELDOUT_FRACTION
 
 

@@ -57,10 +57,10 @@ def parse_captions(text: str) -> dict[str, str]:
 
 
 def parse_transcripts(text: str) -> dict[str, str]:
-    """Transcripts by clip name of Asterisk's list, ``name: words``; ``;`` begins a comment.
+    """Return transcripts by clip name from a list, ``name: words``; ``;`` begins a comment.
 
-    Leaves out descriptions of what is no speech (``[beep]``, ``(1 second of silence)``), and
-    the dots that mark where an announcement goes on in another clip.
+    Leaves out descriptions of sounds other than speech (``[beep]``, ``(1 second of silence)``), and
+    the dots at the end of an announcement that continues in another clip.
     """
     transcripts = {}
     for line in text.splitlines():
@@ -136,7 +136,7 @@ def stamp_samples(stamps: Path, media: _Media) -> Iterator[Sample]:
     seen_captions: set[str] = set()
     for picture in sorted(stamps.rglob("*.png")):
         text = picture.with_suffix(".txt")
-        if not text.is_file():  # mirrored variants have no caption of their own
+        if not text.is_file():  # mirrored variants have no caption
             continue
         captions = parse_captions(text.read_text(encoding="utf-8"))
         caption = captions.get("en", "")

@@ -65,14 +65,14 @@ def encoder_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_encoder(path: str | Path, positions: int) -> WhisperEncoder:
-    """The Whisper encoder in the CTranslate2 file ``path``, fp32, in eval mode.
+    """Return the Whisper encoder in the CTranslate2 file ``path``, fp32, in eval mode.
 
     ``positions`` is the window in output frames of 20 ms, up to the file's 1500: it accepts
     log-mel input (B, mels, 2 * positions) and gives (B, positions, width). Frame positions
     are absolute, so a shorter window is the same function on the clip's first frames, except
     that attention no longer sees the rest of the padding.
 
-    Raises ``ValueError`` if the file is no Whisper model or has fewer positions.
+    Raises ``ValueError`` if the file is not a Whisper model or has fewer positions.
     """
     tensors = read_tensors(path, "WhisperSpec")
     state = encoder_state_dict(tensors)

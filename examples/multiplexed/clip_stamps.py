@@ -3,8 +3,8 @@
     python -m examples.alignment.prepare        # once: pictures with captions, a tokenizer
     python -m examples.multiplexed.clip_stamps --steps 60
 
-Two processes. The vision tower has a copy on both, on seven tenths of each GPU; the text tower
-runs beside it on the second, on the other three tenths; the contrastive loss compares all samples
+Two processes. The vision tower has a replica on both, on seven tenths of each GPU; the text tower
+runs on the other three tenths of the second GPU; the contrastive loss compares all samples
 with all. Without a GPU shares limit nothing, but everything else is the same: the loss is that of
 ``CLIPModel`` in one process, to the last digits.
 """
@@ -71,7 +71,7 @@ class Captions:
 
     @property
     def size(self) -> int:
-        """Of the vocabulary."""
+        """Number of tokens in the vocabulary."""
         return FIRST + len(self._ids)
 
     def _tokens(self, caption: str) -> list[int]:
@@ -89,7 +89,7 @@ class Captions:
 
 
 def load_batch(pairs: Sequence[Pair], captions: Captions) -> dict[str, torch.Tensor]:
-    """What CLIP reads of these pairs."""
+    """Return the inputs of CLIP for these pairs."""
     pixels = torch.stack([load_image(pair.image)["pixel_values"] for pair in pairs])
     small = F.avg_pool2d(pixels, pixels.shape[-1] // IMAGE_SIZE)
     return {"pixel_values": small, **captions.encode([pair.caption for pair in pairs])}
@@ -124,7 +124,7 @@ def build_model(vocabulary: int, seed: int) -> CLIPModel:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """What reads a whole number of the command line that must not be smaller."""
+    """Return a type for integer options that rejects smaller numbers."""
 
     def read(given: str) -> int:
         if not given.isdecimal() or int(given) < least:

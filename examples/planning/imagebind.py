@@ -1,4 +1,4 @@
-"""Where and when the towers of a model shaped like ImageBind run on 8 H100, sharing them.
+"""Plan of a model shaped like ImageBind, whose towers share 8 H100.
 
     python examples/planning/imagebind.py
     python examples/planning/imagebind.py --gpus 4 --device A100-80GB --batch 128 --out mapping.svg

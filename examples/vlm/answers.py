@@ -19,7 +19,7 @@ _RIGHT, _WRONG = "#1a7f37", "#b42318"
 
 
 def draw_answers(texts: Sequence[Mapping[str, str]], data: Path, out: Path) -> Path:
-    """Write a PNG of the first texts, as many of one question as of the other; returns it.
+    """Write a PNG of the first texts, equally many of both questions, and return its path.
 
     Args:
         texts: with ``id``, ``text`` and ``answer``.

@@ -37,7 +37,7 @@ SAMPLES = 8  # held-out ones whose logits are compared
 
 
 def run_problems(config: TrainConfig) -> Iterator[str]:
-    """What is wrong with a run. Prints how good it has become, and draws its last answers."""
+    """Return the problems of a run. Prints its scores, and draws its last answers."""
     folder = Path(config.run.storage_path)
     yield from problems(folder, config.run.steps, None)
     rows = read_metrics(folder / "metrics.jsonl")
@@ -67,7 +67,7 @@ def _heldout(config: TrainConfig) -> Path:
 
 
 def _texts(folder: Path, row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What was written, as data beside the table."""
+    """Return the generated texts, as data for the table."""
     lines = (folder / row["table"]).with_suffix(".jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in lines.splitlines()]
 
@@ -97,7 +97,7 @@ def _of_all(some: Mapping[str, int], counts: Mapping[str, int]) -> dict[str, flo
 
 
 def export_problems(config: TrainConfig, exported: Path) -> Iterator[str]:
-    """What is wrong with an exported folder. Prints what is compared.
+    """Return the problems of an exported folder. Prints each comparison.
 
     Args:
         config: of the run.
@@ -131,7 +131,7 @@ def export_problems(config: TrainConfig, exported: Path) -> Iterator[str]:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of a folder."""
+    """Return the shapes of all tensors of a folder."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -140,7 +140,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _inputs(processor: Any, file: Path) -> Iterator[Any]:
-    """What transformers' own processor makes of the first samples."""
+    """Return the outputs of transformers' processor for the first samples."""
     for _, line in zip(range(SAMPLES), file.open(encoding="utf-8"), strict=False):
         row = json.loads(line)
         text = processor.apply_chat_template(row["messages"], tokenize=False)

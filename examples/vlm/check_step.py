@@ -1,5 +1,6 @@
-"""One step of a configuration's whole model on its ranks, in fp32, beside the same step of the
-model's own forward in one process, in fp32 and in fp64:
+"""Compare a step of a configuration's VLM on its ranks with the same step in one process.
+
+Ranks compute in fp32, and the one process runs the model's own forward in fp32 and in fp64:
 
     python -m examples.vlm.check_step examples/vlm/real.yaml
 
@@ -31,7 +32,7 @@ ROUNDING = 2.0  # how many times one process's own largest error is rounding
 
 
 class Step(NamedTuple):
-    """What a step gives.
+    """Results of a step.
 
     Attributes:
         loss: of all label tokens.

@@ -46,7 +46,7 @@ def state_dict(lite: Mapping[str, Tensor], image_size: int) -> dict[str, Tensor]
 
     Args:
         lite: those of :class:`examples.alignment.efficientnet_lite.EfficientNetLite0`.
-        image_size: as of :func:`config`.
+        image_size: as for :func:`config`.
 
     Raises:
         ValueError: they are not, by the first name that is left over, missing or of another shape.

@@ -37,7 +37,7 @@ from examples.vlm.tiny import TEMPLATE
 
 IMAGE_SIZE = 160  # pixels of a side: a picture is 25 tokens
 IMAGE_TOKEN = "<image>"
-_MULTIPLE = 128  # of the vocabulary, so that tensor parallelism may share it out
+_MULTIPLE = 128  # of the vocabulary, so that tensor parallelism can shard it
 _LANGUAGE, _VISION = "models/smollm2-135m", "models/efficientnet-lite0"
 _STAMPS = "data/stamps"
 FILES = "model/config.json", "train.jsonl", "heldout.jsonl", "images"
@@ -106,7 +106,7 @@ def make(cache: Cache, to: Path, console: Console) -> Path:
 
     Raises:
         ValueError: what is there is something else.
-        DownloadError, ValueError, OSError: as of :func:`examples.alignment.prepare.prepare`.
+        DownloadError, ValueError, OSError: as from :func:`examples.alignment.prepare.prepare`.
     """
     if to.exists():
         if missing := [name for name in FILES if not (to / name).exists()]:

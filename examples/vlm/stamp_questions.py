@@ -1,7 +1,7 @@
 """Two questions about every stamp: what is in the picture, and what kind of thing that is.
 
-Kinds are those of the folders that the stamps are sorted into. Pictures are written anew, over
-white and small, so that any program sees the same pixels.
+Kinds are those of the folders that the stamps are sorted into. Pictures are scaled down and
+written on white, so that every program reads the same pixels.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_offloaded_activations_count_while_microbatches_wait() -> None:
 
 
 def test_rows_show_each_node_and_join_equal_ones() -> None:
-    """Give every node three snapshots of its own process, and two of the node's before it."""
+    """Give every node three snapshots of its process, and two of the previous node's."""
     needs = [HostNeed(GIB, GIB // 2, GIB // 4, GIB)] * 4 + [HostNeed(2 * GIB)]
     rows = [tuple(row.values()) for row in PlannedHosts(tuple(needs), 1).rows()]
     assert rows == [
@@ -126,7 +126,7 @@ def test_rows_show_each_node_and_join_equal_ones() -> None:
 
 
 def test_nodes_are_compared_in_order_of_size() -> None:
-    """Use two nodes, of which the second needs more."""
+    """Use two nodes; the second needs more."""
     planned = PlannedHosts((HostNeed(GIB), HostNeed(3 * GIB)), 1)
     large, small = HostMemory("a", "large", 3 * GIB), HostMemory("b", "small", GIB)
     planned.check([small, large])

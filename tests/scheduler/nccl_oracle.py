@@ -2,8 +2,8 @@
 
 A process issues operations one after another. Each enters a FIFO queue of the process. A message or
 a sum is done once it is at the head of a queue on every participating process and its inputs have
-been computed there; a computation that waits for a message, once that is done. There are no other
-assumptions: an operation may take any time.
+been computed there; a computation that waits for a message, once that is done. Nothing else is
+assumed: an operation may take any time.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ KILLS = 12
 
 
 class Told(Callback):
-    """Callback that collects the steps of the checkpoints that it is told about."""
+    """Callback that collects the steps of the checkpoints that it is called for."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
