@@ -1,13 +1,17 @@
 """Recipes run as written: the files, commands and code of each page, in the page's order.
 
-A block of output on a page must appear in what the block before it prints, with any numbers.
+A block of output on a page must appear in what the command before it prints, with any numbers. A
+command that kills a rank runs during the command before it, on a rank of this process's cluster.
 """
 
 import io
 import json
+import os
 import re
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -17,9 +21,13 @@ import pytest
 
 from examples.vlm import tiny
 from raymm.cli.main import main
+from raymm.monitor.metrics import read_metrics
 from tests.docs.pages import Block, blocks
+from tests.training.processes import ranks_of, wait_until
 
 LANGUAGES = ("sh", "yaml", "python", "json", "text")
+KILL = "kill -9 $(pgrep -n -f ray::RankActor)\n"
+KILL_AFTER_STEPS = 5
 NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
 # For runs that are planned: the tests' cluster has more logical CPUs than most machines have cores.
 ONE_RANK = ["--set", "planning.ranks=1"]
@@ -55,6 +63,15 @@ def values(text: str) -> Iterator[Any]:
         text = text[end:].lstrip()
 
 
+def kill_a_rank(run_folder: Path) -> None:
+    """Kill the newest rank of this process once the run has taken some steps."""
+    file = run_folder / "metrics.jsonl"
+    wait_until(
+        lambda: file.is_file() and len(read_metrics(file)) >= KILL_AFTER_STEPS, 240, "steps"
+    )
+    os.kill(ranks_of(os.getpid())[-1], signal.SIGKILL)
+
+
 def run_command(command: str) -> None:
     """Run a command of raymm or the tiny model's in this process."""
     words = shlex.split(command, comments=True)
@@ -78,7 +95,8 @@ def run_block(block: Block, names: dict) -> None:
 
 
 def test_there_are_recipes():
-    assert {"docs/recipe-full.md", "docs/recipe-lora.md"} <= set(RECIPES)
+    names = [Path(page).stem.removeprefix("recipe-") for page in sorted(RECIPES)]
+    assert names == ["full", "lora", "plan", "preference", "recover", "serve"]
 
 
 @pytest.mark.parametrize("page", sorted(RECIPES))
@@ -87,7 +105,8 @@ def test_a_recipe_runs_and_prints_what_it_shows(page, ray_cluster, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     names, printed = {"__name__": "recipe"}, ""
-    for block in RECIPES[page]:
+    steps = RECIPES[page]
+    for block, following in zip(steps, [*steps[1:], None], strict=True):
         if block.language == "json":  # the first rows of the file that its title names
             rows, file = list(values(block.text)), list(values(Path(block.title).read_text()))
             assert rows == file[: len(rows)] and len(rows) == 3, block
@@ -95,9 +114,16 @@ def test_a_recipe_runs_and_prints_what_it_shows(page, ray_cluster, tmp_path, mon
             Path(block.title).write_text(block.text)
         elif block.language == "text":
             assert missing_lines(block.text, printed) == [], printed
-        else:
+        elif block.text != KILL:
+            killer = None
+            if following and following.text == KILL:
+                folder = Path(re.search(r"--output (\S+)", block.text)[1])
+                killer = threading.Thread(target=kill_a_rank, args=(folder,))
+                killer.start()
             with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
                 run_block(block, names)
+            if killer:
+                killer.join()
             printed = output.getvalue()
             print(f"--- {block}\n{printed}")
 
