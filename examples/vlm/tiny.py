@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # the imports below take seconds
+    print("loading torch and transformers", flush=True)
+
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -106,6 +109,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
+    print(f"making a tiny {arguments.kind}", flush=True)
     folder, data = make(
         arguments.kind, Path(arguments.out), arguments.samples, arguments.seed
     )
