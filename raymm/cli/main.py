@@ -313,13 +313,17 @@ def _export(args: argparse.Namespace) -> None:
     check_files(config)
     from raymm.config.build import build_model
     from raymm.storage.export import export_model
+    from raymm.training.under_way import UnderWay
 
-    folders = export_model(
-        build_model(config), config.run.storage_path, args.out,
-        config.data.processor or config.data.tokenizer,
-        trust_remote_code=config.data.trust_remote_code, merge=args.merge,
-        averaged=args.ema, dtype=args.dtype,
-    )
+    with UnderWay(Console(stderr=True), "reading the model") as work:
+        model = build_model(config)
+        work.update("exporting the model")
+        folders = export_model(
+            model, config.run.storage_path, args.out,
+            config.data.processor or config.data.tokenizer,
+            trust_remote_code=config.data.trust_remote_code, merge=args.merge,
+            averaged=args.ema, dtype=args.dtype,
+        )
     for folder in folders:
         print(f"wrote {folder}")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -292,7 +292,7 @@ class Trainer:
         self._controller = RunController(policy, self._step_under_way)
         restarts = Restarts(self._controller, self.stop, self._say)
         with (
-            faults_kept_in(self.path), connected(),
+            faults_kept_in(self.path), self._connected(),
             StartObserver(lambda: self._loop is None, self._end_process),
             self._elastic.asking() if self._elastic else nullcontext(),
             CallbackHandler(self.callbacks, self.path, self._say) as callbacks,
@@ -313,6 +313,14 @@ class Trainer:
                 return attempt(attempted)
 
             return restarts.until_done(attempt)
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Connect to Ray for a block, with a progress line while Ray starts."""
+        with ExitStack() as stack:
+            with UnderWay(self.console, "connecting to Ray"):
+                stack.enter_context(connected())
+            yield
 
     def _choose_precision(self, precision: str) -> None:
         if self.run.precision == "auto":
