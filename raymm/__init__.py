@@ -67,6 +67,7 @@ _PUBLIC = {
     "dag_plan": "raymm.runtime.specs",
     "plan_of_mapping": "raymm.layout.mapping_plan",
     "PlannedMultiplexed": "raymm.planning.multiplexed",
+    "PlanPass": "raymm.planning.passes",
     "PlanRequest": "raymm.planning.request",
     "Plan": "raymm.scheduler.plan.plan",
     "PlanError": "raymm.errors",
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
     from raymm.model.multimodal import MultimodalModule
     from raymm.model.vlm import PretrainedVlm, from_pretrained
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
+    from raymm.planning.passes import PlanPass
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
     from raymm.planning.search import plan

@@ -207,7 +207,8 @@ def _planned(
         control = SearchControl(request.time_limit, work.line)
         inputs = PlanInputs.of(model, request, workload, notes=notes)
         with control.interruptible():
-            return search_pipelines(inputs, control)
+            planned = search_pipelines(inputs, control)
+    return planned.after_passes(request.passes)
 
 
 def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest, str | None]:

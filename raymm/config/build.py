@@ -173,8 +173,20 @@ def build_plan(config: TrainConfig, model: Model) -> Plan | None:
         )
     if section.style == "multiplexed":
         _refuse_pipelined_only(section, "parallel.style is 'multiplexed', which does not use it")
+    passes = config.planning.model_dump()["passes"]
     if section.plan is not None:
-        return _plan_of_file(section.plan, config, model)
+        plan = _plan_of_file(section.plan, config, model)
+        if passes and plan.passes != passes:
+            raise ConfigError(
+                f"planning.passes is {list(passes)}, and the passes of parallel.plan "
+                f"{section.plan!r} were {list(plan.passes)}; accepted: the same, or none"
+            )
+        return plan
+    if section.has_layouts and passes:
+        raise ConfigError(
+            f"planning.passes is {list(passes)}, but layouts are given; accepted only for plans "
+            "that raymm makes"
+        )
     if section.has_layouts and section.recompute == LAYERS:
         raise ConfigError(
             f"parallel.recompute is {LAYERS!r}, accepted only for plans that raymm makes; with "

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from raymm.errors import PlanError
-from raymm.files.section import MOST_COUNT, Count, Text
+from raymm.files.section import MOST_COUNT, Count, Text, Tuple
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.problem import STEPS
@@ -33,7 +33,12 @@ def _field(default: Any, text: str, shown: str = "N") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
-    """Devices, costs and limits; the ``help`` of each field describes it."""
+    """Devices, costs and limits; the ``help`` of each field describes it.
+
+    Attributes:
+        passes: functions that change the plan, as ``module:function``; see
+            :class:`raymm.planning.passes.PlanPass`.
+    """
 
     ranks: Count | None = _field(
         None, "number of devices (GPUs) to plan for (default: the cluster's)"
@@ -68,6 +73,7 @@ class PlanningOptions:
         "dp; tp=4 limits the degree, llm.tp=4 fixes it for one module",
         "A,B",
     )
+    passes: Tuple[Text] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

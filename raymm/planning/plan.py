@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -14,6 +15,7 @@ from raymm.draw import draw_timelines
 from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.inputs import Costs
+from raymm.planning.passes import run_passes
 from raymm.plural import plural
 from raymm.scheduler.costs.recomputation import KEEP
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -91,6 +93,15 @@ class Planned:
         return cls(
             option.plan, Proposal((option,), (), bound, 0, 1), costs, unfit=unfit, notes=costs.notes
         )
+
+    def after_passes(self, passes: Sequence[Any]) -> Planned:
+        """Return the plan after its passes, evaluated again; see
+        :func:`raymm.planning.passes.run_passes`."""
+        if not passes:
+            return self
+        plan = run_passes(self.plan, passes)
+        notes = (*self.notes, f"planning.passes: {', '.join(plan.passes)}")
+        return replace(Planned.evaluated(plan, self.costs), notes=notes)
 
     def rows(self) -> list[dict[str, str]]:
         """Return one row per stage.

@@ -70,7 +70,8 @@ def plan_for_cluster(
     notes = () if note is None else (note,)
     if request.style == PIPELINED:
         inputs = PlanInputs.of(model, request, workload, notes=notes)
-        return _pipelined(search_pipelines(inputs, SearchControl(request.time_limit, say)))
+        planned = search_pipelines(inputs, SearchControl(request.time_limit, say))
+        return _pipelined(planned.after_passes(request.passes))
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
         # Batches in memory can be split as the plan requires; a data section fixes the number.

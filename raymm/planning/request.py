@@ -19,6 +19,7 @@ from raymm.model.batch_rules import complete_microbatch
 from raymm.model.features import MULTIPLEXED_PLANS
 from raymm.model.model import Model
 from raymm.planning.degrees import DegreeRequest
+from raymm.planning.passes import check_passes
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.plan.field_checks import check_number
@@ -79,6 +80,12 @@ class PlanRequest(PlanOptions):
         self.degree_request.check(model.module_names)
         if self.style != PIPELINED:
             model.require(MULTIPLEXED_PLANS, f"parallel.style is {self.style!r}")
+            if self.passes:
+                raise PlanError(
+                    f"planning.passes is {list(self.passes)}, and parallel.style {self.style!r}; "
+                    f"accepted: style {PIPELINED}"
+                )
+        check_passes(self.passes)
         if self.device is not None:
             find_device(self.device)
         if self.profile is not None:

@@ -49,7 +49,7 @@ def plan(
         say: called with a progress line every few seconds of a long search, e.g. ``print``.
         **options: fields of :class:`raymm.PlanRequest`: ``device``, ``profile``, ``tokens``,
             ``memory_gib``, ``ranks_per_node``, ``time_limit``, ``degrees``, ``schedules``,
-            ``layouts``, ``recompute``.
+            ``layouts``, ``recompute``, ``passes``.
 
     Raises:
         TypeError: unknown option.
@@ -64,7 +64,7 @@ def plan(
     inputs = PlanInputs.of(model, request, workload)
     control = SearchControl(request.time_limit, say)
     with control.interruptible():
-        return search_pipelines(inputs, control)
+        return search_pipelines(inputs, control).after_passes(request.passes)
 
 
 def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> Planned:

@@ -11,6 +11,7 @@ from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.errors import ClusterError
 from raymm.model.model import Model
+from raymm.planning.passes import pass_names
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
@@ -59,6 +60,11 @@ class RunPlanner:
     ) -> str | None:
         if (reason := execution.unkept(self.model, self.data)) is not None:
             return reason
+        if (names := pass_names(self.request.passes)) != execution.plan.passes:
+            return (
+                f"planning.passes is {list(names)}, and was {list(execution.plan.passes)} for the "
+                "checkpoint's plan"
+            )
         try:
             check_capacity(execution.num_processes, resources, placement)
         except ClusterError as error:

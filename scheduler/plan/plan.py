@@ -49,6 +49,7 @@ class Plan:
             policies.
         shared_ranks: ranks that several stages take turns on. Plan files must list them, so that a
             rank written twice by mistake is noticed; in plans made in code they are optional.
+        passes: names of the plan passes that have changed the plan, in their order.
     """
 
     graph: ModuleGraph
@@ -60,6 +61,7 @@ class Plan:
     activation_limits: tuple[int, ...] | None = None
     policy: Policy | None = None
     shared_ranks: tuple[int, ...] | None = None
+    passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("num_microbatches", self.num_microbatches, most=MOST_MICROBATCHES)
@@ -354,6 +356,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         data = {"format": PLAN_FORMAT, **asdict(self)}
         data["profile"] = self.profile and self.profile.to_dict()
+        if not self.passes:  # earlier versions do not know the key
+            del data["passes"]
         return data
 
     def to_json(self) -> str:
@@ -384,6 +388,7 @@ class Plan:
                 activation_limits=None if limits is None else integers(data, "activation_limits"),
                 policy=None if policy is None else policy_of(policy),
                 shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),
+                passes=tuple(typed({"name": name}, "name", str) for name in data.get("passes", ())),
             )
         except KeyError as error:
             raise PlanError(f"plan lacks the key {error}") from None
