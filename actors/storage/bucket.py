@@ -1,5 +1,5 @@
-"""Folder in an object store, accessed through pyarrow: one client for S3 and Google Cloud Storage,
-which also reads Parquet here and serves Ray Train's ``storage_path``."""
+"""Folder in an object store or a custom file system, accessed through pyarrow: one client for S3
+and Google Cloud Storage, which also reads Parquet here and serves Ray Train's ``storage_path``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
+from raymm.actors.storage.custom_file_system import custom_file_system
 from raymm.actors.storage.folder import StorageFolder
 
 # A failed operation is retried. Waits double from the first to the longest (each shortened by up to
@@ -51,7 +52,7 @@ Value = TypeVar("Value")
 
 
 class BucketFolder(StorageFolder):
-    """Objects of a bucket with a common key prefix. Connects lazily.
+    """Objects of a bucket, or files of a custom file system, with a common prefix. Connects lazily.
 
     An object appears only after its upload has finished; an interrupted upload leaves nothing
     visible.
@@ -64,13 +65,14 @@ class BucketFolder(StorageFolder):
     """
 
     def __init__(self, location: str, retry_for_s: float = RETRY_FOR_S) -> None:
-        self._url = urlsplit(location)
+        self._scheme, _, rest = location.partition("://")
+        self._url = urlsplit(f"//{rest}")
         self._retry_for_s = retry_for_s
         self._key = f"{self._url.netloc}{self._url.path}".rstrip("/")
 
     @property
     def location(self) -> str:
-        return urlunsplit(self._url._replace(path=self._url.path.rstrip("/")))
+        return self._located(self._url.path.rstrip("/"))
 
     @property
     def place(self) -> str:
@@ -92,11 +94,20 @@ class BucketFolder(StorageFolder):
         return self._at(f"{self._url.path.rstrip('/')}/{name}")
 
     def _at(self, path: str) -> BucketFolder:
-        return BucketFolder(urlunsplit(self._url._replace(path=path)), self._retry_for_s)
+        return BucketFolder(self._located(path), self._retry_for_s)
+
+    def _located(self, path: str) -> str:
+        return f"{self._scheme}:{urlunsplit(self._url._replace(path=path))}"
 
     @property
     def _store(self) -> Any:
-        return connect(self._url.scheme, self._url.netloc, self._url.query)
+        return connect(self._scheme, self._url.netloc, self._url.query)
+
+    def _open_output(self, name: str) -> Any:
+        path = f"{self._key}/{name}"
+        if self._scheme not in OPTIONS:  # keys of buckets need no folder
+            self._store.create_dir(path.rpartition("/")[0], recursive=True)
+        return self._store.open_output_stream(path)
 
     def names(self) -> list[str]:
         return sorted(entry.base_name for entry in self._listed(recursive=False))
@@ -125,7 +136,7 @@ class BucketFolder(StorageFolder):
 
     def replace(self, name: str, data: bytes) -> None:
         def put() -> None:
-            with self._store.open_output_stream(f"{self._key}/{name}") as target:
+            with self._open_output(name) as target:
                 target.write(data)
 
         self._tried(put)
@@ -154,7 +165,7 @@ class BucketFolder(StorageFolder):
             def upload() -> None:
                 with (
                     open(path, "rb") as source,
-                    self._store.open_output_stream(f"{self._key}/{name}") as target,
+                    self._open_output(name) as target,
                 ):
                     shutil.copyfileobj(source, target, BLOCK)
 
@@ -173,7 +184,8 @@ class BucketFolder(StorageFolder):
         if files := self.files():
             raise OSError(f"{self} is not empty: it has {files[0]}")
         # the object that represents the folder
-        self._tried(lambda: self._store.delete_dir(self._key))
+        with suppress(FileNotFoundError):
+            self._tried(lambda: self._store.delete_dir(self._key))
 
     def rename(self, name: str) -> BucketFolder:
         """Rename by copying, because objects cannot be renamed."""
@@ -198,7 +210,7 @@ def tried(operation: Callable[[], Value], retry_for_s: float) -> Value:
             return operation()
         except OSError as error:
             # An error with a number comes from the local disk or a missing file.
-            lasting = error.errno is not None or _LASTING.search(str(error))
+            lasting = _is_local(error) or _LASTING.search(str(error))
             if lasting or time.monotonic() + wait > end:
                 raise _plain(error) from None
         time.sleep(wait * random.uniform(0.5, 1.0))
@@ -213,18 +225,24 @@ def _scratch() -> Iterator[Path]:
 
 def _plain(error: OSError) -> OSError:
     """Return an error without its request id, which is of no use to a reader."""
-    if error.errno is not None:
+    if _is_local(error):
         return error
     return OSError(_REQUEST_ID.sub("", str(error)).strip())
+
+
+def _is_local(error: OSError) -> bool:
+    return error.errno is not None or isinstance(error, FileNotFoundError)
 
 
 @functools.cache
 def connect(scheme: str, bucket: str, query: str) -> Any:
     """Return the client of a bucket (``"s3"`` or ``"gs"``), one per process, with credentials from
-    the environment and :data:`OPTIONS` from the URL's query. The client does not retry by itself.
-    Raise a ``ModuleNotFoundError`` if pyarrow is not installed."""
+    the environment and :data:`OPTIONS` from the URL's query; or a custom file system. The client
+    does not retry by itself. Raise a ``ModuleNotFoundError`` if pyarrow is not installed."""
     from pyarrow import fs
 
+    if scheme not in OPTIONS:
+        return custom_file_system(scheme)
     options: dict[str, Any] = dict(parse_qsl(query))
     if "anonymous" in options:  # for public buckets
         options["anonymous"] = options["anonymous"] == "true"

@@ -144,8 +144,9 @@ class RunConfig(Section):
 
     Attributes:
         storage_path: folder of the run; on a cluster, one that every node can reach. Or a URL:
-            ``file:///folder``, or a bucket, ``s3://bucket/folder`` or ``gs://bucket/folder``. A run
-            whose folder has a checkpoint resumes from it.
+            ``file:///folder``, or a bucket, ``s3://bucket/folder`` or ``gs://bucket/folder``, or a
+            scheme of fsspec. ``module:function://folder`` is a folder of the file system that a
+            function returns. A run whose folder has a checkpoint resumes from it.
         steps: total number of optimizer steps.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         keep_checkpoints: number of checkpoints to keep.

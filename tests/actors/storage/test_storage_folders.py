@@ -17,10 +17,14 @@ from raymm.actors.storage.location import check_location, storage_folder
 from raymm.actors.storage.seen import problem_seeing
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def folder(request, tmp_path):
+@pytest.fixture(params=["folder", "bucket", "vault", "arrow"])
+def folder(request, tmp_path, monkeypatch):
     if request.param == "folder":
         return storage_folder(tmp_path / "run")
+    if request.param in ("vault", "arrow"):
+        monkeypatch.setenv("VAULT", str(tmp_path))
+        buckets.connect.cache_clear()
+        return storage_folder(f"custom_file_systems:{request.param}://runs/a")
     server = request.getfixturevalue("s3")
     return storage_folder(server.url(secrets.token_hex(4)))
 
@@ -131,7 +135,12 @@ def test_locations(location, as_is):
 
 
 @pytest.mark.parametrize(("location", "reason"), [
-    ("hdfs://a/b", "hdfs:// is not known; accepted: a folder, or a URL .* s3:// or gs://"),
+    ("nofs://a/b", "nofs:// is not known; accepted: a folder, or a URL .* s3:// or gs://"),
+    ("custom_file_systems:vault://a/b?x=y", r"\?x= is not known; accepted: none"),
+    ("custom_file_systems:failing://a/b", "failing raised KeyError: 'token'; accepted: module:f"),
+    ("custom_file_systems:number://a/b", "number returned int; accepted: module:function"),
+    ("custom_file_systems:absent://a/b", "run.storage_path is 'custom_file_systems:absent'"),
+    ("memory://a/b", "memory:// is not known"),
     ("s4://a/b", "s4:// is not known"), ("https://a/b", "https:// is not known"),
     ("s3:/a/b", "two slashes"), ("file:a", "two slashes"), ("s3://a", "expected s3://BUCKET/FOL"),
     ("s3:///a", "expected s3://BUCKET/FOLDER"), ("file://host/a", "must not name another host"),
