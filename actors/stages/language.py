@@ -43,6 +43,7 @@ from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
 from raymm.actors.stages.texts.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.texts.joined_texts import apart_if_need_be
+from raymm.actors.stages.token_loss import TokenLoss, token_loss_sum
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import ForwardLeft, ModelError
@@ -81,6 +82,7 @@ class LanguageSpec:
             one document per row (:mod:`raymm.kernels.hf.document_rows`).
         ports: outputs of the merge policy that layers of later stages read.
         preference: the loss, if rows are pairs of answers; None for cross entropy.
+        token_loss: custom loss in place of the cross entropy of tokens.
     """
 
     name: str
@@ -94,6 +96,7 @@ class LanguageSpec:
     mixers: frozenset[str] = frozenset()
     ports: tuple[Port, ...] = ()
     preference: PreferenceLoss | None = None
+    token_loss: TokenLoss | None = None
     mixture: Mixture | None = None
 
     @property
@@ -317,7 +320,7 @@ class LanguageStage(StageModule):
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         if context.decode is not None:
             return Message((), {}, scores=likeliest(rows, *(self._vocabulary or (0, None))))
-        entropy, sums, scores = self._cross_entropy_sum, {}, None
+        entropy, sums, scores = self._loss_sum, {}, None
         if (loss := self.spec.preference) is None:
             total = entropy(rows, labelled.targets)
             sums = labelled.by_source(entropy, rows, total)
@@ -373,7 +376,9 @@ class LanguageStage(StageModule):
         ports, side[LENGTH] = own_visual_tokens(ports, self._exchange)
         return ports
 
-    def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.spec.token_loss is not None:
+            return token_loss_sum(self.spec.token_loss, logits, targets)
         if self._vocabulary is None:
             return token_cross_entropy_sum(logits, targets)
         start, group = self._vocabulary

@@ -19,7 +19,7 @@ from raymm.config.model_section import (
     frozen_flag,
 )
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
-from raymm.config.vlm import build_vlm, preference_of
+from raymm.config.vlm import build_vlm, preference_of, token_loss_of
 from raymm.data.conversations.text import load_tokenizer
 from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
@@ -83,6 +83,7 @@ def build_model(config: TrainConfig) -> Model:
         return MultimodalModule(
             encoders, language_model, build_merge(config), mask, config.model.packing,
             config.model.router_loss, preference_of(config.model),
+            token_loss_of(config.model),
         )
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from raymm.actors.adapters.lora_config import ALL_LINEAR, LoraConfig
 from raymm.actors.weights.hub_folder import is_hub_id, split_id
 from raymm.config.example_section import ExampleSection
-from raymm.files.section import MOST_COUNT, Count, Section, Text, Tuple
+from raymm.files.section import MOST_COUNT, Count, ImportPath, Section, Text, Tuple
 
 # Value of ``new_tokens`` for the processor's tokens that have no rows.
 FROM_PROCESSOR = "from_processor"
@@ -200,7 +200,8 @@ class ModelSection(Section):
             config requests (``output_router_logits``). By default that loss is added over all
             tokens of a step, which takes one more forward per step (see own-model). ``"ignore"``
             also accepts a language model whose class computes another loss, which is not used.
-        loss: loss in place of the cross entropy of tokens.
+        loss: loss in place of the cross entropy of tokens; also the import path of a function,
+            ``module:function``, that returns the losses of tokens for their logits and labels.
     """
 
     path: Text | None = None
@@ -214,7 +215,7 @@ class ModelSection(Section):
     packing: bool = False
     trust_remote_code: bool = False
     router_loss: Literal["ignore"] | None = None
-    loss: LossSection | None = None
+    loss: LossSection | ImportPath | None = None
 
     @model_validator(mode="after")
     def _whole_or_in_parts(self) -> ModelSection:

@@ -261,7 +261,9 @@ class TrainConfig(Section):
             if isinstance(path, str) and isinstance(revision := model.get("revision"), str):
                 path = path_with_revision(path, revision)
             values = {**values, "data": (data := {"processor": path, **data})}
-        if isinstance(model, dict) and isinstance(data, dict) and model.get("loss"):
+        if isinstance(model, dict) and isinstance(data, dict) and isinstance(
+            model.get("loss"), dict
+        ):
             return {**values, "data": {"preferences": True, **data}}
         return values
 

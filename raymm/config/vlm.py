@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from raymm.config.model_section import AdaptersSection, ModelSection
+from raymm.actors.stages.token_loss import ACCEPTED, TokenLoss
+from raymm.config.model_section import AdaptersSection, LossSection, ModelSection
 from raymm.config.new_tokens import use_new_tokens
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, open_split
@@ -14,6 +15,7 @@ from raymm.errors import ConfigError, DataError, NotRunError, SampleError
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import LABELS
 from raymm.model.vlm import LANGUAGE, PretrainedVlm, from_pretrained
+from raymm.packages import user_function
 
 # Samples that are tried per modality to find a usable one.
 _TRIED = 16
@@ -46,7 +48,7 @@ def build_vlm(config: TrainConfig) -> PretrainedVlm:
             },
             seed=config.run.seed, trust_remote_code=section.trust_remote_code,
             packing=section.packing, new_rows=new_rows,
-            preference=preference_of(section),
+            preference=preference_of(section), token_loss=token_loss_of(section),
         )
     except ValueError as error:
         made_by = ""
@@ -65,7 +67,17 @@ def build_vlm(config: TrainConfig) -> PretrainedVlm:
 
 def preference_of(section: ModelSection) -> PreferenceLoss | None:
     """Return the loss for pairs of answers of a model; None for cross entropy."""
-    return section.loss and PreferenceLoss(**section.loss.dpo.model_dump())
+    if not isinstance(section.loss, LossSection):
+        return None
+    return PreferenceLoss(**section.loss.dpo.model_dump())
+
+
+def token_loss_of(section: ModelSection) -> TokenLoss | None:
+    """Return the custom loss of tokens of a model; None for another loss. Raise a ConfigError if it
+    cannot be imported or called."""
+    if not isinstance(section.loss, str):
+        return None
+    return user_function("model.loss", section.loss, ACCEPTED)
 
 
 def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:

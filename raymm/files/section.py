@@ -7,6 +7,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from raymm.packages import is_import_path
+
 # Maximum of counts: far above those of any run, far below the overflow of sums.
 MOST_COUNT = 10**9
 # One year. Process groups keep timeouts as nanoseconds in 64 bits.
@@ -54,12 +56,19 @@ def _text(value: str) -> str:
     return value
 
 
+def _import_path(value: str) -> str:
+    if not is_import_path(value):
+        raise ValueError("must be the import path of an object, module:name")
+    return value
+
+
 def _tuple(value: Any) -> Any:
     """Convert a list to a tuple, because YAML has only lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 Text = Annotated[str, AfterValidator(_text)]
+ImportPath = Annotated[str, AfterValidator(_import_path)]
 Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]

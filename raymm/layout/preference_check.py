@@ -1,13 +1,36 @@
-"""Check that a model can be trained on pairs of answers under a plan."""
+"""Checks that a plan supports the loss of a model: pairs of answers, or a custom loss of tokens."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from raymm.actors.adapters.lora import is_adapter
+from raymm.actors.stages.token_loss import check_token_loss
 from raymm.errors import PlanError
 from raymm.model.model import Model
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.plan.plan import Plan
+
+
+def check_loss(model: Model, plan: Plan | None) -> None:
+    """Check the loss of a model before anything starts.
+
+    Args:
+        plan: None if it is not known yet.
+
+    Raises:
+        ConfigError: a custom loss of tokens cannot be used.
+        PlanError: the plan does not support the loss.
+    """
+    check_preference(model, plan)
+    if model.token_loss is None:
+        return
+    check_token_loss("model.loss", model.token_loss, model.vocabulary)
+    if plan is not None and (tp := plan.module_stages(LANGUAGE_MODEL)[0].tp) > 1:
+        raise PlanError(
+            f"tp of {LANGUAGE_MODEL!r} is {tp}, under which no process has all logits of a token, "
+            "and model.loss is a custom loss, which needs them; accepted: tp 1"
+        )
 
 
 def check_preference(model: Model, plan: Plan | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from raymm.actors.experts.router_loss import Mixture
+from raymm.actors.stages.token_loss import TokenLoss
 from raymm.errors import ModelError
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.features import GENERATION, Feature, Kind
@@ -27,6 +28,7 @@ class Model(ABC):
         graph: modules and the edges between them.
         packing: True if the rows of a microbatch run as one sequence without padding.
         preference: loss for pairs of answers; None for cross entropy.
+        token_loss: custom loss in place of the cross entropy of tokens.
         mixture: mixture of experts of the language model; None for a dense model.
         changing: modules that a run freezes or unfreezes while it trains; their weights are in all
             checkpoints, frozen or not.
@@ -46,6 +48,7 @@ class Model(ABC):
     graph: ModuleGraph
     packing: bool = False
     preference: PreferenceLoss | None = None
+    token_loss: TokenLoss | None = None
     mixture: Mixture | None = None
     changing: frozenset[str] = frozenset()
     vocabulary: int | None = None
@@ -144,3 +147,12 @@ class Model(ABC):
             raise ModelError(
                 f"{field or feature.title}; accepted for {kinds}, not for {self.kind}: {reason}"
             )
+
+
+def only_loss(
+    preference: PreferenceLoss | None, token_loss: TokenLoss | None
+) -> TokenLoss | None:
+    """Return a custom loss of tokens. Raise a ModelError if there is also a preference loss."""
+    if preference is not None and token_loss is not None:
+        raise ModelError("preference and token_loss are given; accepted: one of them")
+    return token_loss

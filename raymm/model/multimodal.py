@@ -28,6 +28,7 @@ from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
 from raymm.actors.stages.language import REFERENCE, LanguageSpec, LanguageStage
+from raymm.actors.stages.token_loss import TokenLoss
 from raymm.actors.weights.source import LiveSource, ModuleSource
 from raymm.errors import ModelError
 from raymm.kernels.mask.spans import MAX_KIND
@@ -36,6 +37,7 @@ from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.features import Kind
 from raymm.model.modality_model import ModalityModel
 from raymm.model.modality_module import ModalityModule, check_weights
+from raymm.model.model import only_loss
 from raymm.model.module import EncoderModule, LanguageModule, Module
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.ports import language_ports
@@ -81,6 +83,8 @@ class MultimodalModule(nn.Module, ModalityModel):
         preference: the loss for pairs of answers, in consecutive rows, chosen and rejected; the
             labels are the tokens of the answer. Only adapters may train: without them the model is
             the reference. None for cross entropy.
+        token_loss: function in place of the cross entropy of tokens: the losses (N,) of N tokens
+            for their logits (N, V) and labels (N,). The loss of a token must not depend on others.
 
     Raises:
         ModelError: reserved names, widths that do not match, or a folder that lacks weights. Other
@@ -99,11 +103,13 @@ class MultimodalModule(nn.Module, ModalityModel):
         packing: bool = False,
         router_loss: str | None = None,
         preference: PreferenceLoss | None = None,
+        token_loss: TokenLoss | None = None,
     ) -> None:
         super().__init__()
         if router_loss not in (None, "ignore"):
             raise ModelError(f"router_loss is {router_loss!r}; accepted: 'ignore', None")
         self.router_loss, self.preference = router_loss, preference
+        self.token_loss = only_loss(preference, token_loss)
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
         self.language_model = language_model
@@ -271,7 +277,7 @@ class MultimodalModule(nn.Module, ModalityModel):
         return LanguageSpec(
             LANGUAGE_MODEL, source, blocks, self.merge,
             mask=self.mask, encoders=self.encoder_names, packing=self.packing, mixers=self.mixers,
-            preference=self.preference, mixture=self.mixture,
+            preference=self.preference, token_loss=self.token_loss, mixture=self.mixture,
         )
 
     @cached_property

@@ -42,6 +42,7 @@ from raymm.actors.probe.vlm.cut import (
 )
 from raymm.actors.probe.vlm.kept_root import probe_root
 from raymm.actors.probe.vlm.towers import Tower, as_copied, check_kind, find_towers
+from raymm.actors.stages.token_loss import TokenLoss
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
 from raymm.actors.weights.adapted_source import AdaptedSource
@@ -55,7 +56,7 @@ from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import LABELS, Vocabulary
 from raymm.model.features import Kind
 from raymm.model.modality_module import check_weights
-from raymm.model.model import FROZEN, FULL, Model
+from raymm.model.model import FROZEN, FULL, Model, only_loss
 from raymm.model.module import Module, TowerModule, VlmLanguageModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
@@ -72,6 +73,7 @@ def from_pretrained(
     model: str | os.PathLike[str] | PretrainedConfig, example: Batch,
     train: Mapping[str, How] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
     packing: bool = False, new_rows: range = range(0), preference: PreferenceLoss | None = None,
+    token_loss: TokenLoss | None = None,
 ) -> PretrainedVlm:  # fmt: skip
     """Describe a model from a ``save_pretrained`` folder, or from a configuration with random
     weights.
@@ -94,6 +96,8 @@ def from_pretrained(
             adapters of ``"language_model"``. The folder has their initial values.
         preference: the loss for pairs of answers, see :class:`raymm.MultimodalModule`; both rows of
             a pair have the items of the prompt.
+        token_loss: loss in place of the cross entropy of tokens, see
+            :class:`raymm.MultimodalModule`.
 
     Raises:
         ModelError: the folder is incomplete, or ``train`` names an unknown part.
@@ -104,7 +108,7 @@ def from_pretrained(
     else:
         folder = os.fspath(model)
         source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
-    return PretrainedVlm(source, example, train, packing, seed, new_rows, preference)
+    return PretrainedVlm(source, example, train, packing, seed, new_rows, preference, token_loss)
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -134,9 +138,10 @@ class PretrainedVlm(Model):
     def __init__(
         self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,
         packing: bool = False, seed: int = 0, new_rows: range = range(0),
-        preference: PreferenceLoss | None = None,
+        preference: PreferenceLoss | None = None, token_loss: TokenLoss | None = None,
     ) -> None:  # fmt: skip
         self.source, self.packing, self.preference = source, packing, preference
+        self.token_loss = only_loss(preference, token_loss)
         self.example = {name: value for name, value in example.items() if name != LABELS}
         check_weights("the model", source)
         check_kind(source.skeleton())
@@ -366,7 +371,8 @@ class PretrainedVlm(Model):
             self._blocks[LANGUAGE_MODEL] = num_blocks(source.skeleton())
         spec = language_spec(LANGUAGE_MODEL, source, self.towers, self._blocks[LANGUAGE_MODEL])
         return replace(
-            spec, packing=self.packing, mixture=self.mixture, preference=self.preference
+            spec, packing=self.packing, mixture=self.mixture, preference=self.preference,
+            token_loss=self.token_loss,
         )
 
     @plain_torch()
@@ -505,10 +511,9 @@ class PretrainedVlm(Model):
                 B, T = batch[LABELS].shape
                 with routing.noted(routing.real(inputs.get("attention_mask"), (B, T))):
                     logits = model(**inputs, use_cache=False).logits
-                losses = F.cross_entropy(
-                    logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
-                    ignore_index=IGNORE_INDEX, reduction="none",
-                )  # fmt: skip
+                losses = self._losses(
+                    logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten()
+                )
                 scores.append(-losses.view(B, T - 1).sum(1))
                 if (router_sums := routing.sums()) is not None:
                     sums.append(router_sums)
@@ -516,6 +521,15 @@ class PretrainedVlm(Model):
             routing.detach()
         router_loss = None if self.mixture is None else self.mixture.loss
         return scores, 0.0 if router_loss is None else router_loss.whole(sums)
+
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses of tokens, 0 without a label."""
+        if self.token_loss is None:
+            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+        has_label = labels != IGNORE_INDEX
+        losses = self.token_loss(logits[has_label], labels[has_label]).float()
+        return torch.zeros_like(logits[:, 0]).masked_scatter(has_label, losses)
 
 
 def label_tokens(microbatch: Batch) -> int:

@@ -37,7 +37,7 @@ from raymm.layout.host_memory import check_hosts, host_needs, offloads
 from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants, differences
-from raymm.layout.preference_check import check_preference
+from raymm.layout.preference_check import check_loss
 from raymm.layout.rank_specs import RankSpecs, rank_specs
 from raymm.model.model import Model
 from raymm.model.module_kind import LANGUAGE_MODEL
@@ -127,7 +127,7 @@ class ParallelModel(ParallelModule):
         split = {stage.module for stage in plan.stages if stage.cp > 1}
         check_head_dims(model, options, sorted(model.computed_attention | split))
         model.check_loss()
-        check_preference(model, plan)
+        check_loss(model, plan)
         check_fits(plan)
         check_optimizer(options.optimizer, plan, options.autocast is not None)
         return rank_specs(

@@ -144,14 +144,23 @@ def _of_model(model: Model) -> dict[str, Any]:
     raise TypeError(f"models of class {type(model).__name__} are not described")
 
 
+def _loss(model: MultimodalModule | PretrainedVlm) -> dict[str, Any]:
+    """Describe a loss in place of the cross entropy of tokens."""
+    fields: dict[str, Any] = {}
+    if model.preference is not None:
+        fields["model.preference"] = _named(model.preference)
+    if model.token_loss is not None:
+        fields |= {"model.loss": _named(model.token_loss)} | _code("model.loss", model.token_loss)
+    return fields
+
+
 @_of_model.register
 def _(model: MultimodalModule) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
         "model.packing": model.packing,
     }
-    if model.preference is not None:
-        fields["model.preference"] = _named(model.preference)
+    fields |= _loss(model)
     fields |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
     modalities = {**model.encoders, LANGUAGE_MODEL: model.language_model}
     return fields | _of_modalities({
@@ -183,9 +192,7 @@ def _of_modalities(
 
 @_of_model.register
 def _(model: PretrainedVlm) -> dict[str, Any]:
-    fields: dict[str, Any] = {"model.packing": model.packing}
-    if model.preference is not None:
-        fields["model.preference"] = _named(model.preference)
+    fields: dict[str, Any] = {"model.packing": model.packing} | _loss(model)
     for name, setting in model.train.items():
         if isinstance(setting, LoraConfig):
             fields |= _adapters(f"model.train.{name}.lora", setting)

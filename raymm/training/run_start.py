@@ -14,7 +14,7 @@ from raymm.data import DataConfig, open_split
 from raymm.data.readers import Dataset
 from raymm.errors import CheckpointError, ConfigError
 from raymm.layout.optimizer_check import check_modules, check_optimizer
-from raymm.layout.preference_check import check_preference
+from raymm.layout.preference_check import check_loss
 from raymm.model.model import Model
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
@@ -41,18 +41,18 @@ def check_updates(
     Raises:
         ConfigError: steps would not change the model, or evaluation metrics do not fit its loss.
         PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer` and
-            :func:`raymm.layout.preference_check.check_preference`.
+            :func:`raymm.layout.preference_check.check_loss`.
     """
     if run.evaluate is not None:
-        pairs = model.preference is not None
-        wrong = {PERPLEXITY} if pairs else set(OF_PAIRS)
+        pairs, custom = model.preference is not None, model.token_loss is not None
+        wrong = {PERPLEXITY} if pairs else {*OF_PAIRS, *((PERPLEXITY,) if custom else ())}
         if unsupported := wrong.intersection(run.evaluate.metrics):
+            loss = "a preference loss" if pairs else "a custom loss" if custom else "cross entropy"
             raise ConfigError(
                 f"run.evaluate.metrics has {min(unsupported)!r}, but the model's loss is "
-                f"{'a preference loss' if pairs else 'cross entropy'}; accepted: "
-                f"{', '.join(name for name in METRICS if name not in wrong)}"
+                f"{loss}; accepted: {', '.join(name for name in METRICS if name not in wrong)}"
             )
-    check_preference(model, plan if isinstance(plan, Plan) else None)
+    check_loss(model, plan if isinstance(plan, Plan) else None)
     # "auto" may become bf16 on a GPU or by a checkpoint; the trainer checks again once it is known.
     in_bf16 = run.precision != "fp32"
     if isinstance(plan, Plan):
