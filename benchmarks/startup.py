@@ -72,8 +72,8 @@ class Clock(Callback):
         marks["ranks"] = time.time()
     def on_step(self, *arguments, **more):
         marks.setdefault("first_step", time.time())
-known = trainer.named_callbacks
-trainer.named_callbacks = lambda names: (*known(names), Clock())
+known = trainer.run_callbacks
+trainer.run_callbacks = lambda names, others: (*known(names, others), Clock())
 code = main(["train", sys.argv[1]])
 assert code == 0, code
 parts, before = {}, start

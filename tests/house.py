@@ -221,6 +221,46 @@ TABLE: dict[str, tuple[str, ...]] = {
 }
 
 
+# Features around the core: their folders and files. Files outside all features are the core.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "loggers": (
+        "raymm/callbacks/logger_run.py", "raymm/callbacks/mlflow.py",
+        "raymm/callbacks/ray_metrics.py", "raymm/callbacks/tensorboard.py",
+        "raymm/callbacks/wandb.py",
+    ),
+    "preference training": (
+        "kernels/preference.py", "raymm/layout/preference_check.py",
+        "raymm/evaluation/first_scores.py",
+    ),
+    "evaluation": (
+        "raymm/evaluation/best_evaluation.py", "raymm/evaluation/heldout.py",
+        "raymm/evaluation/table.py", "raymm/evaluation/text_evaluation.py",
+        "raymm/evaluation/text_metrics.py",
+    ),
+    "generation": (
+        "actors/stages/texts", "raymm/cli/generate.py", "raymm/runtime/generation.py",
+    ),
+    "rebalancing": ("raymm/monitor/rebalancing.py",),
+    "stragglers": ("raymm/monitor/stragglers.py",),
+    "feature cache": (
+        "actors/features", "actors/stages/feature_stage.py", "raymm/data/loading/feature_lookup.py",
+        "raymm/layout/feature_stages.py", "raymm/training/kept_features.py",
+    ),
+    "adapters": ("actors/adapters",),
+    "experts": ("actors/experts", "actors/probe/experts"),
+    "video": ("raymm/data/video",),
+    "remote data": ("raymm/data/remote",),
+    "elastic replicas": ("raymm/training/elastic.py",),
+    "freeze phases": ("raymm/training/phases.py",),
+    "optimizers": ("actors/optimizer/adamw_8bit.py", "actors/optimizer/custom_optimizer.py"),
+    "file systems": ("actors/storage/custom_file_system.py",),
+    "custom losses": ("actors/stages/token_loss.py",),
+    "plan passes": ("raymm/planning/passes.py",),
+}
+# Features that the core must never import: they attach to it by name.
+ATTACHED = ("loggers",)
+
+
 class Import(NamedTuple):
     """Name that one file imports from another.
 
@@ -335,6 +375,26 @@ def forbidden() -> list[str]:
     return wrong
 
 
+def feature_of(file: str) -> str | None:
+    """Return the feature of a file; None for the core."""
+    return next((
+        feature for feature, places in FEATURES.items()
+        if any(file == place or file.startswith(f"{place}/") for place in places)
+    ), None)
+
+
+def feature_imports() -> dict[str, list[Import]]:
+    """Return the imports of each feature by the core. The table of public names in
+    ``raymm/__init__.py`` does not count."""
+    found: dict[str, list[Import]] = {feature: [] for feature in FEATURES}
+    for one in imports():
+        feature = feature_of(one.target)
+        is_core = feature_of(one.source) is None and one.source != "raymm/__init__.py"
+        if feature is not None and is_core:
+            found[feature].append(one)
+    return found
+
+
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Return groups of nodes that reach each other (Tarjan, 1972)."""
     after: dict[str, set[str]] = defaultdict(set)
@@ -392,6 +452,16 @@ def problems() -> list[str]:
     """Return all breaches of the rules."""
     found = forbidden()
     inside = rooms()
+    found += [
+        f"{one.source}:{one.line}: the core may not import {one.target} ({feature}), which "
+        "attaches by name"
+        for feature in ATTACHED for one in feature_imports()[feature]
+    ]
+    found += [
+        f"no file {place!r} of the feature {feature!r}"
+        for feature, places in FEATURES.items() for place in places
+        if not any(file == place or file.startswith(f"{place}/") for file in files())
+    ]
     found += [f"no room {room!r} in the table" for room in inside if room not in TABLE]
     found += [f"room {room!r} of the table is empty" for room in TABLE if room not in inside]
     found += [

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.house import PACKAGES, ROOT, files, imports, num_lines, tree
+from tests.house import PACKAGES, ROOT, feature_imports, files, imports, num_lines, tree
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = FUNCTIONS | ast.ClassDef | ast.Module
@@ -66,6 +66,10 @@ def members() -> dict[str, list[str]]:
         "files_with_one_importer": _files_with_one_importer(),
         "attributes_set_from_outside": _attributes_set_from_outside(),
         "exception_classes": exception_classes(),
+        "feature_imports": [
+            f"{feature}: {one.source}:{one.line} {one.name}"
+            for feature, found in feature_imports().items() for one in found
+        ],
     }
 
 

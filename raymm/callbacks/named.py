@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,18 @@ LOGGERS = {
     "wandb": "raymm.callbacks.wandb:WandbCallback",
     "mlflow": "raymm.callbacks.mlflow:MLflowCallback",
 }
+
+
+# Callback of every run.
+RAY_METRICS = "raymm.callbacks.ray_metrics:RayMetrics"
+
+
+def run_callbacks(
+    entries: Sequence[str | Mapping[str, Mapping[str, Any]]], others: Sequence[Callback]
+) -> tuple[Callback, ...]:
+    """Create the callbacks of a run in their order: the metrics of Ray, those of ``run.callbacks``
+    (see :func:`named_callbacks`), and others."""
+    return (import_object(RAY_METRICS)(), *named_callbacks(entries), *others)
 
 
 def named_callbacks(entries: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> list[Callback]:
@@ -39,8 +50,7 @@ def _named(field: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Callback
             raise ConfigError(f"{field} has {len(entry)} names; accepted: one, with its arguments")
         (name, arguments), = entry.items()
     if name in LOGGERS:
-        module, _, attribute = LOGGERS[name].partition(":")
-        target: Any = getattr(importlib.import_module(module), attribute)
+        target = import_object(LOGGERS[name])
     elif ":" in name:
         try:
             target = import_object(name)

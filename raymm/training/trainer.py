@@ -19,8 +19,7 @@ from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.callbacks.callback import Callback
 from raymm.callbacks.handler import CallbackHandler
-from raymm.callbacks.named import named_callbacks
-from raymm.callbacks.ray_metrics import RayMetrics
+from raymm.callbacks.named import run_callbacks
 from raymm.config.cache_section import CacheSection
 from raymm.config.sections import RunConfig
 from raymm.costs.named_devices import device_names, precision_notes
@@ -146,7 +145,7 @@ class Trainer:
         check_updates(self.optimizer, run_config, model, self.plan)
         self.resources = resources
         self.threads, self.cache = threads, cache
-        self.callbacks = (RayMetrics(), *named_callbacks(run_config.callbacks), *callbacks)
+        self.callbacks = run_callbacks(run_config.callbacks, callbacks)
         self.console = console or Console()
         self._folder = RunFolder(run_config.storage_path)
         self.path = self._folder.path
