@@ -49,6 +49,7 @@ RULES = (
     Rule("run.precision", True, "numbers are rounded differently"),
     Rule("run.seed", False, "dropout, and weights that are not in checkpoints, would change"),
     # Samples of each step. The data position counts samples or planned steps.
+    Rule("data.*.row_form.code", True, "rows are converted differently from the next step on"),
     Rule("data.*.times", True, "the files were rewritten; the part that was compared is the same"),
     Rule("data.train.*.name", True, "samples and metrics use the new name"),
     Rule("data.train.*.weight*", True, "it applies from the next step on"),

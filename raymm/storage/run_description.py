@@ -210,6 +210,10 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
         f"data.{name}": value
         for name, value in data.model_dump(mode="json", exclude=_LOADING).items()
     }
+    for split in splits:
+        for number, source in enumerate(data.sources(split)):
+            if is_import_path(form := source.row_form or data.row_form):
+                fields |= _code(f"data.{split}.{number}.row_form", import_object(str(form)))
     for split, dataset in splits.items():
         readers = dataset.readers if isinstance(dataset, Mixture) else [dataset]
         fields[f"data.{split}"] = [

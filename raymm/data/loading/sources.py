@@ -5,8 +5,10 @@ import numpy as np
 from raymm.data.readers import Dataset, Mixture, Reader, ReaderOptions, Repeated, open_source
 from raymm.data.samples.config import DataConfig, SourceConfig
 from raymm.data.samples.placeholders import part_types
+from raymm.data.samples.row_forms import ACCEPTED
 from raymm.data.samples.rows import TEXT_ROLES
 from raymm.errors import DataError
+from raymm.packages import is_import_path, user_function
 
 
 def open_split(config: DataConfig, split: str) -> Dataset:
@@ -47,6 +49,9 @@ def _heldout_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
+    form = source.row_form or config.row_form
+    if is_import_path(form):
+        user_function("data.row_form", form, ACCEPTED)
     columns = {
         name: source.columns.get(name, modality.column)
         for name, modality in config.modalities.items()
@@ -59,7 +64,7 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
         columns={name: column for name, column in columns.items() if column is not None},
         parts=part_types(config.modalities),
         text_columns={r: name for r in TEXT_ROLES if (name := source.columns.get(r)) is not None},
-        row_form=source.row_form or config.row_form,
+        row_form=form,
         ignore_columns=frozenset(ignored),
         frames=frozenset(name for name, modality in config.modalities.items() if modality.frames),
         media_folders=tuple(config.media_folders),

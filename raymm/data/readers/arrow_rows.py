@@ -13,6 +13,7 @@ from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.row_forms import FORMS, RENAME, accepted_columns
 from raymm.errors import DataError, SampleError
+from raymm.packages import is_import_path
 
 # Roles whose value may be messages, and those that may have messages as a JSON string.
 _MESSAGES = (
@@ -60,6 +61,11 @@ def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPl
 
     configured = set(options.text_columns.values())
     texts = {name for name in present if name not in media or name in configured}
+    if is_import_path(options.row_form):  # the function may read any column
+        return ColumnPlan(
+            present, [name for name in present if name in texts], media,
+            [name for name in media if _is_nested(schema, name)], True, [], [],
+        )
     names = list(FORMS) if options.row_form is None else [options.row_form]
     forms = [form for form in names if all(column(role) in texts for role in FORMS[form].required)]
     if not forms:

@@ -203,7 +203,9 @@ class DataConfig(Section):
             the chosen answer, like a row with one answer.
         row_form: form of all rows, a key of :data:`raymm.data.samples.row_forms.FORMS`:
             ``messages``, ``conversations``, ``preference``, ``prompt_completion``, ``alpaca``,
-            ``query_response`` or ``text``. By default the columns of each row decide.
+            ``query_response`` or ``text``; or the import path of a function, ``module:function``,
+            that converts a row without its columns of media to a row of one of these forms. By
+            default the columns of each row decide.
         ignore_columns: columns of rows, and keys of message parts, that are not used on purpose.
             Any other unused column is an error.
         shuffle: True for a new seeded permutation each epoch, False for file order.

@@ -370,3 +370,8 @@ TEXT_ROLES = tuple(dict.fromkeys(
     [TEXT, MESSAGES, PROMPT, CHOSEN, REJECTED, ID]
     + [role for form in FORMS.values() for role in (*form.required, *form.optional)]
 ))
+
+# End of errors about names of forms.
+ACCEPTED = (
+    f"{', '.join(FORMS)}, or module:function, which returns a row of one of these forms for a row"
+)

@@ -10,6 +10,7 @@ from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import Media
 from raymm.data.samples.messages import LEARNED_ROLE
 from raymm.data.samples.row_forms import (
+    ACCEPTED,
     FORMS,
     ID,
     TEXT,
@@ -20,7 +21,8 @@ from raymm.data.samples.row_forms import (
     find_form,
 )
 from raymm.data.samples.row_media import MediaRules, PartMedia, items_of
-from raymm.errors import SampleError
+from raymm.errors import USER_CODE_RAISES, SampleError
+from raymm.packages import is_import_path, user_function
 
 __all__ = ["ID", "TEXT", "TEXT_ROLES", "LEARNED_ROLE", "ParsedRow", "RowRules", "parse_row"]
 
@@ -34,8 +36,8 @@ class RowRules:
         parts: type of a message part -> modality, for media in messages.
         text_columns: role (``"messages"``, ``"prompt"``, ``"id"``, ...) -> column, for columns with
             other names.
-        row_form: key of :data:`raymm.data.samples.row_forms.FORMS`; None to decide by the columns
-            of a row.
+        row_form: key of :data:`raymm.data.samples.row_forms.FORMS`; the import path of a function
+            that converts rows; None to decide by the columns of a row.
         ignore_columns: columns that are not used on purpose; other unused columns are errors. None
             accepts all columns.
         frames: modalities whose items are lists of frames.
@@ -89,6 +91,8 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
     if not isinstance(row, dict):
         raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")
     ignored = rules.ignore_columns or frozenset()
+    if is_import_path(rules.row_form):
+        row, rules = _converted(row, rules)
     values = RoleValues(row, rules.text_columns, ignored | set(rules.columns.values()))
     present = sorted(str(key) for key, value in row.items() if value is not None)
     form = find_form(values, rules.row_form, present)
@@ -114,6 +118,27 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
         form, text, media, frozenset(part_media.items), frozenset(names & used), frozenset(unused),
         column,
     )
+
+
+def _converted(row: dict, rules: RowRules) -> tuple[dict, RowRules]:
+    """Return the row that a user's function makes of a row without its columns of media, with
+    these columns; its own columns decide its form. Raise a ``SampleError`` for any other result."""
+    media = {name: row[name] for name in rules.columns.values() if name in row}
+    hidden = {*media, *(rules.ignore_columns or ())}
+    where = f"data.row_form {rules.row_form!r}"
+    function = user_function("data.row_form", rules.row_form, ACCEPTED)
+    try:
+        result = function({name: value for name, value in row.items() if name not in hidden})
+    except USER_CODE_RAISES as error:
+        raise SampleError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not isinstance(result, dict):
+        raise SampleError(f"{where} returned {type(result).__name__}; accepted: a dict")
+    if both := sorted({*rules.columns.values()} & result.keys()):
+        raise SampleError(
+            f"{where} returned {both[0]!r}, which data.modalities reads from the row; accepted: "
+            "columns of text"
+        )
+    return {**result, **media}, replace(rules, row_form=None)
 
 
 def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:

@@ -7,20 +7,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from raymm.actors.storage.location import check_location
 from raymm.data.remote.urls import parse
-from raymm.data.samples.row_forms import TEXT_ROLES
+from raymm.data.samples.row_forms import ACCEPTED, FORMS, TEXT_ROLES
 from raymm.files.section import MOST_COUNT, Section, Text
+from raymm.packages import is_import_path
 
 # Upper bound on repetitions per epoch; the order of an epoch is in memory.
 MOST_REPEAT = 10_000
 Weight = Annotated[float, Field(ge=0, le=MOST_REPEAT)]
-FormName = Literal[
-    "messages", "conversations", "preference", "prompt_completion", "alpaca", "query_response",
-    "text",
-]
+
+
+def _form(name: str) -> str:
+    """Return the name of a row form, or the import path of a function that converts rows."""
+    if name not in FORMS and not is_import_path(name):
+        raise ValueError(f"row form {name!r} is not known; accepted: {ACCEPTED}")
+    return name
+
+
+FormName = Annotated[Text, AfterValidator(_form)]
 StepNumber = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 # Prefix of the names of datasets on the Hugging Face hub.
 HUB = "hf://datasets/"

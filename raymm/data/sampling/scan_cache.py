@@ -2,11 +2,13 @@
 configuration."""
 
 import hashlib
+import inspect
 import json
 import zipfile
 import zlib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from raymm.data.readers.cache import cache_folder, written_file
 from raymm.data.remote.path import size_of, version_of
 from raymm.data.samples.config import DataConfig
 from raymm.data.sampling.scan_result import SampleScan
+from raymm.packages import import_object, is_import_path
 
 _VERSION = 3
 # Includes Python code that a folder contains for its processor or tokenizer.
@@ -28,6 +31,15 @@ _LENGTHS, _HEADERS = "counts/", "items/"
 def default_cache() -> Path:
     """Return ``scans`` below ``$RAYMM_CACHE``, or below ``~/.cache/raymm``."""
     return cache_folder("scans")
+
+
+def _converter(row_form: str | None) -> dict[str, Any]:
+    """Return a digest of the file of a user's function that converts rows."""
+    if not is_import_path(row_form):
+        return {}
+    file = inspect.getsourcefile(import_object(str(row_form)))
+    digest = "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return {"converter": digest}
 
 
 def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
@@ -44,6 +56,7 @@ def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
             "text_columns": dict(reader.options.text_columns),
             "row_form": reader.options.row_form,
         }
+        | _converter(reader.options.row_form)
         | ({"rows": reader.digest} if isinstance(reader, Repeated) else {})
         for reader in readers
     ]
