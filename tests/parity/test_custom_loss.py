@@ -36,12 +36,16 @@ def step():
     return [pm.batch([17, 9], 4, vision=[0, 0]), pm.batch([6, 8], 5, vision=[1])]
 
 
+def test_one_process_computes_the_formula(model, monkeypatch):
+    monkeypatch.setattr(parity_oracle, "F", SimpleNamespace(cross_entropy=focal_sum))
+    check_reference(model, oracle_of(model), step())
+
+
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("llm", [{"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"cp": 2}])
 def test_gradients_equal_one_process(ray_cluster, model, llm, monkeypatch):
     monkeypatch.setattr(parity_oracle, "F", SimpleNamespace(cross_entropy=focal_sum))
     oracle = oracle_of(model)
-    check_reference(model, oracle, step())
     spec = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(**llm), 2)
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, step())
