@@ -37,7 +37,7 @@ from small_disk import small_disk  # noqa: F401 (fixture)
 # Property tests draw the same examples in every run, so that results are reproducible; `make
 # explore` draws other and more examples. A deadline would be an assertion on wall time, and
 # compiled code is slow the first time.
-settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=12)
 settings.register_profile("explore", deadline=None, max_examples=300)
 settings.load_profile("fixed")
 
