@@ -70,6 +70,7 @@ _PUBLIC = {
     "PlanPass": "raymm.planning.passes",
     "PlanRequest": "raymm.planning.request",
     "Plan": "raymm.scheduler.plan.plan",
+    "Schedule": "raymm.scheduler.schedules.base",
     "PlanError": "raymm.errors",
     "Timeline": "raymm.scheduler.program.timeline",
 }
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, vlm_plan
     from raymm.scheduler.plan.plan import Plan
     from raymm.scheduler.program.timeline import Timeline
+    from raymm.scheduler.schedules.base import Schedule
     from raymm.storage.export import export_model
     from raymm.training.result import Result
     from raymm.training.trainer import Trainer

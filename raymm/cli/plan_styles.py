@@ -81,10 +81,9 @@ def given_plan(config: TrainConfig, model: Model) -> Plan | None:
     """Return the plan of the configuration's layouts or file; None without. Raises ConfigError for
     a multiplexed mapping, which is complete already, and PlanError if the plan cannot run."""
     from raymm.config.build import build_plan
-    from raymm.scheduler.plan.rank_quotas import SLOTS
 
     plan = build_plan(config, model)
-    if plan is not None and plan.schedule == SLOTS:
+    if plan is not None and plan.uses_slots:
         raise ConfigError(
             f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm "
             "train` runs unchanged; accepted here: a pipelined plan, or none"
@@ -104,7 +103,6 @@ def run_style(
     from raymm.planning.plan import Planned
     from raymm.planning.request import Workload
     from raymm.planning.styles import compare_styles, plan_step_multiplexed, step_plan
-    from raymm.scheduler.plan.rank_quotas import SLOTS
     from raymm.scheduler.progress.search_control import SearchControl
 
     request = _with_surfaces(args, request)
@@ -147,7 +145,7 @@ def run_style(
     if chosen.num_microbatches != workload.microbatches:
         console.print(_microbatches_note(chosen.num_microbatches, workload.microbatches),
                       highlight=False, soft_wrap=True)  # fmt: skip
-    if multiplexed is not None and chosen.schedule == SLOTS:
+    if multiplexed is not None and chosen.uses_slots:
         _save(chosen, multiplexed, output, suffix, console)
     else:
         save_pipelined(Planned.evaluated(chosen, inputs.costs), output, suffix, console)

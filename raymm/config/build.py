@@ -18,6 +18,7 @@ from raymm.config.model_section import (
     adapters_of,
     frozen_flag,
 )
+from raymm.config.named_schedule import named_schedule
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
 from raymm.config.vlm import build_vlm, preference_of, token_loss_of
 from raymm.data.conversations.text import load_tokenizer
@@ -33,6 +34,7 @@ from raymm.plural import plural
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import read_file
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedules.registry import DEFAULT_SCHEDULE
 from raymm.scheduler.search.options import LAYERS
 
 
@@ -206,7 +208,7 @@ def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
         {name: _spec(f"encoders.{name}", layout) for name, layout in section.encoders.items()},
         _spec("language_model", section.language_model),
         config.data.microbatches,
-        section.schedule or "1f1b",
+        _schedule(section) or DEFAULT_SCHEDULE,
         bool(section.recompute),
     )
     return specs if section.has_layouts else None
@@ -215,7 +217,10 @@ def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
 def _plan_of_file(
     path: str, config: TrainConfig, model: Model
 ) -> Plan:
-    _refuse_pipelined_only(config.parallel, "parallel.plan is given, which has its own")
+    name = _schedule(config.parallel)
+    custom = name is not None and ":" in name  # a plan of it needs the class
+    section = config.parallel.model_copy(update={"schedule": None}) if custom else config.parallel
+    _refuse_pipelined_only(section, "parallel.plan is given, which has its own")
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
@@ -228,6 +233,11 @@ def _plan_of_file(
         check_fits(plan)
     except PlanError as error:
         raise PlanError(f"parallel.plan {path!r}: {error}") from None
+    if custom and plan.schedule != name:
+        raise ConfigError(
+            f"parallel.schedule is {name!r}, but parallel.plan {path!r} has {plan.schedule!r}; "
+            "give one of them"
+        )
     if different := differences(plan.graph, model.graph):
         raise ConfigError(
             f"parallel.plan {path!r} was made for another model: {'; '.join(different)}"
@@ -238,6 +248,11 @@ def _plan_of_file(
             f"data.microbatches is {config.data.microbatches}; they must be equal"
         )
     return plan
+
+
+def _schedule(section: ParallelSection) -> str | None:
+    name = section.schedule
+    return None if name is None else named_schedule("parallel.schedule", name)
 
 
 def _refuse_pipelined_only(section: ParallelSection, why: str) -> None:

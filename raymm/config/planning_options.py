@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from raymm.config.named_schedule import named_schedule
 from raymm.errors import PlanError
 from raymm.files.section import MOST_COUNT, Count, Text, Tuple
 from raymm.scheduler.costs.interference import Interference
@@ -125,6 +126,10 @@ class PlanOptions(PlanningOptions, SearchOptions, MultiplexOptions):
     })
 
     def __post_init__(self) -> None:
+        names = [
+            named_schedule("schedules", s) if isinstance(s, str) else s for s in self.schedules
+        ]
+        object.__setattr__(self, "schedules", tuple(names))
         super().__post_init__()
         if self.style not in STYLES:
             raise PlanError(f"style is {self.style!r}; accepted: {', '.join(STYLES)}")

@@ -12,7 +12,6 @@ from raymm.errors import ProbeError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
 
@@ -37,7 +36,7 @@ def featured_modules(
             reason = "it has no projector"
         elif is_complete and encoder.postprocess_projector_callback is not None:
             reason = "postprocess_projector_callback reads its inputs"
-        elif plan.schedule == SLOTS or first.split == SAMPLES:
+        elif plan.uses_slots or first.split == SAMPLES:
             reason = "its plan splits microbatches by samples"
         elif max(first.fsdp, first.cp) > 1:
             reason = "its items are sharded over processes"

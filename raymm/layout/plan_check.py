@@ -11,13 +11,15 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.memory import check_memory
+from raymm.scheduler.schedules.registry import find_schedule
 
 
 def check_fits(plan: Plan) -> None:
-    """Raise a PlanError if a rank needs more memory than the plan's limit."""
-    if plan.memory_limit is None or plan.profile is None:
-        return
-    check_memory(plan, full_program(plan))
+    """Raise a PlanError if the order of a custom schedule cannot run, or a rank needs more memory
+    than the plan's limit."""
+    has_limit = plan.memory_limit is not None and plan.profile is not None
+    if has_limit or not find_schedule(plan.schedule).proven:
+        check_memory(plan, full_program(plan))
 
 
 def check_grants(plan: Plan, gpu: Multiprocessors) -> None:

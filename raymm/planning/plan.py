@@ -25,6 +25,7 @@ from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.memory import GIB, rank_memory
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.schedules.registry import DEFAULT_SCHEDULE
 from raymm.scheduler.search.evaluation import (
     Option,
     Proposal,
@@ -210,11 +211,13 @@ class Planned:
         """
         plan = self.plan
         timelines = [(f"{plan.schedule}, predicted", self.timeline)]
-        if plan.schedule != "1f1b":
+        if plan.schedule != DEFAULT_SCHEDULE:
             plain = self.evaluated(
-                replace(plan, schedule="1f1b", policy=None, activation_limits=None), self.costs
+                replace(
+                    plan, schedule=DEFAULT_SCHEDULE, policy=None, activation_limits=None
+                ), self.costs
             )
-            timelines.insert(0, ("1f1b, the same stages", plain.timeline))
+            timelines.insert(0, (f"{DEFAULT_SCHEDULE}, the same stages", plain.timeline))
         return draw_timelines(
             timelines, path, rank_names=rank_names(plan),
             title=f"a step on {places_text(plan)}, "

@@ -18,9 +18,14 @@ from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.field_checks import check_number
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.rank_quotas import check_quota
 from raymm.scheduler.plan.stage import SHARDINGS
+from raymm.scheduler.schedules.registry import (
+    DEFAULT_SCHEDULE,
+    ScheduleChoice,
+    pipeline_schedule,
+)
 from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.partition import Ranges, even_layers
 
@@ -167,7 +172,7 @@ class MultimodalParallelSpec:
 
     Attributes:
         encoder_specs: by encoder name; one stage each by default.
-        schedule: ``"1f1b"``, ``"zero_bubble"`` or ``"gpipe"``.
+        schedule: ``"1f1b"``, ``"zero_bubble"``, ``"gpipe"`` or a custom :class:`raymm.Schedule`.
         recompute: True to keep only the inputs of stages and repeat their forward for the backward.
             The loss's stage, which needs its activations immediately, and stages that begin with
             layers without backward keep their activations.
@@ -176,12 +181,11 @@ class MultimodalParallelSpec:
     encoder_specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
     language_model_spec: ParallelSpec = field(default_factory=ParallelSpec)
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: ScheduleChoice = DEFAULT_SCHEDULE
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        object.__setattr__(self, "schedule", pipeline_schedule(self.schedule))
         check_number("num_microbatches", self.num_microbatches)
         for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
             if self.num_microbatches % spec.module_replicas:
@@ -235,7 +239,7 @@ class MultimodalParallelSpec:
 
 def dag_plan(
     dag: ModuleDag, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
-    schedule: str = "1f1b", recompute: bool = False,
+    schedule: ScheduleChoice = DEFAULT_SCHEDULE, recompute: bool = False,
 ) -> Plan:
     """Return a plan for a graph of modules.
 
@@ -257,7 +261,7 @@ def dag_plan(
 
 def vlm_plan(
     model: PretrainedVlm, specs: Mapping[str, ParallelSpec] | None = None,
-    num_microbatches: int = 1, schedule: str = "1f1b", recompute: bool = False,
+    num_microbatches: int = 1, schedule: ScheduleChoice = DEFAULT_SCHEDULE, recompute: bool = False,
 ) -> Plan:  # fmt: skip
     """Return a plan for a Hugging Face VLM.
 
@@ -277,8 +281,8 @@ def vlm_plan(
 
 
 def plan_of(
-    graph: ModuleGraph, specs: Mapping[str, ParallelSpec], num_microbatches: int, schedule: str,
-    recompute: bool,
+    graph: ModuleGraph, specs: Mapping[str, ParallelSpec], num_microbatches: int,
+    schedule: ScheduleChoice, recompute: bool,
 ) -> Plan:
     """Return the plan of modules with given layouts.
 

@@ -21,7 +21,6 @@ from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.rank_quotas import SLOTS
 
 
 class Execution:
@@ -71,12 +70,12 @@ class Execution:
         extra = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
         slots = len({stage.slot for stage in plan.stages})
         stages = plural(len(plan.stages), "stage")
-        stages += f" in {plural(slots, 'slot')}" if _mapped(plan) else ""
+        stages += f" in {plural(slots, 'slot')}" if plan.uses_slots else ""
         lines = [
             f"{stages} on {plural(plan.num_ranks, 'rank')} ({extra}{device}), "
             f"{plural(count, 'microbatch', 'es')} per step"
         ]
-        if count > 1 and _mapped(plan):
+        if count > 1 and plan.uses_slots:
             lines.append(
                 f"note: data.microbatches is {count}, so the mapping runs {plural(count, 'time')} "
                 "per step; "
@@ -97,10 +96,6 @@ class Execution:
     def observer(self, run: ObservedRun) -> StepObserver:
         """Return an observer of the steps of a run."""
         return StepObserver(run, self.plan)
-
-
-def _mapped(plan: Plan) -> bool:
-    return plan.schedule == SLOTS
 
 
 class StepObserver:

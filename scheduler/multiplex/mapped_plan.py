@@ -9,9 +9,9 @@ from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.schedules.slots import Slots
 
 
 def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1) -> Plan:
@@ -53,7 +53,7 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
             Stage(name, 0, layers, ranks[gpu], replica, quota=share, split=SAMPLES, slot=slot)
             for replica, gpu in enumerate(gpus)
         ]
-    return Plan(graph, tuple(stages), num_microbatches, SLOTS)
+    return Plan(graph, tuple(stages), num_microbatches, Slots.name)
 
 
 def _place_losses(

@@ -18,15 +18,15 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.strict_json import json_value
 from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
-from raymm.scheduler.plan.policy import Policy, check_policy
 from raymm.scheduler.plan.port_routes import EdgePorts, edge_ports
-from raymm.scheduler.plan.rank_quotas import SLOTS, check_quotas, check_slots, quota_sets
+from raymm.scheduler.plan.rank_quotas import check_quotas, check_slots, quota_sets
 from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.schedules.policy import Policy, check_policy
+from raymm.scheduler.schedules.registry import DEFAULT_SCHEDULE, find_schedule, schedule_name
 
 PLAN_FORMAT = 1
 MOST_MICROBATCHES = 65_536  # per step; rejects typos with extra zeros before they are lowered
-SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Plan:
     Attributes:
         schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time), ``"gpipe"``, or
             ``"slots"``: stages run in the order of their slots (Mosaic §3: stages in sequence over
-            a pool of GPUs, with modules side by side in each).
+            a pool of GPUs, with modules side by side in each). A custom
+            :class:`raymm.Schedule`, object or class, is registered and becomes its name.
         profile: costs of the layers, if known, for schedules that depend on costs.
         memory_limit: bytes per rank; None disables the memory check, which needs ``profile``.
         activation_limits: bytes of activations that ``"zero_bubble"`` may hold, per rank; by
@@ -55,7 +56,7 @@ class Plan:
     graph: ModuleGraph
     stages: tuple[Stage, ...]
     num_microbatches: int
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     profile: CostProfile | None = None
     memory_limit: int | None = None
     activation_limits: tuple[int, ...] | None = None
@@ -65,8 +66,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_number("num_microbatches", self.num_microbatches, most=MOST_MICROBATCHES)
-        if self.schedule not in (accepted := (*SCHEDULES, SLOTS)):
-            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(accepted)}")
+        object.__setattr__(self, "schedule", schedule_name(self.schedule))
         names = {node.name for node in self.graph.nodes}
         for stage in self.stages:
             if stage.module not in names:
@@ -82,7 +82,7 @@ class Plan:
         self._check_shared_ranks()
         self._check_processes()
         check_quotas(self.stages, self.schedule)
-        check_slots(self.stages, self.schedule, self.stage_edges if self.schedule == SLOTS else ())
+        check_slots(self.stages, self.schedule, self.stage_edges if self.uses_slots else ())
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
@@ -163,9 +163,9 @@ class Plan:
                 f"sharding of stage {stage.id} is 'fsdp', which does not support replicas; "
                 "set its degree fsdp, which splits samples, instead of adding replicas"
             )
-        if stage.shards > 1 and self.schedule == "zero_bubble":
+        if stage.shards > 1 and find_schedule(self.schedule).splits_backward:
             raise PlanError(
-                f"schedule is 'zero_bubble', which computes weight gradients later, and "
+                f"schedule is {self.schedule!r}, which computes weight gradients later, and "
                 f"sharding of {stage.module!r} is 'fsdp', which frees the weights before that; "
                 "use schedule 1f1b or gpipe, or sharding zero1"
             )
@@ -200,6 +200,11 @@ class Plan:
                 f"stages of {node.name!r} cover layers [0, {expected}); "
                 f"the module has {node.num_layers}"
             )
+
+    @property
+    def uses_slots(self) -> bool:
+        """True if ranks run their stages in slots."""
+        return find_schedule(self.schedule).uses_slots
 
     @property
     def posted_receives(self) -> int:
@@ -421,8 +426,8 @@ def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
             f"stage {stage.id} has layer_options and recompute, which recomputes the whole stage; "
             "set only one of them"
         )
-    if schedule == "zero_bubble":
+    if find_schedule(schedule).splits_backward:
         raise PlanError(
-            f"stage {stage.id} has layer_options, but schedule is 'zero_bubble', whose two "
+            f"stage {stage.id} has layer_options, but schedule is {schedule!r}, whose two "
             "backward passes would each recompute; use '1f1b' or 'gpipe', or set recompute"
         )

@@ -12,8 +12,8 @@ from typing import Any
 
 from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode, Port
-from raymm.scheduler.plan.policy import Policy
 from raymm.scheduler.plan.stage import Stage
+from raymm.scheduler.schedules.policy import Policy
 
 
 def graph_of(data: Mapping[str, Any]) -> ModuleGraph:

@@ -13,9 +13,9 @@ from typing import Any
 
 from raymm.errors import PlanError
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
+from raymm.scheduler.schedules.registry import find_schedule
+from raymm.scheduler.schedules.slots import Slots
 
-SLOTS = "slots"
-"""Schedule that runs stages in slots."""
 # Tolerance for rounding in sums of quotas such as 0.1 + 0.2 + 0.7.
 ROUNDING = 1e-9
 
@@ -53,9 +53,10 @@ def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
     on a rank of several processes, or is the only one on the rank; if one module has two quotas on
     a rank; or if the quotas of a rank sum to more than 1."""
     by_rank: dict[tuple[int, int | None], dict[str, Stage]] = {}
+    uses_slots = find_schedule(schedule).uses_slots
     for stage in stages:
         check_quota(f"quota of stage {stage.id}", stage.quota)
-        key = stage.rank, stage.slot if schedule == SLOTS else None
+        key = stage.rank, stage.slot if uses_slots else None
         first = by_rank.setdefault(key, {}).setdefault(stage.module, stage)
         if stage.quota != first.quota:
             raise PlanError(
@@ -95,12 +96,12 @@ def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -
     ``PlanError`` for slots without schedule ``"slots"``, or that schedule without slots; for a
     stage that runs no later than a stage that it reads; and for stages that share a slot of a rank
     without being different modules with quotas."""
-    if schedule != SLOTS:
+    if not find_schedule(schedule).uses_slots:
         for stage in stages:
             if stage.slot is not None:
                 raise PlanError(
                     f"slot of stage {stage.id} is {stage.slot!r} and schedule {schedule!r}; "
-                    f"accepted: slots in schedule {SLOTS!r} only"
+                    f"accepted: slots in schedule {Slots.name!r} only"
                 )
         return
     slots: dict[StageId, int] = {}
@@ -108,7 +109,7 @@ def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -
     for stage in stages:
         if type(stage.slot) is not int or stage.slot < 0:
             raise PlanError(
-                f"slot of stage {stage.id} is {stage.slot!r}; schedule {SLOTS!r} needs a whole "
+                f"slot of stage {stage.id} is {stage.slot!r}; schedule {schedule!r} needs a whole "
                 "number from 0 for every stage"
             )
         slots[stage.id] = stage.slot

@@ -1,8 +1,8 @@
 """List scheduling of a step: every rank, when free, takes the best task that it can start.
 
-One engine serves all schedules. :class:`.schedule_rules.Rules` define the parts of a backward and
-the memory limits, and a :class:`~raymm.scheduler.plan.policy.Policy` defines the best task. Times
-equal those that the simulator finds for the result.
+:class:`~raymm.scheduler.schedules.policy.Rules` define the parts of a backward and the memory
+limits, and a :class:`~raymm.scheduler.schedules.policy.Policy` defines the best task. Times equal
+those that the simulator finds for the result.
 
 On a rank with quotas, further tasks may start together with the best one: for each other module
 with a quota, the best task of the same kind that could start too. (Quotas are chosen so that
@@ -24,17 +24,17 @@ import numpy as np
 from raymm.errors import NoPlanError
 from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.policy import Policy
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.compiled.arrays import RANK, RuleArrays
 from raymm.scheduler.schedule.compiled.replay import activation_peaks, replay
 from raymm.scheduler.schedule.compiled.run import run_schedule
 from raymm.scheduler.schedule.network import Transfer
-from raymm.scheduler.schedule.schedule_rules import PartSchedule, Rules, Schedule
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
 from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES, Part, parts_of
+from raymm.scheduler.schedule.step_schedule import PartSchedule, StepSchedule
+from raymm.scheduler.schedules.policy import Policy, Rules
 
 
 class ListScheduler:
@@ -67,7 +67,7 @@ class ListScheduler:
         """Independent parts of the step."""
         return parts_of(self.plan, self.active, self.costs, self.sizes, self.delays)
 
-    def run(self, rules: Rules) -> Schedule:
+    def run(self, rules: Rules) -> StepSchedule:
         """Schedule all tasks; raise ``NoPlanError`` if a rank reaches its byte limit and
         deadlocks."""
         policy, limits = rules.policy, rules.byte_limits
@@ -88,7 +88,7 @@ class ListScheduler:
                 )
             schedules.append(results[key, *rank_limits, ahead.tobytes()])
         makespan = max((part.makespan for part in schedules), default=0.0)
-        return Schedule(tuple(self.parts), tuple(schedules), makespan, rules.early_recompute)
+        return StepSchedule(tuple(self.parts), tuple(schedules), makespan, rules.early_recompute)
 
     @cached_property
     def num_tasks(self) -> int:
@@ -119,7 +119,7 @@ class ListScheduler:
 
     def replayed(
         self,
-        schedule: Schedule,
+        schedule: StepSchedule,
         transfers: Mapping[Edge, Transfer] | None = None,
         costs: Mapping[tuple[StageId, Op], float] | None = None,
     ) -> float:
@@ -141,7 +141,7 @@ class ListScheduler:
         return last
 
     def _replayed(
-        self, schedule: Schedule, transfers: Mapping[Edge, Transfer],
+        self, schedule: StepSchedule, transfers: Mapping[Edge, Transfer],
         costs: Mapping[tuple[StageId, Op], float] | None, bound: int, posted: int,
     ) -> tuple[float, bool]:
         """Return the seconds (negative for a deadlock), and whether ``bound`` made a sender
@@ -164,7 +164,7 @@ class ListScheduler:
             last, delayed = max(last, float(end)), delayed or bool(waited)
         return last, delayed
 
-    def activation_peaks(self, schedule: Schedule) -> tuple[int, ...]:
+    def activation_peaks(self, schedule: StepSchedule) -> tuple[int, ...]:
         """Return the peak bytes of activations of each rank under a schedule of this scheduler."""
         peaks = [0] * self.plan.num_ranks
         for part, result in zip(schedule.parts, schedule.results, strict=True):

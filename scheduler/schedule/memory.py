@@ -14,9 +14,9 @@ from raymm.scheduler.costs.device_memory import (
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
-from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES
+from raymm.scheduler.schedules.base import Task
 
 GIB = 2**30
 
@@ -98,6 +98,25 @@ def beside_activations(costs: Sequence[StageCost]) -> int:
     for their backward. ``costs`` are those of all stages of the rank."""
     forward = max((cost.forward_bytes for cost in costs), default=0)
     return forward + sum(cost.state_bytes + cost.message_bytes for cost in costs)
+
+
+def equal_limits(
+    plan: Plan, peaks: Sequence[int], sizes: Mapping[StageId, StageCost]
+) -> tuple[int, ...]:
+    """Return the bytes of activations per rank that need no more memory than a program with these
+    peaks. Devices are equal, so the fullest rank counts (as in Zero Bubble): any rank may hold as
+    much as the fullest rank, if weights and optimizer state leave room for it."""
+    costs = [
+        [sizes[s.id] for s in plan.rank_stages(rank) if s.id in sizes]
+        for rank in range(plan.num_ranks)
+    ]
+    overheads = [beside_activations(cost) for cost in costs]
+    device = max(p + b for p, b in zip(peaks, overheads, strict=True))
+    # Temporary memory of a backward cannot be reduced by holding fewer microbatches.
+    return tuple(
+        max(peak, min(max(peaks), device - cost)) - max((c.remade_bytes for c in rank), default=0)
+        for peak, cost, rank in zip(peaks, overheads, costs, strict=True)
+    )
 
 
 def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:

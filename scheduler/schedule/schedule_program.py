@@ -11,8 +11,8 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, group_end
 from raymm.scheduler.program.stage_samples import Samples, carried_samples, stage_samples
-from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.step_graph import ActiveStages
+from raymm.scheduler.schedules.base import Task
 
 _HANDS_BACK = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 

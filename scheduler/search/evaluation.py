@@ -20,6 +20,7 @@ from raymm.scheduler.schedule.memory import RankMemory, check_needs, memory_of
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds, stage_costs
+from raymm.scheduler.schedules.registry import find_schedule
 from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.stage_search import SearchResult
 
@@ -125,12 +126,13 @@ def step_bound(plan: Plan, network: Network) -> float:
 def evaluate(plan: Plan, network: Network, layout: str = "") -> tuple[Option, str | None]:
     """Evaluate a plan with a profile; also return the reason if it does not fit in memory. The plan
     of the option has the policy that was found for its schedule. ``layout`` names the option."""
-    if plan.schedule == "zero_bubble" and plan.policy is None and plan.memory_limit is not None:
-        step = forecast(plan, network.transfers(plan))
-        needs = memory_of(plan, step.activation_peaks)
-        if max(need.total for need in needs) > HOPELESS * plan.memory_limit:
-            return Option(layout, plan, step.seconds, needs), _too_full(plan, needs)
-    plan, _ = refine(plan, network.delays(plan))
+    if find_schedule(plan.schedule).searches_policy and plan.policy is None:
+        if plan.memory_limit is not None:
+            step = forecast(plan, network.transfers(plan))
+            needs = memory_of(plan, step.activation_peaks)
+            if max(need.total for need in needs) > HOPELESS * plan.memory_limit:
+                return Option(layout, plan, step.seconds, needs), _too_full(plan, needs)
+        plan, _ = refine(plan, network.delays(plan))
     step = forecast(plan, network.transfers(plan))
     needs = memory_of(plan, step.activation_peaks)
     return Option(layout, plan, step.seconds, needs), _too_full(plan, needs)
@@ -208,7 +210,8 @@ class Candidates:
 
     def bound(self, plan: Plan) -> float:
         """Return a lower bound of a plan's seconds, for searches."""
-        bound = one_f_one_b_bound if plan.schedule == "1f1b" else lower_bound
+        held = find_schedule(plan.schedule).holds_warm_up
+        bound = one_f_one_b_bound if held else lower_bound
         return bound(plan, self.network.delays(plan))
 
     def fits(self, plan: Plan) -> bool:
@@ -251,7 +254,7 @@ class Candidates:
         """Return the schedules that a plan can have."""
         # Both halves of a split backward would recompute the activations.
         whole = any(stage.layer_options for stage in plan.stages)
-        return [s for s in self.schedules if not whole or s != "zero_bubble"]
+        return [s for s in self.schedules if not whole or not find_schedule(s).splits_backward]
 
     def count(self, result: SearchResult) -> None:
         """Count the combinations and simulations of a search."""

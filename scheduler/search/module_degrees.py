@@ -17,6 +17,7 @@ from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Degrees
 from raymm.scheduler.schedule.process_costs import process_layers
+from raymm.scheduler.schedules.registry import DEFAULT_SCHEDULE, ScheduleChoice, schedule_name
 from raymm.scheduler.search.partition import Ranges
 
 KINDS = ("tp", "cp", "dp")
@@ -144,7 +145,7 @@ def make_plan(
     graph: ModuleGraph,
     partitions: Mapping[str, Ranges],
     num_microbatches: int,
-    schedule: str = "1f1b",
+    schedule: ScheduleChoice = DEFAULT_SCHEDULE,
     profile: CostProfile | None = None,
     recompute: bool = False,
     memory_limit: int | None = None,
@@ -172,7 +173,8 @@ def make_plan(
             again = there and bool(recomputed[module][lo, hi])
             stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
     return Plan(
-        graph, tuple(stages), num_microbatches, schedule, profile, memory_limit=memory_limit
+        graph, tuple(stages), num_microbatches, schedule_name(schedule), profile,
+        memory_limit=memory_limit,
     )
 
 

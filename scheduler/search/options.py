@@ -9,12 +9,14 @@ from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.field_checks import check_choices, check_number
-from raymm.scheduler.plan.plan import SCHEDULES
 from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedules.one_f_one_b import OneFOneB
+from raymm.scheduler.schedules.registry import SCHEDULES, pipeline_schedules, schedule_name
+from raymm.scheduler.schedules.zero_bubble import ZeroBubble
 from raymm.scheduler.search.module_degrees import DegreeChoices
 
 LAYOUTS = ("modality_parallel", "colocated", "replicated")
-SEARCHED_SCHEDULES = ("1f1b", "zero_bubble")
+SEARCHED_SCHEDULES = (OneFOneB.name, ZeroBubble.name)
 CHUNKS = (2, 3, 4)
 LAYERS = "layers"
 RECOMPUTE = (False, LAYERS, True)
@@ -27,14 +29,15 @@ class SearchOptions:
     """Options of a search for pipelined plans; raises ``PlanError`` naming an invalid field.
 
     Attributes:
-        schedules: schedules to try, of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
+        schedules: schedules to try, of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``, or custom
+            :class:`raymm.Schedule` objects, which become their names.
         recompute: True if stages recompute; ``"layers"`` if layers keep as much as fits; None to
             try these only for layouts that do not fit otherwise.
     """
 
     schedules: Sequence[str] = field(
         default=SEARCHED_SCHEDULES,
-        metadata={"help": f"any of {', '.join(SCHEDULES)}", "metavar": "A,B"},
+        metadata={"help": f"any of {', '.join(SCHEDULES)}, or module:Class", "metavar": "A,B"},
     )
     layouts: Sequence[str] = field(
         default=LAYOUTS, metadata={"help": f"any of {', '.join(LAYOUTS)}", "metavar": "A,B"}
@@ -46,7 +49,9 @@ class SearchOptions:
             raise PlanError(
                 f"recompute is {self.recompute!r}; accepted: true, false, {LAYERS!r} or nothing"
             )
-        check_choices("schedules", self.schedules, SCHEDULES)
+        names = [s if isinstance(s, str) else schedule_name(s) for s in self.schedules]
+        object.__setattr__(self, "schedules", tuple(names))
+        check_choices("schedules", names, pipeline_schedules())
         check_choices("layouts", self.layouts, LAYOUTS)
 
 

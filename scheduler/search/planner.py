@@ -30,6 +30,7 @@ from raymm.scheduler.costs.layer_costs import layer_work, trainable_before
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import stage_layers
+from raymm.scheduler.schedules.registry import find_schedule
 from raymm.scheduler.search.degree_search import are_few, estimates, search_degrees
 from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
 from raymm.scheduler.search.layouts import (
@@ -208,7 +209,8 @@ class _Planner:
         self._try_chunks(search.best.counts)
 
     def _try_chunks(self, counts: dict[str, int]) -> None:
-        if "zero_bubble" not in self.candidates.schedules:
+        split = [s for s in self.candidates.schedules if find_schedule(s).splits_backward]
+        if not split:
             return
         # Zero bubble is tuned without the bandwidth of links, so 1F1B may be faster.
         for many in self.chunks:
@@ -220,7 +222,7 @@ class _Planner:
                 continue
             self.candidates.add_schedules(
                 f"modality_parallel, {many} chunks per rank",
-                replace(plan, schedule="zero_bubble"),
+                replace(plan, schedule=split[0]),
             )
 
     def _try_degrees(self) -> None:

@@ -16,6 +16,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, has_backwa
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
+from raymm.scheduler.schedules.registry import DEFAULT_SCHEDULE, find_schedule
 from raymm.scheduler.search.module_degrees import (
     ALONE,
     ModuleDegrees,
@@ -36,9 +37,6 @@ from raymm.scheduler.search.stage_memory import StageMemory
 
 Counts = dict[str, int]
 """Stages per module."""
-
-# Schedules with an unsplit backward, which send its gradient only when all of it is done.
-WHOLE_BACKWARD = ("1f1b", "gpipe")
 
 # Bounds and simulated times are sums of the same numbers in different orders, so bounds are lowered
 # by this fraction.
@@ -75,7 +73,7 @@ class StageSpace:
     profile: CostProfile
     ranks: int
     num_microbatches: int
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     recompute: bool = False
     recompute_loss: bool = False
     memory_limit: int | None = None
@@ -285,10 +283,10 @@ class _ModuleTable:
 def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     works = layer_work(space.graph, space.process_profile)
     # A split B_w can be postponed, so only B_d is certain to delay other stages.
-    whole = space.schedule in WHOLE_BACKWARD and not space.any_schedule
+    split = space.any_schedule or find_schedule(space.schedule).splits_backward
     forward = {m: np.array([w.forward for w in work]) for m, work in works.items()}
     gradient = {
-        m: np.array([w.backward if whole else w.backward_input for w in work])
+        m: np.array([w.backward_input if split else w.backward for w in work])
         for m, work in works.items()
     }
     ways = LongestWays(space.graph, forward, gradient)

@@ -11,7 +11,7 @@ import pytest
 
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.rank_quotas import SLOTS
+from raymm.scheduler.schedules.slots import Slots
 from tests.actors.multiplex_models import clip_batch
 from tests.parity.test_pipelined_graphs import check, deep_clip, steps_of
 
@@ -26,7 +26,7 @@ def in_slots(plan: Plan, slots: dict[str, int]) -> Plan:
         else replace(stage, slot=slots[stage.module] + stage.index)
         for stage in plan.stages
     )
-    return replace(plan, stages=stages, schedule=SLOTS)
+    return replace(plan, stages=stages, schedule=Slots.name)
 
 
 @pytest.mark.cells(2)

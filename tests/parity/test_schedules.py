@@ -19,8 +19,10 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedules.base import Schedule
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
+from tests.docs.page_schedule import limited_forwards
 
 # Frozen modules: vision with its 2 blocks; its projector; all 4 blocks of the language model.
 TRAINING = {
@@ -50,7 +52,7 @@ def vision_and_llm(**frozen: bool) -> MultimodalModule:
     return model
 
 
-def planned(plan: Plan, schedule: str, *recompute: str) -> Plan:
+def planned(plan: Plan, schedule: str | Schedule, *recompute: str) -> Plan:
     """Return the plan with another schedule; stages of the modules ``recompute`` keep only inputs.
     """
     stages = tuple(replace(stage, recompute=stage.module in recompute) for stage in plan.stages)
@@ -99,8 +101,23 @@ def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
         parallel.reschedule(planned(plan, "zero_bubble", "vision", LANGUAGE_MODEL))
         check_gradients(parallel, oracle, STEP, STEP[2:4])
         check_training(parallel, oracle, [[STEP], [STEP[:2], STEP[3:]], [STEP[3:]]])
+
+        parallel.reschedule(planned(plan, limited_forwards()(2), "vision"))
+        check_gradients(parallel, oracle, STEP)
+        check_gradients(parallel, oracle, TEXT)
         with pytest.raises(PlanError, match="differ in layers or ranks"):
             parallel.reschedule(replace(spec, language_model_spec=ParallelSpec()).plan(model))
+
+
+def test_the_custom_schedule_of_the_pages(ray_cluster):
+    """Give a layout with replicas an object whose limit is three microbatches in flight."""
+    model, schedule = vision_and_llm(), limited_forwards()(3)
+    schedule.name = "three_in_flight"
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(dp=2)}, ParallelSpec(pp=2), 6, schedule=schedule
+    )
+    with ParallelModel(model, spec.plan(model), optimizer=OPTIMIZER) as parallel:
+        check_training(parallel, oracle_of(model), [[STEP], [STEP[::-1]]])
 
 
 def test_two_replicas_of_an_encoder(ray_cluster, tmp_path):

@@ -56,7 +56,7 @@ class StepArrays(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """Rules of a schedule (:mod:`raymm.scheduler.schedule.schedule_rules`) as numbers. ``limits``
+    """Rules of a schedule (:mod:`raymm.scheduler.schedules.policy`) as numbers. ``limits``
     is (R,) bytes, empty for no limit; ``ahead`` (S,) most microbatches of a stage, 0 for the other
     rules."""
 

@@ -28,13 +28,14 @@ from raymm.actors.optimizer.gradient_reduction import (
     SharedParameter,
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.issue_order import Issue, shared_gradients
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedules.registry import SCHEDULES
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=60)

@@ -12,8 +12,9 @@ from random_plans import alignment, chain, plans
 
 from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.schedules.registry import SCHEDULES
 
 GRAPH = ModuleGraph(
     (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)

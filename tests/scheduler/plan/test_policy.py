@@ -13,10 +13,10 @@ from benchmarks._tight_plans import tight_plans
 from raymm.errors import PlanError
 from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import iteration_time, lower, refine
+from raymm.scheduler.schedules.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain
 

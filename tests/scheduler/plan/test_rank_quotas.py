@@ -13,16 +13,17 @@ from random_plans import costs_of, plans, profiled_plans, steps
 
 from raymm.errors import InternalError, PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower
 from raymm.scheduler.schedule.memory import activation_peaks, peak_bytes
-from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost
+from raymm.scheduler.schedules.base import Task
+from raymm.scheduler.schedules.registry import SCHEDULES
 
 # Random plans, each scheduled several times.
 

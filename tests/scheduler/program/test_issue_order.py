@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from nccl_oracle import COMPUTE, operations, stuck
 from random_plans import alignment, chain, plans, profiled_plans, steps
 
-from raymm.scheduler.plan.plan import SCHEDULES, Plan
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.issue_order import Issue, SharedGradients, shared_gradients
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.schedules.registry import SCHEDULES
 
 
 def one_queue(process: int, communicator: object) -> None:

@@ -1,7 +1,7 @@
 """List scheduling of a step: every rank, when free, takes the best task that it can start.
 
-One engine for all schedules: :class:`.schedule_rules.Rules` define the parts of a backward and the
-memory limits, and a :class:`~raymm.scheduler.plan.policy.Policy` ranks the tasks. Times are those
+:class:`~raymm.scheduler.schedules.policy.Rules` define the parts of a backward and the memory
+limits, and a :class:`~raymm.scheduler.schedules.policy.Policy` ranks the tasks. Times are those
 that the simulator finds for the result.
 
 On a rank with quotas the best task may start together with others: of every other module with a
@@ -21,9 +21,10 @@ from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
-from raymm.scheduler.schedule.schedule_rules import Rules, Task
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
+from raymm.scheduler.schedules.base import Task
+from raymm.scheduler.schedules.policy import Rules
 from tests.scheduler.schedule.reference_stage_progress import UNKNOWN_SIZES, StageProgress
 
 # Number of microbatches for which a stage without a backward is planned ahead of its consumer. It

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.bounds import lower_bound, one_f_one_b_bound
@@ -21,6 +21,7 @@ from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
+from raymm.scheduler.schedules.registry import SCHEDULES
 from tests.scheduler.random_plans import profiled_plans
 
 Delays = dict[tuple[str, str], float]

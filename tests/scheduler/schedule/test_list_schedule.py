@@ -21,17 +21,16 @@ from raymm.errors import NoPlanError
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.graph.sample_ranges import Range, union
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.policy import policies
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.compiled import machine_code
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.schedule_program import to_program
-from raymm.scheduler.schedule.schedule_rules import Rules
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
+from raymm.scheduler.schedules.policy import Rules, policies
 from tests.scheduler.schedule.reference_list_schedule import ListScheduler as Reference
 
 NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program
@@ -21,6 +21,7 @@ from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, 
 from raymm.scheduler.schedule.memory import GIB, activation_peaks, check_memory, rank_memory
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.schedules.registry import SCHEDULES
 from tests.scheduler.random_plans import profiled_plans, steps
 
 

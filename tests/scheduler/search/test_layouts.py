@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, has_backward
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import FORWARDS, Op
 from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.schedules.registry import SCHEDULES
 from raymm.scheduler.search.find_plans import time_shared_plans
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_backbone, replicated
 from raymm.scheduler.search.stage_space import StageSpace

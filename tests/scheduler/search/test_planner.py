@@ -16,7 +16,7 @@ from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program, lower
@@ -24,6 +24,7 @@ from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network, edge_transfers
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.schedules.registry import SCHEDULES
 from raymm.scheduler.search.evaluation import Proposal, evaluate, step_timeline
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.module_degrees import make_plan

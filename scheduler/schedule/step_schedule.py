@@ -1,4 +1,4 @@
-"""Rules and results of list schedules."""
+"""Results of list schedules."""
 
 from __future__ import annotations
 
@@ -8,39 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raymm.scheduler.plan.policy import ONE_F_ONE_B, Policy
-from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.step_parts import OPS, Part
-
-
-class Task(NamedTuple):
-    """One operation of a stage on a microbatch; ``group`` is -1 outside concurrent groups."""
-    stage: StageId
-    microbatch: int
-    op: Op
-    group: int = -1
-    quota: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Kind of schedule to create.
-
-    Attributes:
-        flush: True if a stage runs all forwards before its first backward (GPipe); otherwise it
-            runs ahead by at most its depth (1F1B's warm-up).
-        split: True if B_w is a separate task where another stage waits for B_d. It becomes as
-            urgent as the tasks that wait for its memory.
-        early_recompute: True if a recomputation may start before its gradient arrives.
-        byte_limits: bytes of activations per rank.
-    """
-
-    policy: Policy = ONE_F_ONE_B
-    flush: bool = False
-    split: bool = False
-    early_recompute: bool = False
-    byte_limits: tuple[float, ...] | None = None
+from raymm.scheduler.schedules.base import Task
 
 
 class PartSchedule(NamedTuple):
@@ -68,7 +37,7 @@ class PartSchedule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """Tasks of a step, by part, and the seconds until the last task ends. ``early`` is True if a
     recomputation does not wait for its gradient."""
 

@@ -1,4 +1,4 @@
-"""Policies for the choice of a next task: the part of a schedule that is searched."""
+"""Rules of list scheduling, and policies for the choice of a next task, which are searched."""
 
 from __future__ import annotations
 
@@ -72,6 +72,27 @@ def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
 # 1F1B: run a forward while the stage may run ahead, because other ranks wait for it; otherwise a
 # backward, which lets the stage run ahead again.
 ONE_F_ONE_B = Policy((0, 1, 1, 2))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Kind of schedule to create.
+
+    Attributes:
+        flush: True if a stage runs all forwards before its first backward (GPipe); otherwise it
+            runs ahead by at most its depth (1F1B's warm-up).
+        split: True if B_w is a separate task where another stage waits for B_d. It becomes as
+            urgent as the tasks that wait for its memory.
+        early_recompute: True if a recomputation may start before its gradient arrives.
+        byte_limits: bytes of activations per rank.
+    """
+
+    policy: Policy = ONE_F_ONE_B
+    flush: bool = False
+    split: bool = False
+    early_recompute: bool = False
+    byte_limits: tuple[float, ...] | None = None
+
 
 # Policies worth trying, found on the 27 models of Cornstarch v1 with every combination of frozen
 # modules. From many more candidates, these came within a percent of the best on every model.
