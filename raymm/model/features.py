@@ -71,11 +71,7 @@ EXPORT = Feature(
 )
 PREFERENCES = Feature("preference training (DPO)", graph=_NO_TEXT)
 SOURCE_LOSSES = Feature("losses by data source", graph=_OWN_STEPS)
-REBALANCING = Feature(
-    "batches by measured costs (`rebalance`)",
-    vlm="its costs are measured by tower, while its data are grouped by kind of item",
-    graph=_OWN_STEPS,
-)
+REBALANCING = Feature("batches by measured costs (`rebalance`)", graph=_OWN_STEPS)
 
 FEATURES = (
     STEPS, TRAINER, FILES, PHASES, ADAPTERS, PIPELINED_PLANS, MULTIPLEXED_PLANS, GIVEN_SIZES,

@@ -23,7 +23,6 @@ from raymm.storage.export import export_model
 from tests.house import ROOT
 
 # A graph has no rows that could be pairs, of several sources, or grouped: nothing asks for these.
-# A DataConfig with a processor, which a Hugging Face VLM needs, refuses `rebalance`.
 NEVER_ASKED = {features.PREFERENCES, features.SOURCE_LOSSES, features.REBALANCING}
 
 

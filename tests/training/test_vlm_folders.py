@@ -61,17 +61,18 @@ def keys(folder):
     return names
 
 
-def losses_in_one_process(config):
+def losses_in_one_process(config, steps=STEPS, sampler=None):
     """Return losses of a loop over the model's own forward."""
     model = build_model(config)
     assert isinstance(model, PretrainedVlm)
-    rule = config.optimizer.build(STEPS)
+    rule = config.optimizer.build(steps)
     optimizer = torch.optim.AdamW(
         trainer_groups(model.materialize(), rule.weight_decay), lr=LR, betas=rule.betas,
         eps=rule.eps,
     )
     losses = []
-    for step in local_steps(with_vocabulary(config.data, model), steps=STEPS):
+    data = with_vocabulary(config.data, model)
+    for step in local_steps(data, steps=steps, sampler=sampler):
         optimizer.zero_grad()
         loss = model.loss(step.microbatches)
         loss.backward()

@@ -320,11 +320,6 @@ class DataConfig(Section):
                     raise ValueError(f"modalities.{name}.fps needs data.processor")
             return self
         self.tokenizer = self.tokenizer or self.processor
-        if self.batching.rebalance is not None:
-            raise ValueError(
-                f"batching.rebalance is {self.batching.rebalance!r}; accepted with a processor: "
-                "none"
-            )
         for name, modality in self.modalities.items():
             if name not in KINDS:
                 raise ValueError(
@@ -373,7 +368,20 @@ class DataConfig(Section):
                     f"batching.{field}: unknown modality {unknown[0]!r}; accepted: "
                     f"{', '.join(accepted)}"
                 )
+        planned_as = list(self.planned_as.values())
+        if shared := [n for n in batching.budgets if planned_as.count(self.planned_as.get(n)) > 1]:
+            raise ValueError(
+                f"batching.budgets.{shared[0]} is given, but with rebalance all items of a tower "
+                "are planned together; remove this budget or rebalance"
+            )
         return self
+
+    @property
+    def planned_as(self) -> dict[str, str]:
+        """Name under which each modality is planned: the tower of a Hugging Face VLM if costs are
+        measured, which they are by tower; else the modality itself."""
+        by_tower = self.processor is not None and self.batching.rebalance is not None
+        return {name: TOWER_OF[name] if by_tower else name for name in self.modalities}
 
     @model_validator(mode="after")
     def _sources_fit(self):

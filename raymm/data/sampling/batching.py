@@ -7,7 +7,7 @@ import importlib
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -180,11 +180,12 @@ def training_sampler(
         # Items that all have the same large number of tokens are planned in units of that number:
         # the planner considers such granularity only for small numbers.
         common = np.maximum(np.gcd.reduce(sizes.values, axis=0), 1)
-        coarse = replace_values(sizes, sizes.values // common)
+        coarse = replace(sizes, values=sizes.values // common)
         options = batching.options
         if "budgets" in options:
             suggested = suggest_budgets(coarse, samples) * common
-            budgets = dict(zip(sizes.names, suggested.tolist(), strict=True)) | batching.budgets
+            limits = {config.planned_as.get(n, n): most for n, most in batching.budgets.items()}
+            budgets = dict(zip(sizes.names, suggested.tolist(), strict=True)) | limits
             budgets = np.array(checked_budgets(sizes, list(budgets.values())))
             options["budgets"] = (budgets // common).tolist()
         sizes = coarse
@@ -196,17 +197,13 @@ def training_sampler(
     return sampler
 
 
-def replace_values(sizes: SampleSizes, values: np.ndarray) -> SampleSizes:
-    return SampleSizes(sizes.names, values, sizes.sources, sizes.padded)
-
-
 def sample_sizes(
     samples: SampleScan, config: DataConfig, tokens: Mapping[str, ItemTokens]
 ) -> SampleSizes:
-    """Compute the units of every sample, by modality and for ``"text"``. A modality is measured by
-    its function in ``data.batching.units``, by default in tokens of its encoder. ``"text"`` counts
-    the tokens of the language model. Raise a ``DataError`` for a units function that cannot be
-    imported or returns invalid units."""
+    """Compute the units of every sample, by ``config.planned_as`` and for ``"text"``. A modality is
+    measured by its function in ``data.batching.units``, by default in tokens of its encoder.
+    ``"text"`` counts the tokens of the language model. Raise a ``DataError`` for a units function
+    that cannot be imported or returns invalid units."""
     units: dict[str, Units] = {}
     text = samples.text_tokens.copy()
     for name, counts in samples.counts.items():
@@ -219,8 +216,13 @@ def sample_sizes(
         else:
             units[name] = lambda items, each=per_item.encoder: np.full(len(items), each, np.int64)
     sizes = samples.sizes(units)
-    values = np.concatenate([sizes.values[:, :-1], text[:, None]], axis=1)
-    return replace_values(sizes, values)
+    columns: dict[str, np.ndarray] = {}
+    for name, column in zip(samples.counts, sizes.values.T, strict=False):
+        planned_as = config.planned_as[name]
+        columns[planned_as] = columns.get(planned_as, 0) + column
+    columns["text"] = text
+    values = np.stack(list(columns.values()), axis=1)
+    return replace(sizes, names=tuple(columns), values=values)
 
 
 def _units(modality: str, name: str) -> Units:

@@ -179,8 +179,11 @@ def test_unusable_samples_are_named_and_can_be_skipped(tmp_path):
 
 
 def test_impossible_settings_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="accepted with a processor: none"):
-        config("gemma3", batching={"method": "balanced", "rebalance": 5})
+    with pytest.raises(ValueError, match=r"budgets\.video is given, but with rebalance"):
+        config(
+            "gemma3", modalities={"image": {"column": "images"}, "video": {"column": "videos"}},
+            shuffle=True, batching={"method": "balanced", "rebalance": 5, "budgets": {"video": 90}},
+        )
     with pytest.raises(ValueError, match="accepted with a processor: image, video, audio"):
         config("gemma3", modalities={"vision": {"column": "images"}})
     with pytest.raises(ValueError, match="accepted with data.processor: neither"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from raymm.config.vlm import example_batch
 from raymm.data import DataConfig, local_steps, open_split, scan
 from raymm.data.loading.processed import ProcessedSizes, measure_of
-from raymm.data.sampling.batching import training_sampler
+from raymm.data.sampling.batching import sample_sizes, training_sampler
+from raymm.data.sampling.scan_result import SampleScan
 from raymm.monitor.balance import microbatch_loads
 from tests.tiny_folders import modalities, tiny
 
@@ -55,7 +57,39 @@ def test_microbatches_of_a_balanced_step_are_similar(tmp_path):
     assert spread["balanced"] < spread["random"] / 2
 
 
-def test_measured_costs_are_refused(tmp_path):
-    batching = {"method": "balanced", "rebalance": 5}
-    with pytest.raises(ValueError, match="rebalance is .*accepted with a processor: none"):
-        configured("gemma3", tmp_path, batching=batching)
+@pytest.mark.parametrize("rebalance", [None, 5])
+def test_measured_costs_are_those_of_towers(tmp_path, rebalance):
+    config = configured(
+        "gemma3", tmp_path, batching={"method": "balanced", "rebalance": rebalance},
+        modalities={"image": {"column": "images"}, "video": {"column": "videos"}},
+    )
+    counts = {"image": np.array([2, 0]), "video": np.array([1, 1])}
+    items = {"image": np.array([[7, 1, 1], [9, 1, 1]]), "video": np.array([[30, 1, 1], [50, 1, 1]])}
+    scanned = SampleScan(
+        np.array([5, 6]), counts, items, np.zeros(2, np.int64), ("one",), np.zeros(0, np.int64), ()
+    )
+    sizes = sample_sizes(scanned, config, {})
+    if rebalance is None:
+        assert sizes.names == ("image", "video", "text")
+        assert sizes.values.tolist() == [[16, 30, 5], [0, 50, 6]]
+    else:
+        assert sizes.names == ("vision", "text")
+        assert sizes.values.tolist() == [[46, 5], [50, 6]]
+
+
+def test_budgets_hold_with_measured_costs(tmp_path):
+    batching = {"method": "balanced", "cache": str(tmp_path), "rebalance": 5}
+    most = 3 * example_batch(configured("gemma3", tmp_path))["pixel_values"][0].numel()
+    config = configured(
+        "gemma3", tmp_path, batching={**batching, "budgets": {"image": most}}, microbatches=1
+    )
+    (plain, limited) = (
+        training_sampler(c, open_split(c, "train"), measure=measure_of(c))
+        for c in (configured("gemma3", tmp_path, batching=batching, microbatches=1), config)
+    )
+    loads = [
+        max(microbatch_loads(step.meta, ["vision"], True)[:, 0].max()
+            for step in local_steps(config, steps=6, sampler=sampler))
+        for sampler in (plain, limited)
+    ]  # fmt: skip
+    assert loads[1] <= most < loads[0]
