@@ -311,11 +311,13 @@ def _export(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, args.overrides)
     check_files(config)
-    from raymm.config.build import build_model
-    from raymm.storage.export import export_model
     from raymm.training.under_way import UnderWay
 
-    with UnderWay(Console(stderr=True), "reading the model") as work:
+    with UnderWay(Console(stderr=True), "loading torch and transformers") as work:
+        from raymm.config.build import build_model
+        from raymm.storage.export import export_model
+
+        work.update("reading the model")
         model = build_model(config)
         work.update("exporting the model")
         folders = export_model(

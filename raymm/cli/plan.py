@@ -90,16 +90,17 @@ def _run_plan(args: argparse.Namespace) -> None:
         *(where if args.out is None else ("--out", args.out)), *plan_files(suffix)
     )
     output.check()
-    from raymm.config.build import build_model
-    from raymm.model.trainable_layers import counts_text
-    from raymm.training.run_start import with_vocabulary
-
     if args.microbatches is not None:
         config = _with_microbatches(config, args.microbatches)
     console = Console()
     if not console.is_terminal:  # a file has no limited width
         console = Console(width=max(console.width, FILE_WIDTH))
-    with UnderWay(console, "reading the model"):
+    with UnderWay(console, "loading torch and transformers") as work:
+        from raymm.config.build import build_model
+        from raymm.model.trainable_layers import counts_text
+        from raymm.training.run_start import with_vocabulary
+
+        work.update("reading the model")
         model = build_model(config)
         config = config.model_copy(update={"data": with_vocabulary(config.data, model)})
         plan = given_plan(config, model)
