@@ -32,10 +32,11 @@ def test_two_halves_equal_an_uninterrupted_run(raymm, make_config, tmp_path, ray
     ({"optimizer.name": "custom_updates:absent"}, "optimizer.name is 'custom_updates:absent'"),
     ({"optimizer.name": "custom_updates:counting"}, "a resumed run would differ"),
     ({"optimizer.schedule": "custom_updates:late"}, "for step 4 it raised IndexError"),
-    ({"optimizer.name": "custom_updates:normalised", "parallel.language_model":
-      {"tp": 2, "ranks": [0]}}, "tp of 'llm' is 2, under which no process has a full matrix"),
+    ({"optimizer.name": "custom_updates:normalised", "parallel": {
+        "encoders": {"vision": {"ranks": [0]}}, "language_model": {"tp": 2, "ranks": [1]},
+    }}, "tp of 'llm' is 2, under which no process has a full matrix"),
 ])  # fmt: skip
-def test_what_cannot_be_exact_is_refused_first(raymm, make_config, changes, says, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # no cluster is contacted
-    code, text = raymm("train", make_config({**UPDATES, "run.steps": 6, **changes}))
+def test_what_cannot_be_exact_is_refused_first(raymm, make_config, changes, says):
+    """``raymm plan`` runs the checks of ``raymm train`` without a cluster."""
+    code, text = raymm("plan", make_config({**UPDATES, "run.steps": 6, **changes}))
     assert code == 2 and says in " ".join(text.split()), text
