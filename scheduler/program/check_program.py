@@ -372,8 +372,8 @@ class _Play:
                 continue
             for member in shared.ranks:
                 position, issues = self._position[member], self.issues[member]
-                last = shared.last.get(member, -1)
-                if position == last + 1 and (not issues or issues[-1].before <= last):
+                last = shared.last.get(member)  # None for a replica without work in this step
+                if last == position - 1 and (not issues or issues[-1].before <= last):
                     position = last  # nothing else began, so it may begin while that runs
                 issues.append(Issue(position, stages=shared.stages))
 

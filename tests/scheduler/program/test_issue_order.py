@@ -142,6 +142,19 @@ def test_sums_of_replicas_begin_within_their_last_backward(schedule) -> None:
         assert begins.before == max(backwards)
 
 
+def test_a_replica_without_samples_begins_sums_in_the_order_of_the_others() -> None:
+    """Give both stages of the second replica to one rank, and its only microbatch to the first."""
+    plan = chain(2, 1)
+    copies = [replace(stage, replica=1, rank=2) for stage in plan.stages]
+    plan = replace(plan, stages=(*plan.stages, *copies), shared_ranks=(2,))
+    program = full_program(plan)
+    shared = shared_of(plan)
+    issues = check_program(program, shared).issues
+    assert not stuck(operations(program, issues, shared), one_queue, host_blocks=True)
+    first, second = (stage.id for stage in plan.stages[:2])
+    assert issues[2] == (Issue(0, stages=(second,)), Issue(0, stages=(first,)))
+
+
 def test_receives_are_posted_when_their_message_is_due() -> None:
     program = full_program(chain(4, 16))
     for instructions, issues in zip(program, check_program(program).issues, strict=True):
