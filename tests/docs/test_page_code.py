@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raymm.actors.optimizer.custom_optimizer import optimizer_traits
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from tests.docs.pages import blocks
+from tests.parity.test_pipelined_graphs import check
 
 TINY = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
 PROGRAMS: dict[str, list[str]] = defaultdict(list)
@@ -41,10 +42,14 @@ def masks_hide(names):
     assert same[600:].all() and not same[300:600].any()
 
 
-def loss_is_a_number(names):
+def losses_are_those_of_one_process(names):
+    """Check that the loss of parts is a number, and train the graph next to one process."""
     model, pictures = names["model"], names["pictures"]
     loss = model(input_ids=names["ids"], labels=names["labels"], vision=pictures)
     assert torch.isfinite(loss)
+    batch = names["batch"]
+    others = [{**batch, "latents": batch["latents"] * (number + 2)} for number in range(2)]
+    check(names["dag"], names["plan"], [[one] for one in (batch, *others)])
 
 
 def plan_can_be_read(names):
@@ -69,7 +74,7 @@ def extensions_are_accepted(names):
 
 BEFORE = {"docs/masks.md": model_folder}
 AFTER = {
-    "docs/masks.md": masks_hide, "docs/own-model.md": loss_is_a_number,
+    "docs/masks.md": masks_hide, "docs/own-model.md": losses_are_those_of_one_process,
     "docs/planning.md": plan_can_be_read, "docs/notebooks.md": model_has_taken_a_step,
     "docs/extending.md": extensions_are_accepted,
 }  # fmt: skip
