@@ -52,7 +52,7 @@ def schedule_name(schedule: ScheduleChoice) -> str:
 
 def pipeline_schedule(schedule: ScheduleChoice) -> str:
     """Return :func:`schedule_name` of a schedule of pipelines. Raise ``PlanError`` for another."""
-    name = schedule_name(schedule)
+    name = schedule if isinstance(schedule, str) else schedule_name(schedule)
     if name not in pipeline_schedules():
         raise _unknown(name, pipeline_schedules())
     return name
