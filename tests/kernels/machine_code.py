@@ -120,14 +120,19 @@ def key(target: Target, sources: Mapping[str, str]) -> str:
     return digest(target.launch, sources, ("cuda", target.architecture, 32))
 
 
-def found(wanted: list[Target]) -> dict[Target, MachineCode]:
-    """Return stored results, and new results of changed kernels."""
+def recorded(wanted: list[Target]) -> dict[Target, MachineCode]:
+    """Return stored results whose kernels, arguments and compiler are unchanged."""
     rows = json.loads(RECORD.read_text()) if RECORD.is_file() else []
     kept = {row["digest"]: MachineCode(**row["code"]) for row in rows}
     sources = kernel_sources()
-    changed = [target for target in wanted if key(target, sources) not in kept]
-    codes = {t: kept[key(t, sources)] for t in wanted if t not in changed}
-    if changed:
+    digests = {target: key(target, sources) for target in wanted}
+    return {target: kept[digest] for target, digest in digests.items() if digest in kept}
+
+
+def found(wanted: list[Target]) -> dict[Target, MachineCode]:
+    """Return stored results, and new results of changed kernels."""
+    codes = recorded(wanted)
+    if changed := [target for target in wanted if target not in codes]:
         with compilers(compiling=read) as read_all:
             codes |= dict(zip(changed, read_all(changed), strict=True))
     return {target: codes[target] for target in wanted}

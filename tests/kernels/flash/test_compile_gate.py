@@ -14,6 +14,8 @@ if platform.system() != "Linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
 from compiled_kernels import HEAD_DIMS, Launch, compilers, launches, recorded
+from machine_code import recorded as recorded_code
+from machine_code import targets
 
 SHARED_BYTES = 232_448
 """Limit of a program on sm_90 (227 KB)."""
@@ -38,6 +40,15 @@ def test_no_spills(dtype):
     large = [r for r in reports if r.launch.kernel.startswith("attention")]
     if dtype != "float32":
         assert all(report.tensor_cores for report in large)
+
+
+def test_stored_results_are_current():
+    """Check that results are stored anew after a change of a kernel, a local variable's name or
+    Triton. Otherwise every run of the tests compiles all kernels, for minutes."""
+    remedy = "run `python tests/kernels/{}.py --record`"
+    wanted = [launch for dtype in HEAD_DIMS for launch in launches(dtype)]
+    assert recorded(wanted).keys() == set(wanted), remedy.format("compiled_kernels")
+    assert recorded_code(targets()).keys() == set(targets()), remedy.format("machine_code")
 
 
 def test_the_gate_sees_spills_and_shared_memory():
