@@ -8,22 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raymm.actors.adapters.lora import disable_dropout
 from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.cut import CutInfo, stage_parameters
-from raymm.actors.modules.message import Message, MicrobatchContext, StageModule, first_tensor
+from raymm.actors.modules.message import Message, MicrobatchContext, first_tensor
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.modules.projector import Projector
-from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.stages.draw_grids import sample_rows, share_of_rows
 from raymm.actors.stages.item_shares import ITEMS, ItemShares
 from raymm.actors.stages.part_forward import PartForward
+from raymm.actors.stages.stage import Call, Stage
 from raymm.actors.stages.stage_inputs import (
     Reads,
     from_side,
@@ -80,6 +79,11 @@ class EncoderSpec:
         return self.num_blocks + (self.projector is not None)
 
 
+def later_inputs(side: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> dict[str, Any]:
+    """Return the module's arguments that came with a hidden state."""
+    return from_side({name: value for name, value in side.items() if name != ITEMS}, hidden.device)
+
+
 def token_features(output: Any) -> torch.Tensor:
     """Return encoder output (B, T, C); flatten maps (B, C, H, W), and make vectors (B, C) one
     token."""
@@ -89,7 +93,7 @@ def token_features(output: Any) -> torch.Tensor:
     return features[:, None] if features.dim() == 2 else features
 
 
-class EncoderStage(StageModule):
+class EncoderStage(Stage):
     """Layers [lo, hi) of an encoder chain: its blocks, then its projector as the last layer.
 
     A complete chain (0, ``num_layers``) is the single-process reference. A stage with only the
@@ -212,25 +216,10 @@ class EncoderStage(StageModule):
         modules = [module for module in (self.module, self.projector) if module is not None]
         return any(callbacks) or any(may_draw(module, (Projector,)) for module in modules)
 
-    def shard_parameters(
-        self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
-        device: torch.device, compute_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        """Shard the blocks' parameters over a group with FSDP; the projector is not sharded.
-
-        Args:
-            plans: plan of the module under ``"module"``.
-            compute_dtype: dtype in which matrices are gathered; None keeps their dtype.
-        """
-        shard_parameters(self, self.module, plans["module"], group, device, compute_dtype)
-
-    def run(
-        self,
-        inputs: dict[str, Any] | None,
-        received: dict[str, Message],
-        context: MicrobatchContext,
-    ) -> Message:
-        """Run one microbatch.
+    def receive(
+        self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext
+    ) -> Call:
+        """Return the call of the module.
 
         Args:
             inputs: the encoder's keyword arguments on the first stage; then those that callbacks
@@ -239,86 +228,90 @@ class EncoderStage(StageModule):
         """
         preprocess = self.spec.preprocess
         self._set_rows(context, {})
-        if inputs is not None and FEATURES in inputs:
+        if FEATURES in inputs:
             cached = message_of_entries(inputs)
             if not cached.side:
-                return self._with_projector(cached.tensors[0], {}, {}, context)
+                return Call(cached.tensors[0], {}, {}, done=True)
             received = {self.spec.name: cached}
             if self.first:  # a complete chain: zero inputs, to infer shapes
                 inputs, preprocess = from_side(cached.side, cached.tensors[0].device), None
-        received_hidden: torch.Tensor | None = None
-        if self.first:
-            inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
-            if context.samples:
-                inputs = self._of_samples(inputs, context)
-            if preprocess is not None:
-                context.enter("preprocess")
-                inputs = preprocess(inputs)
-            count = None
-            if self._items is not None:
-                inputs, count = self._items.own_inputs(inputs)
-            ports = {p.name: inputs[p.name] for p in self.spec.ports if p.name in inputs}
-            model_inputs = {name: value for name, value in inputs.items() if name not in ports}
-            side = to_side(model_inputs, self.spec.travels, self.spec.name) if self._cut else {}
-            if count is not None:
-                side[ITEMS] = torch.tensor(count, device="cpu")
-        else:
-            received_hidden, side, ports = self._from_stages(received)
-            inputs = from_side(
-                {name: value for name, value in side.items() if name != ITEMS},
-                received_hidden.device,
-            ) | ports
-        self._set_rows(context, side)
-        if self._forward is not None:
-            try:
-                with self._sharing or nullcontext():
-                    output = self._forward(received_hidden, context, **inputs)
-            except ForwardLeft as cut:
-                return message_of(cut.value, ports, side, self.optional)
+        call = self._begin(inputs, preprocess, context) if self.first else self._resume(received)
+        self._set_rows(context, call.side)
+        return call
+
+    def _begin(
+        self, inputs: dict[str, Any], preprocess: Callable | None, context: MicrobatchContext
+    ) -> Call:
+        """Return the call of the first stage, for the items of this process."""
+        inputs = {k: v for k, v in inputs.items() if k != "sample_index"}
+        if context.samples:
+            inputs = self._of_samples(inputs, context)
+        if preprocess is not None:
+            context.enter("preprocess")
+            inputs = preprocess(inputs)
+        items = {}
+        if self._items is not None:
+            inputs, count = self._own_items(inputs, self._items)
+            items[ITEMS] = torch.tensor(count, device="cpu")
+        ports = {p.name: inputs[p.name] for p in self.spec.ports if p.name in inputs}
+        model_inputs = {name: value for name, value in inputs.items() if name not in ports}
+        side = to_side(model_inputs, self.spec.travels, self.spec.name) if self._cut else {}
+        return Call(None, inputs, side | items, ports)
+
+    def _own_items(
+        self, inputs: dict[str, Any], items: ItemShares
+    ) -> tuple[dict[str, Any], int]:
+        """Return the inputs of this process's items, and the value of :data:`ITEMS`."""
+        return items.own_inputs(inputs)
+
+    def _resume(self, received: dict[str, Message]) -> Call:
+        """Return the call of a stage after the first."""
+        hidden, side, ports = from_stages(received, self.spec.name)
+        return Call(hidden, later_inputs(side, hidden) | ports, side, ports)
+
+    def forward(self, call: Call, context: MicrobatchContext) -> Any:
+        if self._forward is None or call.done:
+            return call.hidden
+        with self._sharing or nullcontext():
+            return self._forward(call.hidden, context, call.relays, **call.inputs)
+
+    def pass_on(self, left: ForwardLeft, call: Call) -> Message:
+        return message_of(left.value, call.ports, call.side, self.optional)
+
+    def outputs(self, output: Any, call: Call, context: MicrobatchContext) -> Message:
+        """Apply callbacks, and the projector if the stage has it."""
+        if self._forward is not None and not call.done:
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
                 raise ModelError(
                     f"{self.spec.name} returns the hidden states of all its blocks, but with cp "
                     "above 1 each process has only its own tokens of them; accepted: a model that "
                     "returns its last hidden state only (output_hidden_states=False), or cp 1"
                 )
-            output = self._after_module(inputs, side, output, context)
+            output = self._after_module(output, call, context)
             if not self.hands_on_features:
-                return self._finished(inputs, output, side, context)
-            hidden = token_features(output)
-        else:
-            assert received_hidden is not None  # received from the module's last stage
-            hidden = received_hidden
-        return self._with_projector(hidden, inputs, side, context)
-
-    def _with_projector(
-        self, hidden: torch.Tensor, inputs: dict[str, Any], side: dict[str, torch.Tensor],
-        context: MicrobatchContext,
-    ) -> Message:  # fmt: skip
-        """Apply the projector, if the stage has it, and return the stage's message."""
+                return self._finished(output, call, context)
+            output = token_features(output)
         if self.projector is not None:
             context.enter("projector")
-            hidden = self.projector(hidden)
+            output = self.projector(output)
             if self.spec.postprocess_projector is not None:
                 context.enter("postprocess_projector")
                 with Reads("postprocess_projector", self.spec.name).observed() as reads:
-                    shown = self._shown(inputs, side, reads)
-                    hidden = first_tensor(self.spec.postprocess_projector(shown, hidden))
+                    shown = self._shown(call, reads)
+                    output = first_tensor(self.spec.postprocess_projector(shown, output))
         if self._exchange is not None:
-            hidden = contribute_once(hidden, self._exchange)
+            output = contribute_once(output, self._exchange)
         if self._unfinished:
-            return message_of(hidden, {}, side, self.optional)
-        return self._finished(inputs, hidden, side, context)
+            return message_of(output, {}, call.side, self.optional)
+        return self._finished(output, call, context)
 
-    def _finished(
-        self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
-        context: MicrobatchContext,
-    ) -> Message:  # fmt: skip
+    def _finished(self, output: Any, call: Call, context: MicrobatchContext) -> Message:
         """Return the message of the module's last stage.
 
         Raises:
             ModelError: processes split items, and the output does not have one row per item.
         """
-        hidden = output if self._items is None else self._items.whole(output, side)
+        hidden = output if self._items is None else self._items.whole(output, call.side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
             raise ModelError(
                 f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
@@ -327,16 +320,7 @@ class EncoderStage(StageModule):
             )
         return message_of(hidden, {}, {}, self.optional)
 
-    def _from_stages(
-        self, received: dict[str, Message]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the hidden state, side tensors and ports of a stage after the first."""
-        return from_stages(received, self.spec.name)
-
-    def _after_module(
-        self, inputs: dict[str, Any], side: dict[str, torch.Tensor], output: Any,
-        context: MicrobatchContext,
-    ) -> Any:  # fmt: skip
+    def _after_module(self, output: Any, call: Call, context: MicrobatchContext) -> Any:
         callback = self.spec.postprocess_module
         if callback is None:
             return output
@@ -344,13 +328,11 @@ class EncoderStage(StageModule):
         with Reads("postprocess_module", self.spec.name).observed() as reads:
             if self._blocks[0] > 0:
                 output = shown_output(output, self.spec.lost, reads)
-            return callback(self._shown(inputs, side, reads), output)
+            return callback(self._shown(call, reads), output)
 
-    def _shown(
-        self, inputs: dict[str, Any], side: dict[str, torch.Tensor], reads: Reads
-    ) -> dict[str, Any]:
+    def _shown(self, call: Call, reads: Reads) -> dict[str, Any]:
         """Return inputs for callbacks; reading a value that this stage lacks raises."""
-        return inputs if self.first else shown_inputs(inputs, ghosts(side), reads)
+        return call.inputs if self.first else shown_inputs(call.inputs, ghosts(call.side), reads)
 
     def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
         """Select the items of the stage's samples."""

@@ -1,4 +1,6 @@
-"""Items of an encoder that are split over processes; each process gets the features of all items.
+"""Items of an encoder, and rows of a language model, that are split over processes.
+
+Each process gets the features of all items.
 
 Legend: ``N`` items.
 """
@@ -10,7 +12,14 @@ from typing import Any
 
 import torch
 
-from raymm.actors.sharding.sample_rows import count_items, shares, take_items
+from raymm.actors.sharding.sample_rows import (
+    count_items,
+    row_shares,
+    shares,
+    take_items,
+    take_rows,
+)
+from raymm.actors.stages.draw_grids import rows_of_share
 from raymm.errors import ModelError
 from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.p2p import Exchange
@@ -67,3 +76,40 @@ class ItemShares:
 
     def _all(self, side: Mapping[str, torch.Tensor]) -> list[range]:
         return shares(int(on_host(side[ITEMS])), self._exchange.size)
+
+
+class RowShares:
+    """Rows of a microbatch of a language model; one process has all until :meth:`share`.
+
+    Args:
+        together: number of adjacent rows that stay on one process.
+    """
+
+    def __init__(self, together: int) -> None:
+        self._together = together
+        self._exchange: Exchange | None = None
+
+    @property
+    def is_split(self) -> bool:
+        return self._exchange is not None
+
+    def share(self, exchange: Exchange) -> None:
+        """Split the rows over the processes of an exchange."""
+        self._exchange = exchange
+
+    def own(self, count: int) -> range:
+        """Return the rows of this process, of ``count``."""
+        if self._exchange is None:
+            return range(count)
+        return row_shares(count, self._exchange.size, self._together)[self._exchange.rank]
+
+    def take(
+        self, merged: dict[str, Any], packing: bool
+    ) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """Return the entries of this process's rows (:func:`take_rows`), and, if rows are split,
+        their position for random numbers (:func:`rows_of_share`)."""
+        if self._exchange is None:
+            return merged, None
+        drawn = rows_of_share(self.own(len(merged["targets"])) or range(1), merged, packing)
+        rank, size = self._exchange.rank, self._exchange.size
+        return take_rows(merged, rank, size, self._together), drawn

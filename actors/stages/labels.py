@@ -1,4 +1,4 @@
-"""Labelled positions of a microbatch, and the losses of answer pairs."""
+"""Labelled positions of a microbatch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import SOURCES, SourceSums
-from raymm.actors.sharding.sample_rows import row_shares
-from raymm.kernels.collectives.gather_tokens import CONTRIBUTOR
-from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import to_device
-from raymm.kernels.preference import PreferenceLoss
 
 PAIR = 2
 """Number of rows of an answer pair, which stay on one process when a microbatch's rows are split.
@@ -112,51 +108,3 @@ class Labelled:
         counts = torch.bincount(numbers, minlength=len(rows)).tolist()
         by_row = zip(values.split(counts), labels.split(counts), strict=True)
         return torch.stack([function(row_values, targets) for row_values, targets in by_row])
-
-
-def pair_shares(count: int, samples: Exchange | None) -> range:
-    """Return this process's part of ``count`` rows of answer pairs; all without an exchange."""
-    if samples is None:
-        return range(count)
-    return row_shares(count, samples.size, PAIR)[samples.rank]
-
-
-def compared(
-    loss: PreferenceLoss, labelled: Labelled,
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor,
-    rows: range, reference: torch.Tensor | None, tokens: Exchange | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities of rows, and their summed pair loss if the reference is given.
-
-    Args:
-        labelled: labels that encode their row (:func:`with_sources`).
-        function: maps values (N, ...) and labels to the sum of cross entropies.
-        rows: rows of this process. If empty, it computes another process's row, with no effect.
-        reference: (B,) reference log-probabilities of all rows of the microbatch.
-        tokens: the processes that split the rows' tokens. Each has the gradient for its own tokens;
-            only the first process returns a non-zero loss.
-    """
-    if not rows:
-        nothing = function(values, labelled.targets)
-        return nothing.detach().new_zeros(0), None if reference is None else nothing
-    scores = -labelled.row_sums(function, values, rows)
-    if tokens is not None:
-        scores = _summed(scores, tokens)
-    if reference is None:
-        return scores, None
-    total = loss(scores, reference[rows.start : rows.stop])
-    if tokens is not None and tokens.rank != CONTRIBUTOR:
-        total = total - total.detach()
-    return scores, total
-
-
-def _summed(scores: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Sum over processes in rank order, for identical bits; only the local part has a gradient."""
-    peers = [rank for rank in range(exchange.size) if rank != exchange.rank]
-    local = scores.detach()
-    received = exchange.start(
-        [(rank, local) for rank in peers],
-        [(rank, (tuple(local.shape), local.dtype)) for rank in peers], local.device,
-    ).wait()
-    scores_of = dict(zip(peers, received, strict=True)) | {exchange.rank: scores}
-    return torch.stack([scores_of[rank] for rank in range(exchange.size)]).sum(0)

@@ -22,8 +22,9 @@ from raymm.actors.modules.node import (
     inputs_left_alone,
     outputs_of,
 )
-from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.stage_inputs import from_side
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, later_inputs
+from raymm.actors.stages.stage import Call
+from raymm.actors.stages.stage_inputs import from_side, from_stages
 from raymm.kernels.collectives.gather_tokens import CONTRIBUTOR, contribute_once
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -90,18 +91,17 @@ class NodeStage(EncoderStage):
         with inputs_left_alone(self.node, arguments):
             return super().run(arguments, {}, context)
 
-    def _from_stages(
-        self, received: dict[str, Message]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the hidden state, side tensors and ports; ports may come from other modules."""
-        hidden, side, ports = super()._from_stages(received)
+    def _resume(self, received: dict[str, Message]) -> Call:
+        """Return the call of a stage after the first; ports may come from other modules."""
+        hidden, side, ports = from_stages(received, self.spec.name)
         for port in self.spec.ports:
             message = received.get(port.producers[0], Message((), {}))
             for name, tensor in zip(message.names, message.tensors, strict=True):
                 if name == port.output:
                     ports[port.name] = tensor
         have = {shape_entry(name, port)[0] for name, port in ports.items()}
-        return hidden, {n: entry for n, entry in side.items() if n not in have}, ports
+        side = {name: entry for name, entry in side.items() if name not in have}
+        return Call(hidden, later_inputs(side, hidden) | ports, side, ports)
 
     def _arguments(
         self, entries: dict[str, Any], received: Mapping[str, Message],
@@ -128,17 +128,15 @@ class NodeStage(EncoderStage):
         """Return the inputs unchanged: entries are split by samples before they are sent."""
         return inputs
 
-    def _finished(
-        self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
-        context: MicrobatchContext,
-    ) -> Message:  # fmt: skip
+    def _finished(self, output: Any, call: Call, context: MicrobatchContext) -> Message:
         """Return the module's floating-point outputs by name, the other outputs as side tensors.
 
         Raises:
             ModelError: the outputs do not fit the module's description.
         """
+        side = call.side
         if self.spec.chain and self.node.postprocess is not None:
-            output = self.node.postprocess(inputs, output)
+            output = self.node.postprocess(call.inputs, output)
         outputs = outputs_of(self.node, output, self._samples_of(side))
         loss = None
         if self.node.loss:

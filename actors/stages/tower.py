@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.features.root_features import FEATURE, RootCall, RootForm
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.sharding.vlm.item_rows import each_item, gather_parts, items_of_share
-from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, later_inputs
 from raymm.actors.stages.features import Form
-from raymm.actors.stages.item_shares import ITEMS
+from raymm.actors.stages.item_shares import ITEMS, ItemShares
+from raymm.actors.stages.stage import Call
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.model_part import PartSource
 from raymm.errors import ForwardLeft, InternalError
@@ -53,55 +53,46 @@ class TowerStage(EncoderStage):
 
     spec: TowerSpec
 
-    def run(
-        self,
-        inputs: dict[str, Any] | None,
-        received: dict[str, Message],
-        context: MicrobatchContext,
-    ) -> Message:
-        """Run one microbatch; ``inputs`` are arguments of the call, on the tower's first stage.
+    def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
+        """Return the inputs unchanged: samples of towers are not split by a plan."""
+        return inputs
+
+    def _own_items(
+        self, inputs: dict[str, Any], items: ItemShares
+    ) -> tuple[dict[str, Any], int]:
+        spec = self.spec
+        return items_of_share(
+            spec.name, inputs, items.rank, items.processes, spec.zeros_left_out
+        )
+
+    def _resume(self, received: dict[str, Message]) -> Call:
+        (message,) = received.values()
+        hidden, *relays = message.tensors
+        return Call(hidden, later_inputs(message.side, hidden), dict(message.side), {}, relays)
+
+    def forward(self, call: Call, context: MicrobatchContext) -> Any:
+        inputs = {**call.inputs, **dict(self.spec.constants)}
+        return super().forward(replace(call, inputs=inputs), context)
+
+    def pass_on(self, left: ForwardLeft, call: Call) -> Message:
+        return Message((left.value, *left.relays), call.side)
+
+    def outputs(self, output: Any, call: Call, context: MicrobatchContext) -> Message:
+        """Return the message to the language model, with the features of all items.
 
         Raises:
             ModelError: the features have another structure than in the probe.
         """
-        spec = self.spec
-        assert self._forward is not None and spec.form is not None  # a probed tower
-        hidden, relays = None, ()
-        if self.first:
-            inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
-            items = None
-            if self._items is not None:
-                inputs, items = items_of_share(
-                    spec.name, inputs, self._items.rank, self._items.processes,
-                    spec.zeros_left_out,
-                )
-            side = to_side(inputs, spec.travels, spec.name) if self._cut else {}
-            if items is not None:
-                side[ITEMS] = torch.tensor(items, device="cpu")
-        else:
-            (message,) = received.values()
-            (hidden, *relays), side = message.tensors, dict(message.side)
-            shown = {name: value for name, value in side.items() if name != ITEMS}
-            inputs = from_side(shown, hidden.device)
-        self._set_rows(context, side)
-        try:
-            with self._sharing or nullcontext():
-                output = self._forward(hidden, context, relays, **inputs, **dict(spec.constants))
-        except ForwardLeft as cut:
-            return Message((cut.value, *cut.relays), side)
-        return self._features(output, side)
-
-    def _features(self, output: Any, side: dict[str, torch.Tensor]) -> Message:
-        """Return the message to the language model, with the features of all items."""
         form = self.spec.form
-        assert form is not None  # see run
+        assert form is not None  # a probed tower
         tensors, form_side = form.packed(output)
         if self._exchange is not None:
             tensors = tuple(contribute_once(tensor, self._exchange) for tensor in tensors)
         if self._items is None:
             return Message(tensors, form_side)
         shards = form.parts(tensors, form_side, self.spec.layers)
-        if not int(on_host(side[ITEMS])):  # the process had no item and ran another process's one
+        # Without own items, the process ran another process's one.
+        if not int(on_host(call.side[ITEMS])):
             shards = [shard[:0] for shard in shards]
         gathered = gather_parts(shards, self._items.exchange)
         return Message(*form.of_parts(gathered, form_side, self.spec.layers))
@@ -176,7 +167,7 @@ class FeaturedTowerStage(TowerStage):
         cached = spec.root.output([to_device(each, device) for each in features])
         with self._root.returning(cached):
             output = self._forward(None, context, (), **arguments, **dict(spec.constants))
-        return self._features(output, {})
+        return self.outputs(output, Call(None, arguments, {}), context)
 
     def _keep(self, keys: Sequence[str], items: Sequence[Sequence[torch.Tensor]]) -> None:
         if self.writer is None or not keys:

@@ -7,7 +7,8 @@ integers (grids, sizes) and the shapes of floats are sent.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -18,18 +19,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.modules.merge import IGNORE_INDEX
-from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.message import Decode, Message, MicrobatchContext
 from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.context_rows import shared_rows
-from raymm.actors.sharding.sample_rows import row_shares
 from raymm.actors.sharding.vlm.text_entry import TextEntry
 from raymm.actors.sharding.vlm.token_share import TokenShare, packed_tokens, zigzag
+from raymm.actors.stages.attention_arguments import Text
 from raymm.actors.stages.features import Form, ReceivedFeatures
-from raymm.actors.stages.labels import PAIR, with_sources
-from raymm.actors.stages.language import REFERENCE, Labelled, LanguageSpec, LanguageStage
+from raymm.actors.stages.language import LanguageSpec, LanguageStage, TextCall
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.stages.texts.decoding import PreparedInputs
-from raymm.actors.stages.texts.joined_texts import apart_if_need_be
 from raymm.actors.weights.model_part import Call
 from raymm.errors import ForwardLeft
 from raymm.kernels.collectives.p2p import Exchange
@@ -88,6 +87,7 @@ class VlmLanguageStage(LanguageStage):
             port.call.replace(module, self._features[port.name])
         self._relayed_blocks = len(spec.cut.relayed_before(lo)) if spec.cut else 0
         self._entry: TextEntry | None = None
+        self._exchange: Exchange | None = None
         self._texts = PreparedInputs(module)
         if spec.packing:
             self._use_own_masks()
@@ -101,6 +101,7 @@ class VlmLanguageStage(LanguageStage):
         """Split tokens over a group; masks, and the forward up to the text model, cover all tokens.
         """
         self._exchange, self.is_shared = exchange, True
+        self._objective.share_tokens(exchange)
         self._use_own_masks()
 
     def _use_own_masks(self) -> None:
@@ -126,8 +127,8 @@ class VlmLanguageStage(LanguageStage):
         padding.
         """
         rows = attend = columns = together = ranges = None
-        if self._samples is not None:
-            rows = self._own_rows(shape[0]) or range(1)
+        if self._rows.is_split:
+            rows = self._rows.own(shape[0]) or range(1)
         documents = packed_tokens(shape, real, rows) if self.spec.packing else None
         if self._exchange is not None:
             length = shape[1] if documents is None else len(documents)
@@ -156,12 +157,6 @@ class VlmLanguageStage(LanguageStage):
         )
         return TokenShare(shape, rows, columns), attend, together, grid
 
-    def _own_rows(self, count: int) -> range:
-        """Return this process's part of a microbatch's rows, in a group that splits them."""
-        assert self._samples is not None
-        together = PAIR if self.spec.preference else 1
-        return row_shares(count, self._samples.size, together)[self._samples.rank]
-
     def _own(
         self, values: torch.Tensor, share: TokenShare | None, none: int | bool
     ) -> torch.Tensor:
@@ -170,80 +165,13 @@ class VlmLanguageStage(LanguageStage):
         if share is None:
             return values
         local_values = share.of_tokens(values)
-        if self._samples is not None and not self._own_rows(len(values)):
+        if not self._rows.own(len(values)):
             local_values = torch.full_like(local_values, none)
         return local_values
 
-    @apart_if_need_be
-    def run(
-        self,
-        inputs: dict[str, Any] | None,
-        received: dict[str, Message],
-        context: MicrobatchContext,
-    ) -> Message:
-        """Run one microbatch.
-
-        Args:
-            inputs: on the first stage, the return value of :func:`language_inputs`; for answer
-                pairs, :data:`REFERENCE` on the last stage, see :class:`LanguageStage`.
-            received: messages by tower (first stage), or of the previous stage.
-
-        Returns:
-            Hidden state and features that later stages read, with the forward's arguments as side
-            tensors. On the last stage the loss, the next tokens (decoding), or (B,)
-            log-probabilities (references).
-        """
-        hidden, relays = None, []
-        inputs = with_sources(inputs or {}, rows=self.spec.preference is not None)
-        reference = inputs.pop(REFERENCE, None)
-        if self.first:
-            device = next(self.module.parameters()).device
-            side, features = self._begun(inputs, received)
-        else:
-            (message,) = received.values()
-            (hidden, *tensors), side = message.tensors, dict(message.side)
-            device, remaining = hidden.device, iter(tensors)
-            relays, features = list(islice(remaining, self._relayed_blocks)), list(remaining)
-        self._show(side, features, device)
-        arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
-        targets = on_host(side[_TARGETS])
-        real = on_host(side[_REAL]) if _REAL in side else None
-        B, T = targets.shape
-        share, attend, together, grid = self._share((B, T), real)
-        labelled = None
-        if self.last:
-            local_targets = self._own(targets, share, IGNORE_INDEX)
-            labelled = Labelled(local_targets, device, context.decode is not None)
-        counted = self._own(self._routing.real(real, (B, T)), share, False)
-        try:
-            self._labelled = labelled
-            sharing = None if self._entry is None else self._entry.sharing(
-                share, real, attend, together, grid
-            )
-            with (
-                sharing or nullcontext(), self._routing.noted(counted),
-                self._caches.arguments(context.decode, T) as caching,
-            ):
-                shown = from_side(arguments, device)
-                if context.decode is None:
-                    shown |= caching
-                else:
-                    shown = self._texts.arguments(context.decode, shown, caching)
-                logits = self._forward(hidden, context, relays, **shown).logits
-        except ForwardLeft as cut:
-            handed = features if self.spec.relays else []
-            return self._routing.into(Message((cut.value, *cut.relays, *handed), side), context)
-        finally:
-            self._labelled = None
-            for port in self._features.values():
-                port.receive(None)
-        assert labelled is not None  # earlier stages raise ForwardLeft
-        message = self._outcome(labelled, logits, context, reference)
-        return self._routing.into(message, context)
-
-    def _begun(
-        self, inputs: dict[str, Any], received: dict[str, Message]
-    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    def _begin(
+        self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext
+    ) -> Text:
         """Return the side tensors for all stages and the towers' features."""
         side = {n: value for n, value in inputs.items() if n not in ("labels", "sample_index")}
         labels = on_host(inputs["labels"])
@@ -258,10 +186,55 @@ class VlmLanguageStage(LanguageStage):
                 for name, value in {**message.side, **shapes}.items()
             }
             features += message.tensors
-        return side, features
+        return Text(next(self.module.parameters()).device, side, _numbered(features))
+
+    def _resume(self, received: dict[str, Message]) -> Text:
+        (message,) = received.values()
+        (hidden, *tensors), side = message.tensors, dict(message.side)
+        relays, features = tensors[: self._relayed_blocks], tensors[self._relayed_blocks :]
+        return Text(hidden.device, side, _numbered(features), hidden, relays)
+
+    def _call(
+        self, text: Text, reference: torch.Tensor | None, context: MicrobatchContext
+    ) -> TextCall:
+        side, device = text.side, text.device
+        self._show(side, text.ports.values(), device)
+        targets = on_host(side[_TARGETS])
+        real = on_host(side[_REAL]) if _REAL in side else None
+        B, T = targets.shape
+        share, attend, together, grid = self._share((B, T), real)
+        arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
+        local_targets = self._own(targets, share, IGNORE_INDEX)
+        return TextCall(
+            hidden=text.hidden, inputs=from_side(arguments, device), side=side,
+            ports=text.ports if self.spec.relays else {}, relays=text.relays,
+            length=T, counted=self._own(self._routing.real(real, (B, T)), share, False),
+            around=self._around_text(share, real, attend, together, grid),
+            labelled=self._objective.labels(local_targets, device, context), reference=reference,
+        )
+
+    @contextmanager
+    def _around_text(self, *sharing: Any) -> Iterator[None]:
+        """Context manager of a forward: this process's tokens, and the received features."""
+        try:
+            with self._entry.sharing(*sharing) if self._entry else nullcontext():
+                yield
+        finally:
+            for port in self._features.values():
+                port.receive(None)
+
+    def _with_caches(
+        self, inputs: dict[str, Any], decode: Decode | None, caching: dict[str, Any]
+    ) -> dict[str, Any]:
+        if decode is None:
+            return inputs | caching
+        return self._texts.arguments(decode, inputs, caching)
+
+    def pass_on(self, left: ForwardLeft, call: TextCall) -> Message:
+        return Message((left.value, *left.relays, *call.ports.values()), call.side)
 
     def _show(
-        self, side: dict[str, torch.Tensor], features: list[torch.Tensor], device: torch.device
+        self, side: dict[str, torch.Tensor], features: Iterable[torch.Tensor], device: torch.device
     ) -> None:
         """Let the towers' calls return the received features, or zeros where they are not read."""
         came = iter(features)
@@ -275,3 +248,7 @@ class VlmLanguageStage(LanguageStage):
             if not tensors:
                 tensors = [zeros.clone() for zeros in from_side(shapes, device).values()]
             self._features[port.name].receive(port.form.unpacked(tensors, entries))
+
+
+def _numbered(features: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(features)}

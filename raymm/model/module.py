@@ -40,8 +40,11 @@ from raymm.actors.sharding.sample_rows import count_items
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.feature_stage import FeatureStage
-from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.language_parameters import language_stage_parameters
+from raymm.actors.stages.language import (
+    LanguageSpec,
+    LanguageStage,
+    language_stage_parameters,
+)
 from raymm.actors.stages.node import NodeStage, NodeStageSpec
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerSpec, TowerStage
 from raymm.actors.stages.vlm_language import VlmLanguageSpec, VlmLanguageStage
