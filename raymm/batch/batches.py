@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from raymm.actors.stages.labels import PAIR
-from raymm.batch.check import BatchCheck
+from raymm.batch.check import PartsCheck
 from raymm.batch.dag_check import DagCheck
 from raymm.batch.tried_inputs import TriedInputs
 from raymm.data import MicrobatchMeta
@@ -22,12 +22,9 @@ from raymm.data.loading.processed import describe_vlm
 from raymm.errors import DataError
 from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.ragged import split_rows
 from raymm.model.vlm import PretrainedVlm
 from raymm.model.vlm_batch import TEXT, TextShares, text_parts
-from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage_edges import SAMPLES
 from raymm.scheduler.program.stage_samples import Samples, filled_samples, stage_samples
@@ -42,12 +39,9 @@ class Batches(ABC):
 
     Attributes:
         unnamed: True if samples have no ids.
-        text_reader: module that reads the inputs under the name :data:`TEXT`; None if that is the
-            name of a module.
     """
 
     unnamed = False
-    text_reader: str | None = LANGUAGE_MODEL
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -91,15 +85,6 @@ class Batches(ABC):
         """Return further fields of the step's :class:`raymm.actors.executor.step_meta.StepMeta`."""
         return {}
 
-    def _listed(self, batches: Sequence[Any]) -> list[Any]:
-        most = self.plan.num_microbatches
-        if not 1 <= len(batches) <= most:
-            raise DataError(
-                f"a step has {plural(len(batches), 'microbatch', 'es')}; accepted: 1 to {most}, as "
-                "in the plan"
-            )
-        return list(batches)
-
 
 @singledispatch
 def batches_of(
@@ -124,7 +109,7 @@ class PartsBatches(Batches):
     ) -> None:
         super().__init__(plan)
         self._model = model
-        self._check = BatchCheck(model, autocast)
+        self._check = PartsCheck(model, autocast)
         self._tried = TriedInputs(model)
         self._tried.retries.update(retries)
 
@@ -184,16 +169,12 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
 
 
 class VlmBatches(Batches):
-    """Batches of a Hugging Face VLM: the output of its processor with ``labels``.
-
-    The split of one batch uses ``sample_index``, the row of every item by tower, (N,) int64; it is
-    required unless there is one item per row.
-    """
+    """Batches of a Hugging Face VLM: the output of its processor with ``labels``."""
 
     def __init__(self, model: PretrainedVlm, plan: Plan) -> None:
         super().__init__(plan)
         self._model = model
-        text = plan.replicas(LANGUAGE_MODEL)[0][0]
+        text = plan.replicas(model.text_module)[0][0]
         self._check = replace(
             model.batch_check,
             shares=TextShares(
@@ -202,25 +183,14 @@ class VlmBatches(Batches):
         )
 
     def prepare(self, batch: Any) -> Prepared:
-        batches = self._split(batch) if isinstance(batch, Mapping) else batch
-        microbatches, meta = [], []
-        for microbatch in self._listed(batches):
-            self._check(microbatch)
+        microbatches, meta, count = [], [], self.plan.num_microbatches
+        for microbatch in self._check.microbatches(batch, count, count):
             inputs = text_parts(self._model.tower_inputs, microbatch)
             ids = [str(row) for row in range(len(microbatch["input_ids"]))]
             present = {name: [0] for name in inputs if name != TEXT}
             microbatches.append(inputs)
             meta.append(describe_vlm(microbatch, inputs, ids, present))
-        if not sum(metadata.label_tokens for metadata in meta):
-            raise DataError("labels of the step are all -100; accepted: at least one label")
         return microbatches, meta
-
-    def _split(self, batch: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-        index = batch.get("sample_index", {})
-        entries = {name: value for name, value in batch.items() if name != "sample_index"}
-        self._model.check(entries)
-        towers = {t.name: tuple(e for _, e in t.arguments) for t in self._model.towers}
-        return split_rows(entries, towers, index, self.plan.num_microbatches)
 
     def sample_check(self) -> SampleCheck:
         return self._check
@@ -230,7 +200,6 @@ class GraphBatches(Batches):
     """Batches of a :class:`raymm.ModuleDag`: entries with samples in dimension 0."""
 
     unnamed = True
-    text_reader = None
 
     def __init__(self, dag: ModuleDag, plan: Plan) -> None:
         super().__init__(plan)
@@ -238,13 +207,8 @@ class GraphBatches(Batches):
         self._check = DagCheck(dag)
 
     def prepare(self, batch: Any) -> Prepared:
-        if isinstance(batch, Mapping):
-            self._check.check(batch)
-            batches = self._split(batch)
-        else:
-            batches = self._listed(batch)
-        for microbatch in batches:
-            self._check.check(microbatch)
+        count = self.plan.num_microbatches
+        batches = self._check.microbatches(batch, count, count)
         inputs = [
             {
                 name: {entry: microbatch[entry] for entry in node.reads.values()}
@@ -253,20 +217,6 @@ class GraphBatches(Batches):
             for microbatch in batches
         ]
         return inputs, list(map(self._described, batches, inputs))
-
-    def _split(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        samples, count = self._dag.batch_size(batch), self.plan.num_microbatches
-        if samples % count:
-            raise DataError(
-                f"a batch of {samples} samples does not divide into {count} microbatches; "
-                "accepted: a multiple of that number, or a list of microbatches"
-            )
-        size = samples // count
-        # Copies: views would bring the whole batch along.
-        return [
-            {name: value[lo : lo + size].clone() for name, value in batch.items()}
-            for lo in range(0, samples, size)
-        ]
 
     def _described(
         self, batch: Mapping[str, torch.Tensor], inputs: Mapping[str, Mapping[str, torch.Tensor]]

@@ -1,15 +1,13 @@
-"""Check of batches before they are sent to a process.
+"""Check of the batches of encoders that feed a language model.
 
-A rank that cannot use a batch ends, and all other ranks with it. The driver checks batches in
-memory; data workers check samples of data on disk one by one. A callback, or a merge policy without
-``check``, may still end the model with an error that does not depend on shapes.
+A callback, or a merge policy without ``check``, may still end the model with an error that does not
+depend on shapes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +17,23 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.merge import IGNORE_INDEX, MergePolicy, merge_rows, merged_layout
 from raymm.actors.modules.token_layout import MaskPolicy
 from raymm.actors.probe.cut import small_language_model
-from raymm.actors.stages.labels import label_mask
 from raymm.actors.weights.source import ModuleSource
-from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import split_batch
 from raymm.errors import USER_CODE_RAISES, DataError, ModelError
-from raymm.model.batch_rules import LABELS, Vocabulary, complete_microbatch, said, text_inputs
+from raymm.model.batch_rules import (
+    LABELS,
+    BatchCheck,
+    Vocabulary,
+    complete_microbatch,
+    text_inputs,
+)
 from raymm.model.encoder_trial import EncoderTrial
-from raymm.model.module_kind import ModuleKind
 
 if TYPE_CHECKING:
     from raymm.model.multimodal import MultimodalModule
 
 
-class BatchCheck:
+class PartsCheck(BatchCheck):
     """Check of the batches of a model that runs on actors.
 
     Args:
@@ -40,7 +41,7 @@ class BatchCheck:
     """
 
     def __init__(self, model: MultimodalModule, autocast: str | None = None) -> None:
-        source = model.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        source = model.language_model.source()
         skeleton = source.skeleton()
         width = input_embeddings(skeleton).weight.shape[1]
         self._encoders = model.encoder_names
@@ -54,55 +55,22 @@ class BatchCheck:
             for name, encoder in model.encoders.items()
         }
 
-    def microbatches(self, batch: Any, count: int) -> list[dict[str, Any]]:
-        """Return the complete microbatches of a step.
-
-        Args:
-            batch: one batch, which is split into ``count`` microbatches by rows, or a list of
-                microbatches.
-
-        Raises:
-            DataError: the batch does not fit the model, or the step has no label.
-        """
-        if isinstance(batch, Mapping):
-            microbatches = split_batch(self._complete(batch), count)
-        elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
-            microbatches = []
-            for number, microbatch in enumerate(batch):
-                with _of_microbatch(number):
-                    microbatches.append(self._complete(microbatch))
-        else:
-            raise DataError(
-                f"the batch is {said(batch)}; accepted: a dict, or a list of at least one "
-                "microbatch"
-            )
-        if not any(bool(label_mask(microbatch[LABELS]).any()) for microbatch in microbatches):
-            raise DataError(
-                f"{LABELS} of the step are all {IGNORE_INDEX} after the first token of each row, "
-                "which is never predicted; accepted: at least one label, as the loss is a mean "
-                "over labels"
-            )
-        for number, microbatch in enumerate(microbatches):
-            with _of_microbatch(number):
-                self._try(microbatch)
-        return microbatches
-
-    def of_samples(self) -> SampleCheck:
+    def of_samples(self) -> PartsCheck:
         """Return a check of single samples for other processes; it does not require labels.
 
         Example inputs are tried here, so that data workers need not try similar inputs again.
         """
         for trial in self._trials.values():
             trial.try_example()
-        return self._sample
+        return self
 
-    def _sample(self, microbatch: Mapping[str, Any]) -> None:
-        self._try(self._complete(microbatch))
+    def split(self, batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        return split_batch(self.complete(batch), count)
 
-    def _complete(self, microbatch: Any) -> dict[str, Any]:
+    def complete(self, microbatch: Any) -> dict[str, Any]:
         return complete_microbatch(microbatch, self._encoders, self._vocabulary, to_send=True)
 
-    def _try(self, microbatch: Mapping[str, Any]) -> None:
+    def attempt(self, microbatch: Mapping[str, Any]) -> None:
         """Raise a ``DataError`` if encoders, the merge policy or the language model would refuse a
         microbatch."""
         tokens = {
@@ -128,15 +96,6 @@ class BatchCheck:
             return self._trials[name].taken(items).tokens
         except DataError as error:
             raise error.of_items(name) from error.__cause__
-
-
-@contextmanager
-def _of_microbatch(number: int) -> Iterator[None]:
-    """Add the number of the microbatch to errors."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"microbatch {number}: {error}") from error.__cause__
 
 
 class LengthTrial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.node import call
 from raymm.actors.probe.example_inputs import in_words
 from raymm.errors import USER_CODE_RAISES, DataError, ModelError
-from raymm.model.batch_rules import check_range, check_tensor, said
+from raymm.model.batch_rules import BatchCheck, check_range, check_tensor, said
 from raymm.model.encoder_trial import MAX_SIGNATURES, lookups, signature
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from raymm.model.module_dag import ModuleDag
 
 
-class DagCheck:
+class DagCheck(BatchCheck):
     """Check of the batches of a graph that runs on actors.
 
     Modules run on the meta device with the first batch of every signature, as in
     :class:`raymm.model.encoder_trial.EncoderTrial`. Modules that read values cannot run there, so
     such errors only appear in the processes.
     """
+
+    labelled = False
 
     def __init__(self, dag: ModuleDag) -> None:
         self._dag = dag
@@ -38,19 +40,20 @@ class DagCheck:
     def _skeletons(self) -> nn.ModuleDict:
         return nn.ModuleDict({name: node.skeleton(name) for name, node in self._dag.nodes.items()})
 
-    def check(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Raise a ``DataError`` if an entry that modules read cannot be sent or used, and a
-        ``ModelError`` if an entry is missing, or entries differ in the number of samples."""
-        if not isinstance(batch, Mapping):
+    def complete(self, microbatch: Any) -> dict[str, Any]:
+        """Check the entries that modules read. Raises DataError if one cannot be sent, and
+        ModelError if one is missing, or entries differ in the number of samples."""
+        if not isinstance(microbatch, Mapping):
             raise DataError(
-                f"the batch is {said(batch)}; accepted: a dict of tensors, or a list of them"
+                f"the batch is {said(microbatch)}; accepted: a dict of tensors, or a list of them"
             )
-        size = self._dag.batch_size(batch)
-        read = {}
-        for node in self._dag.nodes.values():
-            for entry in node.reads.values():
-                accepted = "a tensor with samples in dimension 0"
-                read[entry] = check_tensor(f"entry {entry!r}", batch[entry], accepted)
+        self._dag.batch_size(microbatch)
+        for entry, value in self._read(microbatch).items():
+            check_tensor(f"entry {entry!r}", value, "a tensor with samples in dimension 0")
+        return dict(microbatch)
+
+    def attempt(self, microbatch: Mapping[str, torch.Tensor]) -> None:
+        size, read = self._dag.batch_size(microbatch), self._read(microbatch)
         key = signature(read, size)
         if key not in self._ids:
             self._ids[key] = self._try(read, size)
@@ -58,6 +61,25 @@ class DagCheck:
                 self._ids.popitem(last=False)
         for entry, stop in self._ids[key].items():
             check_range(f"entry {entry!r}", read[entry], stop, f"0 to {stop - 1}, the module's ids")
+
+    def split(self, batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        batch, samples = self.complete(batch), self._dag.batch_size(batch)
+        if samples % count:
+            raise DataError(
+                f"a batch of {samples} samples does not divide into {count} microbatches; "
+                "accepted: a multiple of that number, or a list of microbatches"
+            )
+        size = samples // count
+        # Copies: views would bring the whole batch along.
+        return [
+            {name: value[lo : lo + size].clone() for name, value in batch.items()}
+            for lo in range(0, samples, size)
+        ]
+
+    def _read(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that modules read."""
+        nodes = self._dag.nodes.values()
+        return {entry: batch[entry] for node in nodes for entry in node.reads.values()}
 
     def _try(self, read: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
         """Run the modules; return the number of ids of each entry that is looked up in a table."""

@@ -77,7 +77,8 @@ def build_model(config: TrainConfig) -> Model:
             lora=adapters_of(section.train), model_class=section.model_class,
             seed=seed, trust_remote_code=trust, missing_weights=section.missing_weights,
         )
-        language_model.source(ModuleKind.LANGUAGE_MODEL)
+        language_model.set_kind(ModuleKind.LANGUAGE_MODEL)
+        language_model.source()
     mask = config.model.mask
     if mask is not None and ":" in mask:
         mask = _callback("model.mask", mask)

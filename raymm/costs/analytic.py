@@ -37,7 +37,6 @@ from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
 from raymm.costs.load import Load, default_tokens
 from raymm.errors import PlanError
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import ALL, ATTENTION, MATMULS, OFFLOAD, LayerOption
@@ -70,18 +69,18 @@ def analytic_profile(
             ``tp``, outputs by ``cp``.
     """
     device = find_device(device) if isinstance(device, str) else device
-    names = model.module_names
+    names, language_model = model.module_names, model.text_module
     if unknown := set(loads) - set(names):
         raise PlanError(f"loads name {sorted(unknown)}; the model's modules are {list(names)}")
-    if LANGUAGE_MODEL not in loads:
-        raise PlanError(f"loads lack {LANGUAGE_MODEL!r}: give Load(samples, merged tokens)")
+    if language_model not in loads:
+        raise PlanError(f"loads lack {language_model!r}: give Load(samples, merged tokens)")
     layers: dict[str, tuple[LayerCost, ...]] = {}
     tokens: dict[str, int] = {}
     for name in names:
         spec = model.spec(name)
-        causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
+        causal = name == language_model
         skeleton = spec.source.skeleton()
-        load = loads.get(name) or Load(loads[LANGUAGE_MODEL].samples, default_tokens(skeleton))
+        load = loads.get(name) or Load(loads[language_model].samples, default_tokens(skeleton))
         sizes = {"tp": _size("tp", tp, name), "cp": _size("cp", cp, name)}
         layers[name] = analytic_layers(skeleton, load, device, dtype, causal=causal, **sizes)
         projector = getattr(spec, "projector", None)

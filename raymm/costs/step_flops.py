@@ -24,7 +24,6 @@ from raymm.costs.workload import encoder_tokens
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError
 from raymm.kernels.mask.spans import Span
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.costs.layer_costs import trainable_before
 
@@ -150,7 +149,7 @@ class StepFlops:
         for node in graph.nodes:
             name, earlier = node.name, list(trained_before[node.name])
             trainable = list(node.trainable)
-            causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
+            causal = name == model.text_module
             spec = model.spec(name)
             if (projector := getattr(spec, "projector", None)) is not None:
                 self._projectors[name] = _projector_flops(
@@ -193,8 +192,8 @@ class StepFlops:
                     projector.per_token * output_tokens[name] + projector.per_sample
                 )
         rows = self._rows(meta, output_tokens)
-        flops = self._flops[LANGUAGE_MODEL]
-        result[LANGUAGE_MODEL] = (
+        flops = self._flops[self._model.text_module]
+        result[self._model.text_module] = (
             flops.per_token * sum(length for length, _ in rows) + flops.per_sample * len(rows)
             + flops.per_label * meta.label_tokens
             + sum(

@@ -24,7 +24,6 @@ from raymm.costs.step_flops import ATTENTION_BACKWARD, ModuleFlops, activation_f
 from raymm.costs.workload import tower_load
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.vlm import PretrainedVlm
 
 
@@ -58,7 +57,8 @@ class VlmStepFlops:
             skeleton = model.tower_spec(name).source.skeleton()
             self._flops[name] = _step_flops(skeleton, False, False, load)
             self._units[name] = _unit(model, name, load)
-        self._flops[LANGUAGE_MODEL] = _step_flops(
+        self._language_model = model.text_module
+        self._flops[self._language_model] = _step_flops(
             model.language_spec().source.skeleton(), True,
             any(model.trained[name] for name in model.tower_names),
         )
@@ -70,7 +70,7 @@ class VlmStepFlops:
             for name in self._units:
                 if (shapes := microbatch.shapes.get(name)) and name not in microbatch.featured:
                     total[name] += self._tower(name, shapes, len(microbatch.items.get(name, ())))
-            total[LANGUAGE_MODEL] += self._language(microbatch)
+            total[self._language_model] += self._language(microbatch)
         return total
 
     def _tower(self, name: str, shapes: Mapping[str, tuple[int, ...]], items: int) -> float:
@@ -84,7 +84,7 @@ class VlmStepFlops:
         )
 
     def _language(self, meta: MicrobatchMeta) -> float:
-        flops = self._flops[LANGUAGE_MODEL]
+        flops = self._flops[self._language_model]
         pairs = sum(
             pair_flops * sum(visible_pairs(length, window) for length in meta.lengths)
             for window, pair_flops in (flops.per_pair or {}).items()

@@ -23,7 +23,6 @@ from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 
@@ -76,7 +75,7 @@ def _(model: MultimodalModule, microbatch: Mapping[str, Any]) -> ModuleWorkloads
             lengths = lengths + torch.bincount(index, minlength=rows) * output_tokens
     labels = int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum())
     longest = max(int(lengths.max()), 1)
-    loads[LANGUAGE_MODEL] = Load(rows, longest, min(labels, rows * longest))
+    loads[model.text_module] = Load(rows, longest, min(labels, rows * longest))
     return ModuleWorkloads(loads, tuple(notes))
 
 
@@ -109,7 +108,7 @@ def _(model: PretrainedVlm, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
             )
         count = inputs.shape[:-IMAGE_DIMENSIONS].numel() or 1
         loads[name] = Load(count, tokens)
-    loads[LANGUAGE_MODEL] = _language_load(model, microbatch)
+    loads[model.text_module] = _language_load(model, microbatch)
     return ModuleWorkloads(loads, tuple(notes))
 
 
@@ -251,15 +250,15 @@ def token_workload(
                 lengths[name] = default_tokens(model.encoder_spec(name).source.skeleton())
             except PlanError as error:
                 raise PlanError(f"tokens of {name!r} are not given: {error}") from None
-    if LANGUAGE_MODEL not in lengths:
+    if (language_model := model.text_module) not in lengths:
         if text is None:
             raise PlanError(
-                f"tokens of {LANGUAGE_MODEL!r} are not given; give the length of a merged sample, "
-                f"e.g. {LANGUAGE_MODEL}=4096"
+                f"tokens of {language_model!r} are not given; give the length of a merged sample, "
+                f"e.g. {language_model}=4096"
             )
         prepends = isinstance(model.merge, Prepend)
         extra = sum(lengths[name] for name in model.encoder_names) if prepends else 0
-        lengths[LANGUAGE_MODEL] = text + extra
+        lengths[language_model] = text + extra
         notes.append(
             f"a sample is assumed to have {text + extra} tokens in the language model: the longest "
             "text allowed" + (" and all of the encoders' tokens" if extra else "")

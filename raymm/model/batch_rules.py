@@ -5,7 +5,9 @@ Only equivalent input is converted: boolean masks, and padding on the left, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings, method_of
 from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.actors.stages.labels import label_mask
 from raymm.errors import DataError
 
 IDS, LABELS, MASK, INDEX = "input_ids", "labels", "attention_mask", "sample_index"
@@ -31,6 +34,87 @@ class Vocabulary(NamedTuple):
         ids = len(input_embeddings(module).weight)
         head = method_of(module, "get_output_embeddings")()
         return cls(ids, ids if head is None else len(head.weight))
+
+
+class BatchCheck(ABC):
+    """Check of a model's batches before they are sent to a process.
+
+    A rank that cannot use a batch ends, and all other ranks with it. The driver checks batches in
+    memory; data workers check samples of data on disk one by one.
+
+    Attributes:
+        labelled: True if a step needs a label.
+    """
+
+    labelled = True
+
+    @abstractmethod
+    def complete(self, microbatch: Any) -> dict[str, Any]:
+        """Return a microbatch with all entries that modules read. Raises DataError if an entry is
+        not accepted."""
+
+    @abstractmethod
+    def attempt(self, microbatch: Mapping[str, Any]) -> None:
+        """Raise a DataError if the modules would refuse a complete microbatch."""
+
+    @abstractmethod
+    def split(self, batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        """Split a batch into ``count`` complete microbatches of equal size."""
+
+    def __call__(self, microbatch: Any) -> None:
+        """Raise a DataError if the model does not accept a microbatch, which may have no label."""
+        self.attempt(self.complete(microbatch))
+
+    def microbatches(
+        self, batch: Any, count: int, most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the complete microbatches of a step.
+
+        Args:
+            batch: one batch, which is split into ``count`` microbatches by rows, or a list of
+                microbatches.
+            most: maximum number of microbatches in a list; None for any.
+
+        Raises:
+            DataError: the batch does not fit the model, or the step has no label.
+        """
+        if isinstance(batch, Mapping):
+            microbatches = self.split(batch, count)
+        elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
+            if most is not None and len(batch) > most:
+                raise DataError(
+                    f"a step has {len(batch)} microbatches; accepted: 1 to {most}, as in the plan"
+                )
+            microbatches = []
+            for number, microbatch in enumerate(batch):
+                with _of_microbatch(number):
+                    microbatches.append(self.complete(microbatch))
+        else:
+            raise DataError(
+                f"the batch is {said(batch)}; accepted: a dict, or a list of at least one "
+                "microbatch"
+            )
+        if self.labelled and not any(
+            bool(label_mask(microbatch[LABELS]).any()) for microbatch in microbatches
+        ):
+            raise DataError(
+                f"{LABELS} of the step are all {IGNORE_INDEX} after the first token of each row, "
+                "which is never predicted; accepted: at least one label, as the loss is a mean "
+                "over labels"
+            )
+        for number, microbatch in enumerate(microbatches):
+            with _of_microbatch(number):
+                self.attempt(microbatch)
+        return microbatches
+
+
+@contextmanager
+def _of_microbatch(number: int) -> Iterator[None]:
+    """Add the number of the microbatch to errors."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"microbatch {number}: {error}") from error.__cause__
 
 
 def complete_microbatch(

@@ -106,6 +106,7 @@ class ModalityModule(nn.Module):
         self._projector_frozen = projector_frozen
         self.lora, self.projector_lora = lora, projector_lora
         self._projector_kind = projector if isinstance(projector, str) else None
+        self._kind = ModuleKind.ENCODER
         self._seed = seed
         self._hidden_size = hidden_size
         self._trust_remote_code = trust_remote_code
@@ -142,29 +143,33 @@ class ModalityModule(nn.Module):
         if projector is None and projector_lora is not None:
             raise ModelError("projector_lora is given, but projector is None; leave it out")
 
-    def source(self, kind: ModuleKind = ModuleKind.ENCODER) -> ModuleSource:
+    def set_kind(self, kind: ModuleKind) -> None:
+        """Set the kind of the module, which determines its class if its source does not."""
+        self._kind = kind
+
+    def source(self) -> ModuleSource:
         """Return the source that ranks build this module from."""
         if self.module is not None:
             return LiveSource.of(self.module)
-        source = self._described(kind)
+        source = self._described()
         if self.lora is None:
             return source
         adapted = AdaptedSource.of(source, self.lora, self._seed)
         return dataclasses.replace(adapted, frozen=self._frozen)
 
-    def _described(self, kind: ModuleKind) -> ModuleSource:
+    def _described(self) -> ModuleSource:
         """Return the source of the weights without adapters."""
         description, frozen = self._description, self._frozen
         if isinstance(description, ModuleSource):
             return description if frozen is None else _with_frozen(description, frozen)
         if isinstance(description, PretrainedConfig):
-            model_class = self._class_for(description, kind)
+            model_class = self._class_for(description)
             return ConfigSource(model_class, description, seed=self._seed, frozen=frozen)
         if isinstance(description, str | os.PathLike):
             name = self._model_class
             name = name.__name__ if isinstance(name, type) else name
             return PretrainedSource(
-                os.fspath(description), name, kind is ModuleKind.LANGUAGE_MODEL, frozen,
+                os.fspath(description), name, self._kind is ModuleKind.LANGUAGE_MODEL, frozen,
                 self._trust_remote_code, self._missing_weights, self._seed,
             )
         raise ModelError(
@@ -172,12 +177,12 @@ class ModalityModule(nn.Module):
             "config, the path of a checkpoint folder, a ModuleSource"
         )
 
-    def _class_for(self, config: PretrainedConfig, kind: ModuleKind) -> type[PreTrainedModel]:
+    def _class_for(self, config: PretrainedConfig) -> type[PreTrainedModel]:
         if isinstance(self._model_class, type):
             return self._model_class
         if isinstance(self._model_class, str):
             return find_model_class(self._model_class, config)
-        causal = kind is ModuleKind.LANGUAGE_MODEL
+        causal = self._kind is ModuleKind.LANGUAGE_MODEL
         auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         if type(config) not in auto._model_mapping:
             raise ModelError(
@@ -261,10 +266,10 @@ class ModalityModule(nn.Module):
             set_trained(module, not frozen)
             set_mode(module)
 
-    def materialize(self, kind: ModuleKind = ModuleKind.ENCODER) -> nn.Module:
+    def materialize(self) -> nn.Module:
         """Return the whole module with weights in this process."""
         if self.module is None:
-            self.module = self.source(kind).build()
+            self.module = self.source().build()
         return self.module
 
 

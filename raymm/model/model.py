@@ -36,6 +36,7 @@ class Model(ABC):
         tower_inputs: for a Hugging Face VLM, entry of a batch by tower and argument of its call.
         module_names: all modules; the language model is last.
         encoder_names: modules that feed the language model.
+        text_module: name of the language model; empty for a graph.
         computed_attention: modules whose attention raymm computes under every plan.
         separate_features: True if cached features replace the first stage of an encoder; False if
             that stage also runs what follows them.
@@ -55,6 +56,7 @@ class Model(ABC):
     tower_inputs: Mapping[str, Mapping[str, str]] = {}
     module_names: tuple[str, ...] = ()
     encoder_names: tuple[str, ...] = ()
+    text_module: str = ""
     computed_attention: frozenset[str] = frozenset()
     separate_features: bool = False
     adapts_language: bool = False

@@ -11,8 +11,3 @@ class ModuleKind(StrEnum):
 
     ENCODER = "encoder"  # reads items of a modality independently
     LANGUAGE_MODEL = "language_model"  # reads text and features; computes the loss
-
-
-def module_kind(name: str) -> ModuleKind:
-    """Return the kind of a module of a :class:`raymm.MultimodalModule`, by its name."""
-    return ModuleKind.LANGUAGE_MODEL if name == LANGUAGE_MODEL else ModuleKind.ENCODER

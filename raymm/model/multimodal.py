@@ -39,7 +39,7 @@ from raymm.model.modality_model import ModalityModel
 from raymm.model.modality_module import ModalityModule, check_weights
 from raymm.model.model import only_loss
 from raymm.model.module import EncoderModule, LanguageModule, Module
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
 from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.model.writing_trial import why_not_written
@@ -92,6 +92,7 @@ class MultimodalModule(nn.Module, ModalityModel):
     """
 
     kind = Kind.PARTS
+    text_module = LANGUAGE_MODEL
     separate_features = rows_in_layout = True
 
     def __init__(
@@ -112,13 +113,14 @@ class MultimodalModule(nn.Module, ModalityModel):
         self.token_loss = only_loss(preference, token_loss)
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
+        language_model.set_kind(ModuleKind.LANGUAGE_MODEL)
         self.language_model = language_model
         self.merge: MergePolicy = preprocess_callback or Prepend()
         self.mask = _mask_policy(mask)
         self.packing = packing
         self._drawn: tuple[int, int, int, int] | None = None
         self.encoder_names = tuple(encoders or {})
-        llm_source = language_model.source(ModuleKind.LANGUAGE_MODEL)
+        llm_source = language_model.source()
         if self.mask is not None:
             if len(self.encoder_names) > MAX_KIND:
                 raise ModelError(
@@ -182,7 +184,7 @@ class MultimodalModule(nn.Module, ModalityModel):
 
     @property
     def vocabulary(self) -> int | None:
-        source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        source = self.language_model.source()
         return Vocabulary.of(source.skeleton()).ids
 
     def give_examples(self, items: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
@@ -200,7 +202,7 @@ class MultimodalModule(nn.Module, ModalityModel):
                 "to generate text, each token must attend to all tokens before it; accepted: no "
                 f"packing, and no mask or one of {', '.join(MASKS)}"
             )
-        reason = why_not_written(self.language_model.source(ModuleKind.LANGUAGE_MODEL))
+        reason = why_not_written(self.language_model.source())
         if reason is not None:
             raise ModelError(
                 f"to generate text, the language model must continue from cached keys and values: "
@@ -225,7 +227,7 @@ class MultimodalModule(nn.Module, ModalityModel):
         """
         mixture = self.mixture
         ignore = self.router_loss == "ignore" or mixture is not None and mixture.loss is not None
-        check_language_loss(self.language_model.source(ModuleKind.LANGUAGE_MODEL), ignore)
+        check_language_loss(self.language_model.source(), ignore)
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Return (trained elements, all elements) of the parameters, by module and projector."""
@@ -234,8 +236,7 @@ class MultimodalModule(nn.Module, ModalityModel):
             modules[name] = encoder.source().skeleton()
             if encoder.projector is not None:
                 modules[f"{name}_projector"] = encoder.projector
-        kind = ModuleKind.LANGUAGE_MODEL
-        modules[LANGUAGE_MODEL] = self.language_model.source(kind).skeleton()
+        modules[LANGUAGE_MODEL] = self.language_model.source().skeleton()
         return {name: counted(module.parameters()) for name, module in modules.items()}
 
     def module(self, name: str) -> Module:
@@ -245,7 +246,7 @@ class MultimodalModule(nn.Module, ModalityModel):
 
     def spec(self, name: str) -> EncoderSpec | LanguageSpec:
         """Return the spec of a module for the ranks."""
-        if module_kind(name) is ModuleKind.LANGUAGE_MODEL:
+        if name == LANGUAGE_MODEL:
             return self.language_spec()
         return self.encoder_spec(name)
 
@@ -270,7 +271,7 @@ class MultimodalModule(nn.Module, ModalityModel):
         return self.preference is not None and self.preference.disable_dropout
 
     def language_spec(self) -> LanguageSpec:
-        source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        source = self.language_model.source()
         return self._language_spec(source, num_blocks(source.skeleton()))
 
     def _language_spec(self, source: ModuleSource, blocks: int) -> LanguageSpec:
@@ -284,14 +285,14 @@ class MultimodalModule(nn.Module, ModalityModel):
     def mixture(self) -> Mixture | None:
         """Mixture of experts of the language model; None if it has none. Raises ProbeError if the
         model adds a term to its loss that stages cannot add up."""
-        source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        source = self.language_model.source()
         return mixture_of(source, ignore=self.router_loss == "ignore")
 
     def materialize(self) -> MultimodalModule:
         """Load all weights into this process. ``forward`` does so when needed."""
         for encoder in self.encoders.values():
             encoder.materialize()
-        self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
+        self.language_model.materialize()
         return self
 
     def forward(
@@ -327,7 +328,7 @@ class MultimodalModule(nn.Module, ModalityModel):
             DataError: a key, dtype, shape or value that is not accepted.
         """
         self.materialize()
-        language_model = self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
+        language_model = self.language_model.materialize()
         microbatch = complete_microbatch(
             {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask,
              **modalities}, self.encoder_names, Vocabulary.of(language_model),
@@ -358,7 +359,7 @@ class MultimodalModule(nn.Module, ModalityModel):
         self, microbatch: dict[str, Any], text: dict[str, Any], label_tokens: int
     ) -> torch.Tensor:
         """Return the loss, or the rows' log-probabilities for pairs without a known reference."""
-        language_model = self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
+        language_model = self.language_model.materialize()
         received: dict[str, Message] = {}
         for name in self.encoder_names:
             if name in microbatch:

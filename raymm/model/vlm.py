@@ -134,6 +134,7 @@ class PretrainedVlm(Model):
 
     kind = Kind.VLM
     language_field = "model.train.language_model"
+    text_module = LANGUAGE_MODEL
 
     def __init__(
         self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,

@@ -12,9 +12,9 @@ from raymm.actors.sharding.sample_rows import row_shares
 from raymm.actors.sharding.vlm.token_share import packed_tokens
 from raymm.actors.stages.vlm_language import language_inputs
 from raymm.errors import DataError
-from raymm.model.batch_rules import IDS, LABELS, check_tensor
+from raymm.model.batch_rules import IDS, LABELS, BatchCheck, check_tensor
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.ragged import check_rows
+from raymm.model.ragged import check_rows, split_rows
 
 Batch = Mapping[str, torch.Tensor]
 # Entry of a batch by tower and argument of its call.
@@ -79,7 +79,7 @@ class TextShares:
 
 
 @dataclass(frozen=True)
-class VlmBatchCheck:
+class VlmBatchCheck(BatchCheck):
     """Check that a whole model accepts a microbatch, without the model.
 
     Attributes:
@@ -99,8 +99,7 @@ class VlmBatchCheck:
         sized = frozenset(name for name in towers if _adds_up(name, towers, example))
         return cls(towers, kinds, sized)
 
-    def __call__(self, microbatch: Any) -> None:
-        """Raise a DataError if the model's forward does not accept a microbatch."""
+    def complete(self, microbatch: Any) -> dict[str, Any]:
         if not isinstance(microbatch, Mapping):
             raise DataError("a microbatch is not a dict; accepted: the processor's output")
         accepted = "an int64 tensor (rows, tokens)"
@@ -124,7 +123,23 @@ class VlmBatchCheck:
                     f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
                     f"{dtype} and {dimensions}, as in the example"
                 )
+        return dict(microbatch)
+
+    def attempt(self, microbatch: Batch) -> None:
         self.shares.check(microbatch)
+        self._check_items(microbatch)
+
+    def split(self, batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        """Split a batch by ``sample_index``, the row of every item by tower, (N,) int64; it is
+        required unless there is one item per row."""
+        index = batch.get("sample_index", {})
+        entries = self.complete({n: value for n, value in batch.items() if n != "sample_index"})
+        self._check_items(entries)
+        towers = {name: tuple(arguments.values()) for name, arguments in self.towers.items()}
+        return split_rows(entries, towers, index, count)
+
+    def _check_items(self, microbatch: Batch) -> None:
+        """Raise a DataError if sizes of items do not add up to the rows of items."""
         for tower in self.sized:
             if entries := _entries(tower, self.towers, microbatch):
                 check_rows(tower, entries)

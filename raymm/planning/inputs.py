@@ -20,7 +20,6 @@ from raymm.costs.workload import (
 from raymm.errors import PlanError
 from raymm.model.features import GIVEN_SIZES, MULTIPLEXED_PLANS
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.costs.device_memory import usable_bytes
@@ -193,7 +192,7 @@ def loads_of(
 ) -> ModuleWorkloads:
     """Return the load of one microbatch on each module. ``tokens`` per sample replace the
     microbatch's."""
-    complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
+    complete = set(tokens) >= {*model.encoder_names, model.text_module}
     if workload.microbatch is None or complete:
         model.require(GIVEN_SIZES, "there is no data to read sizes from")
         return token_workload(

@@ -10,7 +10,6 @@ from raymm.actors.probe.callbacks import Cuts
 from raymm.errors import NoPlanError, ProbeError
 from raymm.model.features import PIPELINED_PLANS
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan import Planned
@@ -134,7 +133,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
 def _advice(model: Model) -> str:
     """Return advice on saving memory if the language model is fully trained, otherwise an empty
     string."""
-    if model.adapts_language or not any(model.graph.node(LANGUAGE_MODEL).trainable):
+    if model.adapts_language or not any(model.graph.node(model.text_module).trainable):
         return ""
     return (
         ". The language model is trained in full, which takes 16 bytes per parameter with AdamW; "

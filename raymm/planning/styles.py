@@ -19,7 +19,6 @@ from raymm.costs.scaling_estimates import (
 from raymm.draw.row_table import time_text
 from raymm.errors import NoPlanError, PlanError
 from raymm.layout.mapping_plan import plan_of_mapping
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.inputs import PlanInputs, loads_of
 from raymm.planning.mapping_inputs import (
     MOST_GIB,
@@ -310,7 +309,7 @@ class _Basis:
         return mapping_inputs(
             self.shapes, edges_of(inputs.parts, [shape.name for shape in self.shapes]), request,
             MappedBatch(
-                loads[LANGUAGE_MODEL].samples, dtype, dtype, loads, measured, microbatches
+                loads[inputs.model.text_module].samples, dtype, dtype, loads, measured, microbatches
             ),
             inputs.costs.device or find_device(CPU) if named else None,
             () if has_surfaces else self.notes,

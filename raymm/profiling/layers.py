@@ -21,7 +21,6 @@ from raymm.costs.load import Load
 from raymm.errors import PlanError, ProbeError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, text_inputs
 from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -123,7 +122,7 @@ def _requests(
     lengths: Sequence[int],
 ) -> Iterator[ProfileRequest]:
     """Yield requests for the real microbatch first, then for other sizes."""
-    if module_kind(name) is ModuleKind.ENCODER:
+    if name in model.encoders:
         items = microbatch[name]
         yield ProfileRequest(items, {})
         count = len(items["sample_index"])
@@ -152,7 +151,7 @@ def _requests(
 def _halves(model: MultimodalModule, name: str) -> Mapping[str, ShardPlan] | None:
     """Return how two processes shard a module's parameters; None if they cannot."""
     shared = ParallelSpec(tp=2)
-    if module_kind(name) is ModuleKind.ENCODER:
+    if name in model.encoders:
         spec = MultimodalParallelSpec({name: shared}, num_microbatches=1)
     else:
         spec = MultimodalParallelSpec(language_model_spec=shared, num_microbatches=1)
@@ -182,7 +181,7 @@ def _measure(
 
 def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
     """Return the counts of each layer for one token."""
-    causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
+    causal = name == model.text_module
     spec = model.language_spec() if causal else model.encoder_spec(name)
     result = [*count_layers(spec.source.skeleton(), Load(1, 1), causal)]
     projector: ModuleSource | None = getattr(spec, "projector", None)

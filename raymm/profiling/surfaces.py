@@ -37,7 +37,6 @@ from raymm.costs.workload import microbatch_workload
 from raymm.errors import PlanError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, text_inputs
 from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec
@@ -202,7 +201,7 @@ class _Work:
         quotas: tuple[float, ...],
     ) -> SurfaceRequest:
         local = resized_microbatch(self.microbatch, -(-self.batch // degree))
-        if module_kind(shape.name) is ModuleKind.ENCODER:
+        if shape.name in self.model.encoder_names:
             return SurfaceRequest(ProfileRequest(local[shape.name], {}), False, quotas)
         received = {name: outputs[name, degree] for name in self.model.encoder_names}
         return SurfaceRequest(ProfileRequest(text_inputs(local), received), shape.before[0], quotas)
@@ -253,7 +252,7 @@ class _Work:
         if spec is None or self.device != "cuda":
             return (0.0,) * len(quotas)
         traffic_only = replace(spec, flops={name: 1e30 for name in spec.flops})
-        if module_kind(shape.name) is ModuleKind.LANGUAGE_MODEL:
+        if shape.name == self.model.text_module:
             rows, tokens = request.request.inputs["input_ids"].shape
             received = sum(math.prod(s[:2]) for s in request.request.received.values())
             load = Load(rows, tokens + received // rows)

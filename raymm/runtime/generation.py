@@ -20,7 +20,6 @@ from raymm.actors.modules.message import Decode
 from raymm.data import MicrobatchMeta, describe
 from raymm.data.loading.builder import SampleCheck
 from raymm.errors import ModelError
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.runtime.pending_step import PendingStep
 from raymm.scheduler.plan.plan import Plan
 
@@ -137,7 +136,7 @@ class WritingRules:
 def check_generates(parallel: WritingModule) -> None:
     """Raise ModelError if the model cannot generate text under its plan."""
     model, plan = parallel.model, parallel.plan
-    stage = plan.module_stages(LANGUAGE_MODEL)[0]
+    stage = plan.module_stages(model.text_module)[0]
     if plan.splits_samples or max(stage.cp, stage.fsdp) > 1:
         raise ModelError(
             "to generate text, each process of the language model needs whole samples; accepted: "
@@ -190,7 +189,7 @@ class _Writing:
     ) -> None:
         self._parallel, self._source = parallel, enumerate(prompts)
         # One stage computes while another one computes or tokens travel.
-        self._steps = max(len(parallel.plan.replicas(LANGUAGE_MODEL)[0]), 2)
+        self._steps = max(len(parallel.plan.replicas(parallel.model.text_module)[0]), 2)
         self._most = under_way or TEXTS_PER_STEP * self._steps
         self._alive, self._exhausted = 0, False
         self._waiting: deque[_Text] = deque()

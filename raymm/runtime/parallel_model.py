@@ -40,7 +40,6 @@ from raymm.layout.plan_check import check_fits, check_grants, differences
 from raymm.layout.preference_check import check_loss
 from raymm.layout.rank_specs import RankSpecs, rank_specs
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.vlm_batch import TEXT
 from raymm.plural import plural
 from raymm.runtime.cluster import connect
@@ -347,7 +346,7 @@ class ParallelModel(ParallelModule):
     ) -> Iterator[tuple[Stage, Any]]:
         """Yield the stages that read something of a microbatch, each with a dict of tensors or a
         Ray reference to one."""
-        reader = self._inputs_of.text_reader
+        reader = self.model.text_module
         for name, data in module_inputs.items():
             module = reader if reader and name == TEXT else name
             skipped = self.model.separate_features and module in meta.featured
@@ -357,7 +356,7 @@ class ParallelModel(ParallelModule):
             if name in self.options.features:
                 for stage in self._readers(name, index):
                     yield stage, {KEYS: keys}
-        if reader is None:
+        if not reader:
             return
         rows = {name: torch.tensor(items, device="cpu") for name, items in meta.items.items()}
         for stage in self._readers(reader, index):
@@ -401,7 +400,7 @@ class ParallelModel(ParallelModule):
         needed for one stage on one process that gets all tokens in one microbatch."""
         if self.model.mixture is None or self.model.mixture.loss is None:
             return False
-        stages = self.plan.module_stages(LANGUAGE_MODEL)
+        stages = self.plan.module_stages(self.model.text_module)
         return microbatches * len(stages) * stages[0].cp * stages[0].fsdp > 1
 
     def _counted(self, key: str, meta: StepMeta, inputs: Sequence[Any]) -> StepMeta:

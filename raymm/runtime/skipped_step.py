@@ -13,7 +13,7 @@ from typing import Any
 
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
-from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import Edge, StageId
 
 # Maximum number of origins and sample ids that a report names; all origins are counted.
@@ -184,8 +184,7 @@ def _origin(
 
 def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
     module = place.of.module
-    is_language = module_kind(module) is ModuleKind.LANGUAGE_MODEL
-    owners = range(meta.num_samples) if is_language else meta.items.get(module, ())
+    owners = range(meta.num_samples) if module == LANGUAGE_MODEL else meta.items.get(module, ())
     if not rows or place.count != len(owners):
         return meta.sample_ids
     return [meta.sample_ids[row] for row in sorted({owners[row] for row in rows})]

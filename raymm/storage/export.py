@@ -24,7 +24,6 @@ from raymm.files.output import Output
 from raymm.model.features import EXPORT
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
-from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.skipped_step import MAX_NAMED
@@ -196,7 +195,7 @@ class _Writer:
     @write.register
     def _(self, model: MultimodalModule, folder: Path) -> list[str]:
         language = model.language_model
-        module = language.materialize(ModuleKind.LANGUAGE_MODEL)
+        module = language.materialize()
         sample = {"input_ids": torch.arange(8)[None] % _vocabulary(module)}
         self._add(folder, "language_model", module, language, sample)
         for name, encoder in model.encoders.items():

@@ -13,7 +13,6 @@ from raymm.actors.optimizer.checkpoint_shards import copy_tensors, stored_names
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.errors import CheckpointError
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.parallel_module import ParallelModule
@@ -82,14 +81,12 @@ def _(model: PretrainedVlm, folder: Path | str, averaged: bool = False) -> Manif
 @load_into_model.register
 def _(model: MultimodalModule, folder: Path | str, averaged: bool = False) -> Manifest:
     model.materialize()
-    modalities = {name: model.encoders[name] for name in model.encoder_names}
-    modalities[LANGUAGE_MODEL] = model.language_model
     return _load_parts({
         name: (
             {f"{name}/{key}": t for key, t in modality.state_dict(keep_vars=True).items()},
             {f"{name}/{key}" for key, p in modality.named_parameters() if p.requires_grad},
         )
-        for name, modality in modalities.items()
+        for name, modality in model.modalities.items()
     }, folder, averaged)
 
 

@@ -26,7 +26,6 @@ from raymm.data.remote.path import DataPath, read_range, size_of, version_of
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
-from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.packages import import_object, is_import_path
@@ -162,26 +161,18 @@ def _(model: MultimodalModule) -> dict[str, Any]:
     }
     fields |= _loss(model)
     fields |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
-    modalities = {**model.encoders, LANGUAGE_MODEL: model.language_model}
-    return fields | _of_modalities({
-        name: (modality, modality.source(module_kind(name)))
-        for name, modality in modalities.items()
-    })
+    return fields | _of_modalities(model.modalities)
 
 
 @_of_model.register
 def _(model: ModuleDag) -> dict[str, Any]:
-    modalities = {name: node.modality for name, node in model.nodes.items()}
-    return {"model.edges": model.graph.edges} | _of_modalities({
-        name: (modality, modality.source()) for name, modality in modalities.items()
-    })
+    return {"model.edges": model.graph.edges} | _of_modalities(model.modalities)
 
 
-def _of_modalities(
-    modalities: Mapping[str, tuple[ModalityModule, ModuleSource]]
-) -> dict[str, Any]:
+def _of_modalities(modalities: Mapping[str, ModalityModule]) -> dict[str, Any]:
     fields: dict[str, Any] = {"model.parameters": {}}
-    for name, (modality, source) in modalities.items():
+    for name, modality in modalities.items():
+        source = modality.source()
         skeleton = source.skeleton()
         fields |= describe_module(f"model.{name}", modality, source, skeleton)
         fields["model.parameters"] |= _parameters(f"{name}/module", skeleton)

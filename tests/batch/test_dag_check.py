@@ -31,8 +31,8 @@ def towers() -> ModuleDag:
 def test_wrong_entries_are_refused_by_name():
     check = DagCheck(towers())
     batch = clip_batch(4, 0)
-    check.check(batch)
-    check.check(clip_batch(3, 1))
+    check(batch)
+    check(clip_batch(3, 1))
     ids, pixels = batch["input_ids"], batch["pixel_values"]
     for change, said in (
         ({"pixel_values": pixels.numpy()}, "'pixel_values' of the batch, which is a ndarray"),
@@ -49,10 +49,10 @@ def test_wrong_entries_are_refused_by_name():
         ({"attention_mask": None}, "'attention_mask' of the batch, which is missing"),
     ):
         with pytest.raises((DataError, ModelError), match=said):
-            check.check({**batch, **change})
+            check({**batch, **change})
     with pytest.raises(DataError, match="the batch is a list of 1"):
-        check.check([batch])
-    check.check(batch)
+        check([batch])
+    check(batch)
 
 
 class LooksAtValues(nn.Module):
@@ -65,4 +65,4 @@ def test_untriable_batches_are_left_to_the_processes():
         "one": DagModule(LooksAtValues(), reads="x"),
         "loss": DagLoss(nn.Flatten(0), inputs={"input": "one"}),
     })
-    DagCheck(dag).check({"x": torch.ones(3, 1)})
+    DagCheck(dag)({"x": torch.ones(3, 1)})

@@ -6,7 +6,7 @@ from benchmarks._family_check import runnable
 from benchmarks._family_classes import LANGUAGE, named
 from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.writing_trial import why_not_written
 from raymm.runtime.generation import check_generates
@@ -28,7 +28,7 @@ def model_of(name):
     ("RecurrentGemmaForCausalLM", "computes different logits for token 7"),
 ])
 def test_models_that_continue_from_their_cache(name, reason):
-    answer = why_not_written(model_of(name).source(ModuleKind.LANGUAGE_MODEL))
+    answer = why_not_written(model_of(name).source())
     assert answer is None if reason is None else name in answer and reason in answer
 
 

@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymm.actors.modules.merge import ReplaceTokens
-from raymm.batch.check import BatchCheck
+from raymm.batch.check import PartsCheck
 from raymm.errors import DataError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 
 
 @cache
-def checked(merge: str = "prepend") -> tuple[MultimodalModule, BatchCheck]:
+def checked(merge: str = "prepend") -> tuple[MultimodalModule, PartsCheck]:
     model = wb.small_model(wb.replacing() if merge == "replace" else None)
-    return model, BatchCheck(model)
+    return model, PartsCheck(model)
 
 
 def assert_refused(batch, expected: list[str], merge: str) -> None:
@@ -79,7 +79,7 @@ def test_encoders_are_tried_once_per_signature():
     model = MultimodalModule(
         {"vision": ModalityModule(cnn, "linear", hidden_size=12)}, ModalityModule(pm.llama())
     )
-    check = BatchCheck(model)
+    check = PartsCheck(model)
     for rows in ([0, 1], [0], [1, 1, 1]):
         check.microbatches([pm.batch([5, 5], 3, vision=rows)], 1)
     assert len(calls) == 1
@@ -108,7 +108,7 @@ def test_encoders_that_read_values_and_ids():
         {"sound": ModalityModule(LooksAtValues(), "linear", hidden_size=8)},
         ModalityModule(pm.llama()),
     )
-    check = BatchCheck(model)
+    check = PartsCheck(model)
     batch = pm.batch([5, 5], 3)
 
     def codes(value):
@@ -135,7 +135,7 @@ def test_features_without_one_row_per_item_are_rejected():
         ({"postprocess_projector_callback": wide}, r"features of shape \(2, 4, 64\)"),
     ):
         vision = ModalityModule(pm.build(pm.siglip()), "linear", **callbacks)
-        check = BatchCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
+        check = PartsCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
         with pytest.raises(DataError, match=said):
             check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
 
@@ -152,7 +152,7 @@ def test_callbacks_that_cannot_be_tried_are_left_to_the_ranks():
     vision = ModalityModule(
         pm.build(config), "linear", postprocess_module_callback=second_to_last_state
     )
-    check = BatchCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
+    check = PartsCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
     check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
     wrong = pm.batch([5, 5], 3, vision=[0, 1])
     wrong["vision"]["pixel_values"] = torch.zeros(2, 3, 32, 32)
@@ -161,7 +161,7 @@ def test_callbacks_that_cannot_be_tried_are_left_to_the_ranks():
 
 
 def test_items_that_the_merge_policy_would_drop_are_refused():
-    check = BatchCheck(wb.small_model(ReplaceTokens({"vision": pm.IMAGE_TOKEN})))
+    check = PartsCheck(wb.small_model(ReplaceTokens({"vision": pm.IMAGE_TOKEN})))
     with pytest.raises(DataError, match="'audio', which has no placeholder token"):
         check.microbatches([wb.good_batch()], 1)
 
@@ -195,7 +195,7 @@ class WithGains(Appending):
 
 @pytest.mark.parametrize("policy", [Appending(), WithGains()], ids=["any_width", "one_width"])
 def test_merge_policies_without_a_check_are_tried(policy):
-    check = BatchCheck(wb.small_model(policy))
+    check = PartsCheck(wb.small_model(policy))
     good = wb.good_batch()
     good["audio"] = None
     assert len(check.microbatches([good], 1)) == 1
@@ -214,7 +214,7 @@ def test_merge_policies_without_a_check_are_tried(policy):
     (lambda given: {**given, "labels": given["labels"].fill_(-100)}, "label tokens into 0"),
 ])
 def test_invalid_results_of_merge_policies_are_rejected(returned, said):
-    check = BatchCheck(wb.small_model(lambda features, inputs: returned(inputs)))
+    check = PartsCheck(wb.small_model(lambda features, inputs: returned(inputs)))
     with pytest.raises(DataError, match=said):
         check.microbatches([wb.good_batch()], 1)
 
@@ -223,7 +223,7 @@ def test_rotary_positions_are_unlimited():
     """Accept texts beyond Llama's configured positions, and a microbatch without labels."""
     config = pm.llama()
     config.max_position_embeddings = 8
-    check = BatchCheck(MultimodalModule(None, ModalityModule(config)))
+    check = PartsCheck(MultimodalModule(None, ModalityModule(config)))
     unlabelled = pm.batch([5, 4], 3)
     unlabelled["labels"].fill_(-100)
     assert len(check.microbatches([pm.batch([20, 5], 3), unlabelled], 1)) == 2

@@ -15,7 +15,6 @@ from parity_oracle import prepend
 from raymm.actors.probe.attention import find_mixers
 from raymm.kernels.hf.document_rows import DocumentRows, SharedRows
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
@@ -129,7 +128,7 @@ def test_masks_of_documents_in_one_process():
 
 def test_pure_attention_has_no_mixers():
     model = ModalityModule(pm.build(pm.llama(), 3))
-    assert find_mixers(model.source(ModuleKind.LANGUAGE_MODEL)) == frozenset()
+    assert find_mixers(model.source()) == frozenset()
 
 
 @pytest.mark.parametrize("llm", [ParallelSpec(pp=2), ParallelSpec(dp=2, sharding="fsdp")])

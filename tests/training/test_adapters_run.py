@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, SiglipVisionModel, TorchAoConfig
 from raymm.actors.adapters.lora import is_adapter
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
-from raymm.model.module_kind import ModuleKind
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
 
@@ -57,7 +56,7 @@ def test_resumption_and_adapter_folders(
 
 def check_folders(model, raymm, config, inputs, tmp_path):
     ids = torch.arange(5, 15)[None]
-    trained = model.language_model.materialize(ModuleKind.LANGUAGE_MODEL).eval()
+    trained = model.language_model.materialize().eval()
     due = trained(input_ids=ids).logits
     assert raymm("export", config, "--out", str(tmp_path / "out"))[0] == 0
     assert {folder.name for folder in (tmp_path / "out").iterdir()} == {
@@ -86,7 +85,7 @@ def test_a_quantised_base(ray_cluster, raymm, changes, inputs, make_config, tmp_
     model = build_model(load_config(config))
     load_into_model(model, CheckpointStore(tmp_path / "run").latest())
     ids = torch.arange(5, 15)[None]
-    trained = model.language_model.materialize(ModuleKind.LANGUAGE_MODEL).eval()
+    trained = model.language_model.materialize().eval()
     due = trained(input_ids=ids).logits
     for flags in ((), ("--merge",)):
         out = tmp_path / ("merged" if flags else "out")

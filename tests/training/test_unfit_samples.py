@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from ray import cloudpickle
 
-from raymm.batch.check import BatchCheck
+from raymm.batch.check import PartsCheck
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.data import StepBuilder, open_split
@@ -65,7 +65,7 @@ def test_a_sample_that_does_not_fit_is_named(unfit_config):
     """Check also a copy of the check in another process, which has no weights."""
     config = load_config(unfit_config, ["data.on_error=raise"])
     data = config.data
-    check = cloudpickle.loads(cloudpickle.dumps(BatchCheck(build_model(config)).of_samples()))
+    check = cloudpickle.loads(cloudpickle.dumps(PartsCheck(build_model(config)).of_samples()))
     builder = StepBuilder(data, open_split(data, "train"), check)
     assert len(builder.build([0, 1, 3, 4]).microbatches) == 2
     with pytest.raises(SampleError, match=r"'row-2'.*column 'images', file .*2\.png: encoder"):

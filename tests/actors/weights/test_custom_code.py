@@ -18,7 +18,6 @@ from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.text import load_tokenizer
 from raymm.data.samples.processors import load_processor
 from raymm.errors import DataError, ModelError
-from raymm.model.module_kind import ModuleKind
 
 # Code that records the id of every importing process.
 CODE = """
@@ -131,7 +130,7 @@ def test_with_permission_the_code_runs_on_ranks_too(folder, ray_cluster):
         loss = parallel.execute({"input_ids": ids, "labels": ids}).loss
     reference = LlamaForCausalLM.from_pretrained(folder.path, config=LlamaConfig(**TINY))
     assert loss == pytest.approx(reference(ids, labels=ids).loss.item(), rel=1e-5)
-    language_model = model.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
+    language_model = model.language_model.materialize()
     assert type(language_model).__name__ == "OwnForCausalLM"
     assert os.getpid() in folder.processes and len(folder.processes) == 3
 
