@@ -305,7 +305,7 @@ def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module]
     path = find_blocks(module)
     blocks: list[nn.Module] = list(block_list(module, path)) if path is not None else []
     has_blocks = len(blocks) > 1
-    layers = blocks if has_blocks else [module]
+    layers: list[nn.Module] = blocks if has_blocks else [module]
     projector = getattr(stage, "projector", None)
     return layers + ([projector] if projector is not None else []), has_blocks
 

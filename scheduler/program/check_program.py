@@ -373,8 +373,9 @@ class _Play:
             for member in shared.ranks:
                 position, issues = self._position[member], self.issues[member]
                 last = shared.last.get(member)  # None for a replica without work in this step
-                if last == position - 1 and (not issues or issues[-1].before <= last):
-                    position = last  # nothing else began, so it may begin while that runs
+                if last is not None and position == last + 1:
+                    if not issues or issues[-1].before <= last:
+                        position = last  # nothing else began, so it may begin while that runs
                 issues.append(Issue(position, stages=shared.stages))
 
     def _check_collectives(self) -> None:

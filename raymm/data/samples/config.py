@@ -368,7 +368,7 @@ class DataConfig(Section):
                     f"batching.{field}: unknown modality {unknown[0]!r}; accepted: "
                     f"{', '.join(accepted)}"
                 )
-        planned_as = list(self.planned_as.values())
+        planned_as: list[str | None] = list(self.planned_as.values())
         if shared := [n for n in batching.budgets if planned_as.count(self.planned_as.get(n)) > 1]:
             raise ValueError(
                 f"batching.budgets.{shared[0]} is given, but with rebalance all items of a tower "
