@@ -49,8 +49,8 @@ BAD_SETTINGS = {
         ["parallel.language_model.stages=2"], ["parallel.language_model.stages", "pp", "ranks"],
     ),
     "store that is not known": (
-        ["run.storage_path=hdfs://a/b"],
-        ["run.storage_path: hdfs:// is not known", "s3:// or gs://", "got 'hdfs://a/b'"],
+        ["run.storage_path=nowhere://a/b"],
+        ["run.storage_path: nowhere:// is not known", "s3:// or gs://", "got 'nowhere://a/b'"],
     ),
     "required key": (["run={steps: 3}"], ["run.storage_path: required, but not given"]),
     "wrong type": (["run.steps=many"], ["run.steps", "a whole number", "'many'"]),
