@@ -56,8 +56,8 @@ GROUPS = {
     ),
     "Layouts and plans": (
         "MultimodalParallelSpec", "ParallelSpec", "RankResources", "plan", "Planned",
-        "plan_multiplexed", "PlannedMultiplexed", "PlanRequest", "PlanPass", "Plan", "dag_plan",
-        "vlm_plan", "plan_of_mapping",
+        "plan_multiplexed", "PlannedMultiplexed", "PlanRequest", "PlanPass", "Plan", "Schedule",
+        "dag_plan", "vlm_plan", "plan_of_mapping",
     ),
     "Training": (
         "Trainer", "RunConfig", "DataConfig", "ModalityDataConfig", "OptimizerConfig", "Callback",
