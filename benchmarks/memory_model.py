@@ -18,7 +18,7 @@ ranks, and over all processes, of all cases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -70,17 +70,25 @@ class CountedRank(RankActor):
         live.note_all()
         with live:
             result = super().run_step(key, meta, layout, *inputs)
-        result.peak_bytes = live.most
-        return result
+        return replace(result, peak_bytes=live.most)
 
     def copied_bytes(self) -> HostNeed:
         """Return the bytes that a checkpoint and a snapshot copy to host memory."""
-        with LiveBytes() as checkpoint:
-            self.copy_state(frozenset())
-        with LiveBytes() as snapshot:
-            copied = copy_of(self._stages, self._optimizer, self._staging)()
-        del copied
-        return HostNeed(checkpoint.most, snapshot.most)
+        return HostNeed(
+            new_bytes(lambda: self.copy_state(frozenset())),
+            new_bytes(lambda: copy_of(self._stages, self._optimizer, self._staging)()),
+        )
+
+
+def new_bytes(copy: Callable[[], object]) -> int:
+    """Return the peak bytes of tensors that a function creates."""
+    live = LiveBytes()
+    live.note_all()  # views of tensors that exist are no copies
+    existing = live.now
+    with live:
+        copied = copy()
+    del copied
+    return live.most - existing
 
 
 @dataclass(frozen=True)
