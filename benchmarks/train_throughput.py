@@ -23,6 +23,7 @@ import torch
 from benchmarks._common import console, emit, machine, parser
 from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.updates import layer_norm_parameters
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
@@ -45,9 +46,19 @@ class SingleProcess:
         self.model = build_model(config).materialize()
         if cast and config.run.precision == "bf16":
             cast_frozen(self.model, torch.bfloat16)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(trained.values())
         self.config = optimizer
-        self.optimizer, self.scheduler = optimizer.build(self.parameters)
+        # Biases and norms have no weight decay, as in raymm.
+        norms = layer_norm_parameters([self.model])
+        groups = [
+            {"params": [p], "weight_decay": optimizer.decay(name, id(p) in norms)}
+            for name, p in trained.items()
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, optimizer.factor)
         bf16 = config.run.precision == "bf16"
         self.precision = torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
 
@@ -63,7 +74,8 @@ class SingleProcess:
                 if loss.requires_grad:
                     loss.backward()
                 total += float(loss.detach())
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+            if self.config.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
