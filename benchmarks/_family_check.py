@@ -184,7 +184,7 @@ def _tries(
                 output = _float_tensors(model(**shown))
             if not all(bool(torch.isfinite(t).all()) for t in output):
                 raise ValueError("the output is not finite")
-            sum(t.float().sum() for t in output if t.requires_grad).backward()
+            torch.stack([t.float().sum() for t in output if t.requires_grad]).sum().backward()
         except Exception as error:  # noqa: BLE001
             not_run.append(_last_lines(error))
             continue

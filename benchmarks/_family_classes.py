@@ -107,7 +107,8 @@ def _all_configs() -> Iterable[type[PretrainedConfig]]:
 
 
 def _part_classes(config: type[PretrainedConfig]) -> list[type]:
-    return [part for part in (config.sub_configs or {}).values() if isinstance(part, type)]
+    parts: Any = config.sub_configs or {}
+    return [part for part in parts.values() if isinstance(part, type)]
 
 
 @functools.cache

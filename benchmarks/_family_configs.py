@@ -398,7 +398,7 @@ def _smaller_value(
                 n: v if (new := _smaller_value(n, v, factors, shrink, cross, None, kept)) is None
                 else new for n, v in changed.items()
             }
-            for layer, changed in value.items() if int(layer) in kept
+            for layer, changed in dict(value).items() if int(layer) in kept
         }  # fmt: skip
     if name == "rope_parameters" and shrink.widths:
         return _smaller_rope(value, factors)

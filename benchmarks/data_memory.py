@@ -133,7 +133,7 @@ def measure(path: str, tokenizer: Path, items: int, every: int) -> dict[str, Any
     start = time.perf_counter()
     with StepLoader(config, steps=items // BATCH) as loader:
         for step in loader:
-            pid = pid or ray.get(step.owner.pid.remote())
+            pid = pid or ray.get(step.owner.pid.remote())  # type: ignore[attr-defined]
             done += sum(meta.num_samples for meta in step.meta)
             if done % every == 0:
                 memory.append(round(resident_mib(pid), 1))

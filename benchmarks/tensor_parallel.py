@@ -73,7 +73,8 @@ def sharded_by_dtensor(model: torch.nn.Module) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    styles, chosen = model.tp_plan, {}
+    styles: Any = model.tp_plan
+    chosen = {}
     for name, module in model.named_modules():
         style = styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:

@@ -3,7 +3,7 @@
 import abc
 import os
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -79,7 +79,7 @@ class ActorContender(Contender):
     worker_class: ClassVar[type[Worker]]
 
     def __init__(self) -> None:
-        self.actors: list[ray.actor.ActorHandle] = []
+        self.actors: list[Any] = []
         self._pids: list[int] = []
 
     def setup(self, config: ChainConfig) -> None:

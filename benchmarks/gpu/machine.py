@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Record
@@ -39,9 +40,8 @@ def describe(device: Device) -> Mapping[str, Any]:
             "bytes": properties.total_memory,
             "l2_bytes": getattr(properties, "L2_cache_size", 0),
             "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": torch._C._cuda_getDriverVersion() if hasattr(
-                torch._C, "_cuda_getDriverVersion") else None,
+            "nccl": ".".join(map(str, nccl.version())),
+            "driver": getattr(torch._C, "_cuda_getDriverVersion", lambda: None)(),
         }
     versions = {"python": platform.python_version()}
     for package in PACKAGES:

@@ -110,7 +110,8 @@ def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float 
     three pairs or a constant sequence."""
     if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
         return None
-    return float(spearmanr(first, second).statistic)
+    statistic, _ = spearmanr(first, second)
+    return float(statistic)
 
 
 def relative(rows: Iterable[tuple[str, float, float]]) -> tuple[Row, ...]:

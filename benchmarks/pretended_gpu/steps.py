@@ -97,7 +97,8 @@ class RankProcess:
             model, plan, optimizer=OPTIMIZER, autocast=case.autocast, device=kind, threads=1
         ).specs
         self.actor = RankActor(specs[rank])
-        self.actor._stores = {0: TcpRendezvousStore(rank, len(specs), port)}
+        stores: Any = {0: TcpRendezvousStore(rank, len(specs), port)}
+        self.actor._stores = stores
         self.actor.connect({})
         self.actor.build()
         self._plan, self._rank = plan, rank
@@ -112,11 +113,11 @@ class RankProcess:
         self.counted: dict[str, dict[str, int]] = {}
         enter = self.actor.task_tracker.enter
 
-        def noting(task: Any) -> None:
-            enter(task)
-            if not isinstance(task, str) and not self.counted:
+        def noting(instruction: Any) -> None:
+            enter(instruction)
+            if not isinstance(instruction, str) and not self.counted:
                 self._close(START)
-            elif task == "the end of a step":
+            elif instruction == "the end of a step":
                 self._close(WITHIN)
 
         self.actor.task_tracker.enter = noting

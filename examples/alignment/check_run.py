@@ -34,7 +34,7 @@ def problems(folder: Path, steps: int, gap: float | None) -> list[str]:
     if checkpoint is None:
         found.append("there is no checkpoint")
     elif checkpoint.manifest.step != steps:
-        found.append(f"the last checkpoint is {checkpoint.folder.name}, not of step {steps}")
+        found.append(f"the last checkpoint is {checkpoint.folder}, not of step {steps}")
     found += checkpoint.warnings() if checkpoint is not None else []
     found += [f"{name} is missing" for name in PICTURES if not (folder / name).is_file()]
     if gap is not None:

@@ -36,7 +36,7 @@ def prepare_smollm2(sources: dict[str, Path], out: Path) -> str:
     )
     config = quantized.config
     # save_pretrained() refuses a model that remembers being quantized: move to a fresh one
-    del config.quantization_config
+    del config.quantization_config  # type: ignore[attr-defined]
     config.pad_token_id = tokenizer.pad_token_id
     config.name_or_path = ""
     with torch.device("meta"):
