@@ -94,6 +94,7 @@ class Calls:
             block.register_forward_hook(lambda *_, index=index: self.of_forwards[-1].add(index))
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("config_class", [hf.Wav2Vec2Config, hf.HubertConfig])
 def test_blocks_that_a_forward_skips(config_class):
     """Skip first blocks of a stage, last ones, and whole stages."""

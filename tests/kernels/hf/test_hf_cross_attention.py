@@ -144,6 +144,7 @@ def too_far(answers: list[dict[str, tuple[float, float]]]) -> list:
     return [one for found in answers for one in found.items() if not one[1][0] <= TOLERANCE]
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def test_batches_with_different_masks_add_up(processes, family):
     assert too_far(answers) == []
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bf16_autocast(processes, family, recompute):
@@ -214,6 +216,7 @@ def bytes_on_a_rank(group, family: str, recompute: bool) -> list[tuple[int, int]
     return [(forward, due[0]), (exchange.sent_bytes, sum(due))]
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bytes_are_those_of_the_formulas(processes, family, recompute):

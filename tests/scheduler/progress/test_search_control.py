@@ -91,6 +91,7 @@ def test_a_limit_that_has_passed_evaluates_a_single_plan():
     assert control.state.tried <= 4
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("plans", [2, 5, 12])
 def test_ctrl_c_ends_with_the_best_so_far(plans: int):
     best, tried = whole_search()
