@@ -82,8 +82,10 @@ class ParallelSection(Section):
             multiplexed mapping.
         style: style of plans that raymm makes: ``"pipelined"`` (default), ``"multiplexed"``, or
             ``"auto"`` for the one that is predicted to be faster.
-        schedule: ``"1f1b"`` (default of layouts), ``"zero_bubble"``, ``"gpipe"``, or
-            ``module:Class`` of a custom :class:`raymm.Schedule`. If set, raymm only makes plans
+        schedule: ``"1f1b"`` (default of layouts), ``"zero_bubble"``, ``"gpipe"``, a schedule of
+            another project (``"megatron"``, ``"mimo"``, ``"mimo_colocated"``, ``"entrain"``,
+            ``"dip"``, ``"bigmac"``, ``"optimus"``), or ``module:Class`` of a custom
+            :class:`raymm.Schedule`. If set, raymm only makes plans
             with this schedule. With ``plan``, accepted only for a plan of a custom schedule.
         recompute: run forwards again for the backward instead of keeping activations. For plans
             that raymm makes, ``"layers"`` lets every layer keep as much as fits in memory, and None

@@ -26,15 +26,15 @@ from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
-from raymm.scheduler.schedule.compiled.arrays import RANK, RuleArrays
+from raymm.scheduler.schedule.compiled.arrays import RANK, RuleArrays, StepArrays
 from raymm.scheduler.schedule.compiled.replay import activation_peaks, replay
 from raymm.scheduler.schedule.compiled.run import run_schedule
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
-from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES, Part, parts_of
+from raymm.scheduler.schedule.step_parts import OPS, UNKNOWN_SIZES, Part, parts_of
 from raymm.scheduler.schedule.step_schedule import PartSchedule, StepSchedule
-from raymm.scheduler.schedules.policy import Policy, Rules
+from raymm.scheduler.schedules.policy import FILLS_BUBBLES, Policy, Rules, TaskOrder
 
 
 class ListScheduler:
@@ -46,6 +46,7 @@ class ListScheduler:
         sizes: bytes per stage; missing stages are taken to be equal.
         delays: seconds of a message per directed edge (gradients use the reversed data edge); 0
             where missing.
+        loads: factors of seconds and bytes of every microbatch, by module; 1 where missing.
     """
 
     def __init__(
@@ -55,17 +56,21 @@ class ListScheduler:
         costs: Mapping[tuple[StageId, Op], float],
         sizes: Mapping[StageId, StageCost] | None = None,
         delays: Mapping[Edge, float] | None = None,
+        loads: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         self.plan = plan
         self.active = active
         self.costs = costs
         self.sizes = sizes or {}
         self.delays = delays or {}
+        self.loads = loads or {}
 
     @cached_property
     def parts(self) -> list[Part]:
         """Independent parts of the step."""
-        return parts_of(self.plan, self.active, self.costs, self.sizes, self.delays)
+        return parts_of(
+            self.plan, self.active, self.costs, self.sizes, self.delays, self.loads
+        )
 
     def run(self, rules: Rules) -> StepSchedule:
         """Schedule all tasks; raise ``NoPlanError`` if a rank reaches its byte limit and
@@ -75,18 +80,23 @@ class ListScheduler:
         schedules = []
         for part, key in zip(self.parts, self._keys, strict=True):
             rank_limits = [] if limits is None else [limits[rank] for rank in part.ranks]
-            ahead = self._ahead(part, policy)
-            if (key, *rank_limits, ahead.tobytes()) not in results:
-                log, makespan, unfinished = run_schedule(part.arrays, RuleArrays(
+            ahead = self._ahead(part, policy) if rules.order is None else np.array(
+                [rules.order.ahead[stage.id] for stage in part.stages], dtype=np.int64
+            )
+            keys, phases = _order_arrays(part, rules.order)
+            cache_key = key, *rank_limits, ahead.tobytes(), keys.tobytes(), phases.tobytes()
+            if cache_key not in results:
+                log, makespan, unfinished = run_schedule(_timed(part, rules.order), RuleArrays(
                     np.array(policy.priority, dtype=np.int64), float(policy.patience), policy.hops,
                     policy.beyond_depth, rules.flush, rules.split, rules.early_recompute,
-                    np.array(rank_limits, dtype=float), ahead,
+                    np.array(rank_limits, dtype=float), ahead, keys, phases,
+                    FILLS_BUBBLES,
                 ))
                 self._check_finished(part, unfinished, rules)
-                results[key, *rank_limits, ahead.tobytes()] = PartSchedule.of(
+                results[cache_key] = PartSchedule.of(
                     part.arrays.stages[:-1, RANK], log, float(makespan)
                 )
-            schedules.append(results[key, *rank_limits, ahead.tobytes()])
+            schedules.append(results[cache_key])
         makespan = max((part.makespan for part in schedules), default=0.0)
         return StepSchedule(tuple(self.parts), tuple(schedules), makespan, rules.early_recompute)
 
@@ -186,3 +196,29 @@ class ListScheduler:
                 )
             if count:  # cannot happen: every limit is at least one and the graph is acyclic
                 raise AssertionError(f"{count} task(s) of stage {stage.id} are unscheduled")
+
+
+def _order_arrays(part: Part, order: TaskOrder | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys and phases of a part's tasks; empty without an order."""
+    if order is None:
+        return np.zeros((0, 0, 0)), np.zeros((0, 0, 0), dtype=np.int64)
+    columns = list(part.microbatches)
+    forward, backward, weight = np.array(
+        [np.asarray(order.keys[s.id], dtype=float)[:, columns] for s in part.stages]
+    ).transpose(1, 0, 2)
+    keys = np.ascontiguousarray([forward, backward, backward, weight])
+    if not order.phases:
+        return keys, np.zeros((0, 0, 0), dtype=np.int64)
+    phases = np.array([np.asarray(order.phases[s.id])[:, columns] for s in part.stages])
+    return keys, np.ascontiguousarray(phases.transpose(1, 0, 2), dtype=np.int64)
+
+
+def _timed(part: Part, order: TaskOrder | None) -> StepArrays:
+    """Return the arrays of a part with the seconds that an order is made for."""
+    if order is None or not order.seconds:
+        return part.arrays
+    amounts = part.arrays.amounts.copy()
+    for row, stage in zip(amounts, part.stages, strict=False):
+        forward, backward = order.seconds[stage.id]
+        row[: len(OPS)] = forward, forward, forward, forward, backward, backward / 2, backward / 2
+    return part.arrays._replace(amounts=amounts, loads=np.ones_like(part.arrays.loads))

@@ -36,6 +36,7 @@ class PlannedStep(ListScheduler):
             one.
         delays: seconds of a message per directed edge; 0 where missing.
         forward_only: True for evaluation: no stage has a backward.
+        loads: factors of seconds and bytes of every microbatch, by module; 1 where missing.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class PlannedStep(ListScheduler):
         costs: Mapping[tuple[StageId, Op], float] | None = None,
         delays: Mapping[Edge, float] | None = None,
         forward_only: bool = False,
+        loads: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         sizes = {} if plan.profile is None else stage_costs(plan)
         if costs is None:
             costs = {} if plan.profile is None else op_seconds(plan)
-        super().__init__(plan, active, costs, sizes, delays)
+        super().__init__(plan, active, costs, sizes, delays, loads)
         self.forward_only = forward_only
 
     @property

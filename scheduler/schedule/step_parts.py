@@ -70,10 +70,12 @@ def parts_of(
     costs: Mapping[tuple[StageId, Op], float],
     sizes: Mapping[StageId, StageCost],
     delays: Mapping[Edge, float],
+    loads: Mapping[str, Sequence[float]],
 ) -> list[Part]:
     """Return the parts of a step, starting with the part of the plan's first stage. ``costs``
     (seconds) and ``sizes`` (bytes) are as far as known; ``delays`` are seconds of a message per
-    directed edge, 0 where missing."""
+    directed edge, 0 where missing; ``loads`` are factors of seconds and bytes of every microbatch,
+    by module, 1 where missing."""
     kinds = list({id(a): a for a in active}.values())
     numbers = {id(a): number for number, a in enumerate(kinds)}
     kind_of = np.array([numbers[id(a)] for a in active], dtype=np.int64)
@@ -89,7 +91,7 @@ def parts_of(
         columns = [column_of[number] for number in kind_of[microbatches]]
         result.append(_part(
             plan, stages, [kinds[number] for number in present], columns, microbatches, costs,
-            sizes, delays,
+            sizes, delays, loads,
         ))
     return result
 
@@ -117,6 +119,7 @@ def _part(
     plan: Plan, stages: Sequence[Stage], kinds: Sequence[ActiveStages], columns: Sequence[int],
     microbatches: np.ndarray, costs: Mapping[tuple[StageId, Op], float],
     sizes: Mapping[StageId, StageCost], delays: Mapping[Edge, float],
+    loads: Mapping[str, Sequence[float]],
 ) -> Part:
     """Return the part of these stages; ``columns`` has the kind of each microbatch."""
     ids = [stage.id for stage in stages]
@@ -180,6 +183,9 @@ def _part(
         consumer_modules,
         _starts(map(len, on_rank)),
         np.array([stage for rank_stages in on_rank for stage in rank_stages], dtype=np.int64),
+        np.array([
+            _loads(loads, stage.module, microbatches) for stage in stages
+        ], dtype=float),
     )
     return Part(
         tuple(stages), tuple(ranks), tuple(microbatches.tolist()), arrays, tuple(names)
@@ -206,6 +212,15 @@ def _carried(plan: Plan, edges: Sequence[Edge], kinds: Sequence[ActiveStages]) -
         if plan.by_id[src].rank != plan.by_id[dst].rank else [False] * len(kinds)
         for src, dst in edges
     ], dtype=bool).reshape(len(edges), len(kinds))
+
+
+def _loads(
+    loads: Mapping[str, Sequence[float]], module: str, microbatches: np.ndarray
+) -> np.ndarray:
+    factors = loads.get(module)
+    if factors is None:
+        return np.ones(len(microbatches))
+    return np.asarray(factors, dtype=float)[microbatches]
 
 
 def _starts(lengths: Iterable[int]) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from raymm.errors import PlanError
 
@@ -74,6 +75,33 @@ def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
 ONE_F_ONE_B = Policy((0, 1, 1, 2))
 
 
+@dataclass(frozen=True, eq=False)
+class TaskOrder:
+    """Preferences by microbatch, in place of the priorities of a policy.
+
+    Attributes:
+        keys: (3, M) by ``StageId``, keys of the forward, of the backward (and its recomputation)
+            and of B_w on every microbatch. A free rank takes the ready task with the lowest key,
+            then the oldest microbatch. A task whose key is at least :data:`FILLS_BUBBLES` does not
+            begin if a task below becomes ready before it would end.
+        ahead: most microbatches that a stage holds, by ``StageId``.
+        phases: (2, M) whole numbers from 0 by ``StageId``, phases of the forward and the backward.
+            A task waits until all tasks of its rank in earlier phases have begun. Empty for no
+            phases.
+        seconds: forward and backward seconds by ``StageId`` that the order is made for, in place of
+            those of the step; empty for the latter.
+    """
+
+    keys: Mapping[Any, Any]
+    ahead: Mapping[Any, int]
+    phases: Mapping[Any, Any] = field(default_factory=dict)
+    seconds: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
+
+
+# Least key of a task that only fills bubbles.
+FILLS_BUBBLES = 1e12
+
+
 @dataclass(frozen=True)
 class Rules:
     """Kind of schedule to create.
@@ -85,6 +113,7 @@ class Rules:
             urgent as the tasks that wait for its memory.
         early_recompute: True if a recomputation may start before its gradient arrives.
         byte_limits: bytes of activations per rank.
+        order: preferences by microbatch; None to use those of the policy.
     """
 
     policy: Policy = ONE_F_ONE_B
@@ -92,6 +121,7 @@ class Rules:
     split: bool = False
     early_recompute: bool = False
     byte_limits: tuple[float, ...] | None = None
+    order: TaskOrder | None = None
 
 
 # Policies worth trying, found on the 27 models of Cornstarch v1 with every combination of frozen

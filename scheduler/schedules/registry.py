@@ -7,13 +7,22 @@ from collections.abc import Iterable
 
 from raymm.errors import PlanError
 from raymm.scheduler.schedules.base import Schedule
+from raymm.scheduler.schedules.bigmac import BigMac
+from raymm.scheduler.schedules.dip import Dip
+from raymm.scheduler.schedules.entrain import Entrain
 from raymm.scheduler.schedules.gpipe import GPipe
+from raymm.scheduler.schedules.megatron import Megatron
+from raymm.scheduler.schedules.mimo import MimoColocated, MimoNonColocated
 from raymm.scheduler.schedules.one_f_one_b import OneFOneB
+from raymm.scheduler.schedules.optimus import Optimus
 from raymm.scheduler.schedules.slots import Slots
 from raymm.scheduler.schedules.zero_bubble import ZeroBubble
 
 _BUILT_IN: dict[str, Schedule] = {
-    schedule.name: schedule for schedule in (OneFOneB(), ZeroBubble(), GPipe(), Slots())
+    schedule.name: schedule for schedule in (
+        OneFOneB(), ZeroBubble(), GPipe(), Megatron(), MimoNonColocated(), MimoColocated(),
+        Entrain(), Dip(), BigMac(), Optimus(), Slots(),
+    )
 }
 SCHEDULES = tuple(name for name, schedule in _BUILT_IN.items() if not schedule.uses_slots)
 """Names of the built-in schedules of pipelines."""

@@ -30,6 +30,8 @@ TRAINING = {
     "encoders_frozen": {"encoders": True, "projectors": False, "llm": False},
     "everything": {"encoders": False, "projectors": False, "llm": False},
 }
+# Schedules of other projects.
+FIELD = ("megatron", "mimo", "mimo_colocated", "entrain", "dip", "bigmac", "optimus")
 # A step with text-only microbatches in between, of different lengths.
 STEP = [
     pm.batch([7, 5], 3, vision=[0, 1]),
@@ -107,6 +109,29 @@ def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
         check_gradients(parallel, oracle, TEXT)
         with pytest.raises(PlanError, match="differ in layers or ranks"):
             parallel.reschedule(replace(spec, language_model_spec=ParallelSpec()).plan(model))
+
+
+def test_schedules_of_other_projects(ray_cluster):
+    """Use two ranks, each with a replica of the encoder and a stage of the language model."""
+    model = vision_and_llm()
+    plan = MultimodalParallelSpec(
+        {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(pp=2, ranks=(0, 1)), 6
+    ).plan(model)
+    (first,) = plan.module_stages("vision")
+    copy = Stage("vision", 0, first.layers, 1, 1)
+    plan = replace(plan, stages=(*plan.stages, copy), shared_ranks=None)
+    oracle = oracle_of(model)
+    programs = set()
+    with ParallelModel(model, plan, optimizer=OPTIMIZER) as parallel:
+        for schedule in FIELD:
+            parallel.reschedule(planned(plan, schedule))
+            (output,) = check_gradients(parallel, oracle, STEP)
+            programs.add(tuple(
+                (s.rank, s.stage, s.op, s.microbatch) for s in output.timeline.compute()
+            ))
+            parallel.reschedule(planned(plan, schedule, "vision"))
+            check_gradients(parallel, oracle, TEXT, STEP[1:5])
+    assert len(programs) > 2  # they differ in more than their names
 
 
 def test_the_custom_schedule_of_the_pages(ray_cluster):

@@ -40,6 +40,7 @@ class StepArrays(NamedTuple):
         delays: (E, 2) float64, seconds of an output and of a gradient.
         consumer_modules: (S, modules) bool.
         rank_starts, rank_stages: stages of each rank, producers before consumers.
+        loads: (S, M) float64, factor of a microbatch's seconds and bytes in ``amounts``.
     """
 
     stages: np.ndarray
@@ -53,12 +54,15 @@ class StepArrays(NamedTuple):
     consumer_modules: np.ndarray
     rank_starts: np.ndarray
     rank_stages: np.ndarray
+    loads: np.ndarray
 
 
 class RuleArrays(NamedTuple):
     """Rules of a schedule (:mod:`raymm.scheduler.schedules.policy`) as numbers. ``limits``
     is (R,) bytes, empty for no limit; ``ahead`` (S,) most microbatches of a stage, 0 for the other
-    rules."""
+    rules. ``keys`` (4, S, M) and ``phases`` (2, S, M) are those of a
+    :class:`~raymm.scheduler.schedules.policy.TaskOrder`, empty without one; ``fills_bubbles`` is
+    the least key of tasks that only fill bubbles."""
 
     priority: np.ndarray
     patience: float
@@ -69,3 +73,6 @@ class RuleArrays(NamedTuple):
     early: bool
     limits: np.ndarray
     ahead: np.ndarray
+    keys: np.ndarray
+    phases: np.ndarray
+    fills_bubbles: float

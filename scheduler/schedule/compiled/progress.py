@@ -56,6 +56,8 @@ class Progress(NamedTuple):
         options, option_ready: stage, kind and microbatch of the tasks that the current rank could
             run, and when they are ready.
         begun, begun_seconds: the same of tasks that began together, and seconds on a whole device.
+        phase: (R,) current phase of each rank.
+        waiting: (R, phases) number of tasks that have not begun.
     """
 
     counts: np.ndarray
@@ -71,10 +73,12 @@ class Progress(NamedTuple):
     option_ready: np.ndarray
     begun: np.ndarray
     begun_seconds: np.ndarray
+    phase: np.ndarray
+    waiting: np.ndarray
 
 
 @part
-def nothing_done(step):
+def nothing_done(step, rules):
     """Return the progress of a step before its first task."""
     stages, microbatches = step.uses.shape
     tasks, ranks = len(step.microbatches), len(step.rank_starts) - 1
@@ -88,8 +92,36 @@ def nothing_done(step):
         np.zeros((stages, microbatches), np.bool_), np.zeros((stages, microbatches)),
         np.zeros(ranks), np.empty((3 * tasks, 4), np.int64), np.zeros(1, np.int64),
         np.empty((4 * most, 3), np.int64), np.empty(4 * most), np.empty((most, 3), np.int64),
-        np.empty(most),
+        np.empty(most), np.zeros(ranks, np.int64), _tasks_by_phase(step, rules, ranks),
     )
+
+
+@part
+def _tasks_by_phase(step, rules, ranks):
+    """Return (R, phases) numbers of forwards and backwards; (R, 0) without phases."""
+    if rules.phases.size == 0:
+        return np.zeros((ranks, 0), np.int64)
+    result = np.zeros((ranks, rules.phases.max() + 1), np.int64)
+    for stage in range(step.uses.shape[0]):
+        rank = step.stages[stage, RANK]
+        for microbatch in range(step.uses.shape[1]):
+            if step.uses[stage, microbatch] & RUN:
+                result[rank, rules.phases[0, stage, microbatch]] += 1
+            if step.uses[stage, microbatch] & NEEDS:
+                result[rank, rules.phases[1, stage, microbatch]] += 1
+    return result
+
+
+@part
+def in_phase(rules, progress, rank, stage, kind, microbatch):
+    """Return True if all tasks of the rank in earlier phases have begun."""
+    if rules.phases.size == 0 or kind == WEIGHT:
+        return True
+    current = progress.phase[rank]
+    while current + 1 < progress.waiting.shape[1] and progress.waiting[rank, current] == 0:
+        current += 1
+    progress.phase[rank] = current
+    return rules.phases[0 if kind == FORWARD else 1, stage, microbatch] <= current
 
 
 @part
@@ -176,6 +208,8 @@ def _gradient_is_near(step, progress, stage, microbatch, hops):
 @part
 def _may_run_ahead(step, rules, progress, stage, microbatch):
     if not step.uses[stage, microbatch] & NEEDS:
+        if rules.phases.size > 0:
+            return True
         rank = step.stages[stage, RANK]
         if step.rank_starts[rank + 1] - step.rank_starts[rank] == 1:
             return True
@@ -208,6 +242,7 @@ def has_room(step, rules, progress, stage, kind, microbatch):
     # The tolerance absorbs rounding in sums of many sizes, so that a limit can be met exactly.
     limit = rules.limits[rank] * (1 + 1e-12)
     added = step.amounts[stage, KEPT] if kind == FORWARD else step.amounts[stage, ACTIVATION]
+    added *= step.loads[stage, microbatch]
     if progress.rank_held[rank] + added > limit:
         return False
     task = (microbatch, step.stages[stage, DEPTH], stage)
@@ -232,8 +267,9 @@ def has_room(step, rules, progress, stage, kind, microbatch):
             # a forward that must still come before it
             if key >= candidate and key != task and step.uses[late, first] & NEEDS:
                 if progress.ends[FORWARD_END, late, first] == np.inf:
-                    held += step.amounts[late, KEPT]
-        if held + added + step.amounts[earlier, ACTIVATION] > limit:
+                    held += step.amounts[late, KEPT] * step.loads[late, first]
+        added_later = step.amounts[earlier, ACTIVATION] * step.loads[earlier, first]
+        if held + added + added_later > limit:
             return False
     return True
 

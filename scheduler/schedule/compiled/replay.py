@@ -113,7 +113,8 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
                 if not received:
                     break
                 if log[begin, 3] < 0:
-                    clock[rank] += seconds[log[begin, 0], log[begin, 2]]
+                    load = step.loads[log[begin, 0], log[begin, 1]]
+                    clock[rank] += seconds[log[begin, 0], log[begin, 2]] * load
                 else:
                     clock[rank] = _group_end(step, log[begin:end], seconds, clock[rank], ends)
                 computed[rank] = True
@@ -203,7 +204,8 @@ def _group_end(step, tasks, seconds, start, ends):
     for index in range(len(tasks)):
         stage = tasks[index, 0]
         module, quota = step.stages[stage, MODULE], step.amounts[stage, QUOTA_SHARE]
-        ends[module] += seconds[stage, tasks[index, 2]] / quota
+        load = step.loads[stage, tasks[index, 1]]
+        ends[module] += seconds[stage, tasks[index, 2]] * load / quota
         end = max(end, ends[module])
     return end
 
@@ -301,11 +303,12 @@ def activation_peaks(step, log, starts, inputs, activations, remade):
                 total, recomputed, freed, last = total - freed, 0, 0, group
             if operation == F or operation == R or operation == F_CHECKPOINTED:
                 added = inputs[stage] if operation == F_CHECKPOINTED else activations[stage]
+                added = int(added * step.loads[stage, microbatch])
                 held[stage, microbatch] = max(held[stage, microbatch], 0) + added
                 total += added
                 peaks[rank] = max(peaks[rank], total)
             elif held[stage, microbatch] >= 0:
-                recomputed += remade[stage]
+                recomputed += int(remade[stage] * step.loads[stage, microbatch])
                 peaks[rank] = max(peaks[rank], total + recomputed)
                 if operation != B_INPUT:
                     freed += held[stage, microbatch]

@@ -50,10 +50,13 @@ from raymm.scheduler.schedule.compiled.progress import (
     STARTED,
     WEIGHT,
     has_room,
+    in_phase,
     next_task,
     nothing_done,
 )
 
+# Operation whose seconds a postponed task takes, by kind.
+OPERATION_OF = (F, R, B, B_WEIGHT)
 ANY, WHOLE, QUOTA = range(3)  # where a task may run: anywhere, on the whole device, on its quota
 
 
@@ -63,7 +66,7 @@ def run_schedule(step, rules):
     of every task in the order in which tasks begin; the end of the last task; and (S,) the number
     of forwards and backwards of each stage that never began."""
     ranks = len(step.rank_starts) - 1
-    progress = nothing_done(step)
+    progress = nothing_done(step, rules)
     free_at = np.zeros(ranks)
     events = [(0.0, rank) for rank in range(ranks)]
     makespan, groups = 0.0, 0
@@ -99,7 +102,7 @@ def _choose(step, rules, progress, rank, now, concurrent):
         stage = step.rank_stages[index]
         for kind in range(4):
             microbatch, ready = next_task(step, rules, progress, stage, kind)
-            if microbatch < 0:
+            if microbatch < 0 or not in_phase(rules, progress, rank, stage, kind, microbatch):
                 continue
             if concurrent > 0 and not _fits_group(
                 step, rules, progress, stage, kind, microbatch, concurrent
@@ -113,34 +116,42 @@ def _choose(step, rules, progress, rank, now, concurrent):
                 options += 1
             elif ready <= now:
                 lacks_room = min(lacks_room, rules.priority[kind])
-    best, chosen = (0, 0, 0), -1
+    best, chosen = (0.0, 0, 0), -1
     for option in range(options):
         if progress.option_ready[option] > now:
             continue
         kind, stage = progress.options[option, 1], progress.options[option, 0]
         depth = step.stages[stage, DEPTH] if kind == FORWARD else -step.stages[stage, DEPTH]
-        key = (
-            _priority(rules, kind, lacks_room), progress.options[option, 2], depth
-        )
+        microbatch = progress.options[option, 2]
+        key = (_key(rules, stage, kind, microbatch, lacks_room), microbatch, depth)
         if chosen < 0 or key < best:
             best, chosen = key, option
     if chosen < 0:
         return -1, -1
     stage, kind = progress.options[chosen, 0], progress.options[chosen, 1]
-    if rules.patience > 0 and (kind == RECOMPUTE or kind == WEIGHT):
-        horizon = now + rules.patience * step.amounts[stage, B_WEIGHT if kind == WEIGHT else R]
+    postponed = kind == RECOMPUTE or kind == WEIGHT or best[0] >= rules.fills_bubbles
+    if rules.patience > 0 and postponed:
+        operation = OPERATION_OF[kind]
+        seconds = step.amounts[stage, operation] * step.loads[stage, best[1]]
+        horizon = now + rules.patience * seconds
         for option in range(options):
             ready = progress.option_ready[option]
-            priority = _priority(rules, progress.options[option, 1], lacks_room)
-            if now < ready < horizon and priority < best[0]:
+            priority = _key(
+                rules, progress.options[option, 0], progress.options[option, 1],
+                progress.options[option, 2], lacks_room,
+            )
+            urgent = kind == RECOMPUTE or kind == WEIGHT or priority < rules.fills_bubbles
+            if now < ready < horizon and priority < best[0] and urgent:
                 return -1, -1
     return stage, kind
 
 
 @part
-def _priority(rules, kind, lacks_room):
+def _key(rules, stage, kind, microbatch, lacks_room):
+    if rules.keys.size > 0:
+        return rules.keys[kind, stage, microbatch]
     priority = rules.priority[kind]
-    return min(priority, lacks_room) if kind == WEIGHT else priority
+    return float(min(priority, lacks_room) if kind == WEIGHT else priority)
 
 
 @part
@@ -211,7 +222,8 @@ def _begin_task(step, rules, progress, place, stage, kind, now, events):
         if step.uses[stage, microbatch] & NEEDS:
             operation = F_CHECKPOINTED if step.stages[stage, RECOMPUTES] > 0 else F
             progress.counts[stage, STARTED] += 1
-            _hold(step, progress, stage, microbatch, step.amounts[stage, KEPT])
+            kept = step.amounts[stage, KEPT] * step.loads[stage, microbatch]
+            _hold(step, progress, stage, microbatch, kept)
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
             producer = step.edges[edge, PRODUCER]
             if step.uses[producer, microbatch] & RUN:
@@ -220,7 +232,8 @@ def _begin_task(step, rules, progress, place, stage, kind, now, events):
     elif kind == RECOMPUTE:
         microbatch = step.microbatches[first + progress.counts[stage, NEXT_RECOMPUTE]]
         progress.counts[stage, NEXT_RECOMPUTE] += 1
-        _hold(step, progress, stage, microbatch, step.amounts[stage, ACTIVATION])
+        remade = step.amounts[stage, ACTIVATION] * step.loads[stage, microbatch]
+        _hold(step, progress, stage, microbatch, remade)
         operation = R
     elif kind == BACKWARD:
         microbatch = step.microbatches[first + progress.counts[stage, NEXT_BACKWARD]]
@@ -246,7 +259,11 @@ def _begin_task(step, rules, progress, place, stage, kind, now, events):
     progress.begun[place, 0] = stage
     progress.begun[place, 1] = kind
     progress.begun[place, 2] = microbatch
-    progress.begun_seconds[place] = seconds + step.amounts[stage, operation]
+    load = step.loads[stage, microbatch]
+    progress.begun_seconds[place] = seconds * load + step.amounts[stage, operation] * load
+    if rules.phases.size > 0 and (kind == FORWARD or kind == BACKWARD):
+        phase = rules.phases[0 if kind == FORWARD else 1, stage, microbatch]
+        progress.waiting[step.stages[stage, RANK], phase] -= 1
 
 
 @part
