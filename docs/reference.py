@@ -52,7 +52,7 @@ GROUPS = {
         "MultimodalModule", "ModalityModule", "from_pretrained", "PretrainedVlm", "ModuleDag",
         "DagModule", "DagLoss", "ContrastiveLoss", "FactorySource", "Projector", "LoraConfig",
         "ReplaceTokens", "Prepend", "CrossAttend", "every", "normal_noise", "uniform_noise",
-        "SampleSeeds",
+        "SampleSeeds", "StageHook", "HookCall",
     ),
     "Layouts and plans": (
         "MultimodalParallelSpec", "ParallelSpec", "RankResources", "plan", "Planned",

@@ -27,6 +27,8 @@ _PUBLIC = {
     "Prepend": "raymm.actors.modules.merge",
     "ReplaceTokens": "raymm.actors.modules.merge",
     "Projector": "raymm.actors.modules.projector",
+    "StageHook": "raymm.actors.stages.stage_hook",
+    "HookCall": "raymm.actors.stages.stage_hook",
     "ParallelSpec": "raymm.runtime.specs",
     "MultimodalParallelSpec": "raymm.runtime.specs",
     "ParallelModel": "raymm.runtime.parallel_model",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer_config import OptimizerConfig
     from raymm.actors.rank.rank_resources import RankResources
+    from raymm.actors.stages.stage_hook import HookCall, StageHook
     from raymm.actors.weights.source import FactorySource
     from raymm.callbacks.callback import Callback, RunHook
     from raymm.config.sections import RunConfig

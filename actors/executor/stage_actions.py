@@ -73,7 +73,10 @@ class StageActions:
         self._buffers = ForwardBuffers(stage)
         # By activation slot, from a checkpointed forward until its recomputation.
         self._before: dict[int, list[tuple[torch.nn.Module, str, torch.Tensor]]] = {}
-        self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
+        # Hooks of users may draw in frozen modules, too.
+        self.draws: bool | None = getattr(stage, "hooks", None) is not None or (
+            stage.training and (getattr(stage, "may_draw", True) or None)
+        )
 
     def action(self, task: Task) -> Action:
         match task.op:
@@ -164,7 +167,7 @@ class StageActions:
             context = MicrobatchContext(
                 meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
                 meta.decode, meta.sample_seeds(microbatch) if meta.first_samples else None,
-                meta.reference, step.learns, meta.router_counts,
+                meta.reference, step.learns, meta.router_counts, training=meta.training,
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)

@@ -99,6 +99,7 @@ class MicrobatchContext(NamedTuple):
         reference: True to compute reference log-probabilities of the labels, without adapters.
         router_loss: True to add the model's loss for its routers.
         sample_count: number of the microbatch's samples, 0 if unknown.
+        training: False in evaluation and text generation.
     """
 
     label_tokens: int
@@ -114,6 +115,7 @@ class MicrobatchContext(NamedTuple):
     router_loss: bool = False
     router_counts: tuple[float, ...] | None = None
     sample_count: int = 0
+    training: bool = True
 
     def own_rows(self, module: str) -> Range:
         """Return the (contiguous) rows of the stage's samples within the module's microbatch rows.

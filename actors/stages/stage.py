@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
+from raymm.actors.stages.stage_hook import StageHooks
 from raymm.errors import ForwardLeft
 
 
@@ -36,9 +37,14 @@ class Call:
 
 
 class Stage(StageModule):
-    """Part of a module between two cuts; subclasses implement the steps of a microbatch."""
+    """Part of a module between two cuts; subclasses implement the steps of a microbatch.
+
+    Attributes:
+        hooks: user's changes of the module's inputs and outputs; None without.
+    """
 
     module: Any
+    hooks: StageHooks | None = None
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
@@ -59,12 +65,16 @@ class Stage(StageModule):
         context: MicrobatchContext,
     ) -> Message:
         """Run one microbatch; see :meth:`receive` for the arguments."""
+        hooks = self.hooks
+        if hooks is not None:
+            inputs = hooks.changed_inputs(inputs, context)
         call = self.receive(inputs or {}, received, context)
         try:
             output = self.forward(call, context)
         except ForwardLeft as left:
             return self.pass_on(left, call)
-        return self.outputs(output, call, context)
+        message = self.outputs(output, call, context)
+        return message if hooks is None else hooks.changed_outputs(message, context)
 
     def receive(
         self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext

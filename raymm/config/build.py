@@ -22,7 +22,7 @@ from raymm.config.named_schedule import named_schedule
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
 from raymm.config.vlm import build_vlm, preference_of, token_loss_of
 from raymm.data.conversations.text import load_tokenizer
-from raymm.errors import ConfigError, ModelError, PlanError
+from raymm.errors import USER_CODE_RAISES, ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
@@ -41,8 +41,21 @@ from raymm.scheduler.search.options import LAYERS
 def build_model(config: TrainConfig) -> Model:
     """Return the model of a configuration. It holds no weights except the projectors'. Raises
     ModelError, ConfigError or DataError, which name what does not exist or fit."""
-    if config.model.path is not None:
-        return build_vlm(config)
+    model = _build_parts(config) if config.model.path is None else build_vlm(config)
+    for name, paths in config.model.stage_hooks.items():
+        for number, path in enumerate(paths):
+            with _errors_name(f"model.stage_hooks.{name}[{number}]"):
+                hook = import_object(path)
+                try:
+                    hook = hook() if isinstance(hook, type) else hook
+                except USER_CODE_RAISES as error:
+                    kind = type(error).__name__
+                    raise ModelError(f"{path}() raised {kind}: {error}") from error
+                model.add_stage_hook(name, hook)
+    return model
+
+
+def _build_parts(config: TrainConfig) -> MultimodalModule:
     seed, trust = config.run.seed, config.model.trust_remote_code
     encoders = {}
     for name, section in config.model.encoders.items():

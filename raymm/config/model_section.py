@@ -202,6 +202,8 @@ class ModelSection(Section):
             also accepts a language model whose class computes another loss, which is not used.
         loss: loss in place of the cross entropy of tokens; also the import path of a function,
             ``module:function``, that returns the losses of tokens for their logits and labels.
+        stage_hooks: by encoder, import paths ``module:name`` of classes without arguments, or of
+            objects, that change its inputs or features: ``{vision: ["my_module:Noise"]}``.
     """
 
     path: Text | None = None
@@ -216,6 +218,7 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     router_loss: Literal["ignore"] | None = None
     loss: LossSection | ImportPath | None = None
+    stage_hooks: dict[Text, Tuple[ImportPath]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _whole_or_in_parts(self) -> ModelSection:

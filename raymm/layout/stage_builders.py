@@ -22,6 +22,7 @@ from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
+from raymm.actors.stages.stage_hook import StageHooks
 from raymm.actors.weights.source import set_mode
 from raymm.errors import PlanError
 from raymm.model.model import Model
@@ -69,7 +70,9 @@ class StageBuilders:
     shard_specs: dict[str, ShardSpec]
     retries: dict[str, Retry] = field(default_factory=dict)
 
-    def add(self, plan: Plan, module: Module, spec: AnySpec, cached: bool) -> None:
+    def add(
+        self, plan: Plan, module: Module, spec: AnySpec, cached: bool, hooks: StageHooks | None
+    ) -> None:
         """Add all stages of a module, with the activation option of each block."""
         sizes = parameter_sizes(spec)
         built: dict[tuple, tuple[dict[str, int], Callable[[], Any]]] = {}
@@ -81,7 +84,9 @@ class StageBuilders:
                     stage_sizes,
                     partial(
                         _build, module.stage_class(lo, cached), _slim(spec, stage_sizes), lo, hi,
-                        options,
+                        options, hooks and replace(
+                            hooks, first=lo == 0, last=hi == plan.graph.node(module.name).num_layers
+                        ),
                     ),
                 )
             self.owned[stage.id], self.build[stage.id] = built[key]
@@ -107,7 +112,7 @@ def stage_builders(model: Model, plan: Plan, cached: Collection[str] = ()) -> St
         builders.shard_specs[name] = shards
         if (retry := module.retry(spec, cuts, first, shards.plans)) is not None:
             builders.retries[name] = retry
-        builders.add(plan, module, spec, name in cached)
+        builders.add(plan, module, spec, name in cached, model.hooks_of(name))
     return builders
 
 
@@ -234,10 +239,12 @@ def _slim(spec: AnySpec, own: Iterable[str]) -> AnySpec:
 
 
 def _build(
-    stage_class: Any, spec: AnySpec, lo: int, hi: int, layer_options: Sequence[str]
+    stage_class: Any, spec: AnySpec, lo: int, hi: int, layer_options: Sequence[str],
+    hooks: StageHooks | None,
 ) -> EncoderStage | LanguageStage:
     """Build a stage, whose blocks from ``lo`` on handle activations by the plan's options."""
     stage = stage_class.build(spec, lo, hi)
+    stage.hooks = hooks
     if layer_options:
         module = stage.module
         assert module is not None  # its layers have options

@@ -69,6 +69,10 @@ EXPORT = Feature(
     "export to Hugging Face folders",
     graph="its modules have no common format; save the state_dict() of the graph's modules",
 )
+STAGE_HOOKS = Feature(
+    "stage hooks (`raymm.StageHook`)",
+    graph="a module of yours in the graph can change what other modules read",
+)
 PREFERENCES = Feature("preference training (DPO)", graph=_NO_TEXT)
 SOURCE_LOSSES = Feature("losses by data source", graph=_OWN_STEPS)
 REBALANCING = Feature("batches by measured costs (`rebalance`)", graph=_OWN_STEPS)
@@ -76,7 +80,7 @@ REBALANCING = Feature("batches by measured costs (`rebalance`)", graph=_OWN_STEP
 FEATURES = (
     STEPS, TRAINER, FILES, PHASES, ADAPTERS, PIPELINED_PLANS, MULTIPLEXED_PLANS, GIVEN_SIZES,
     MEASURED_COSTS, CACHED_FEATURES, FLOPS, GENERATION, EXPORT, PREFERENCES, SOURCE_LOSSES,
-    REBALANCING,
+    REBALANCING, STAGE_HOOKS,
 )
 
 

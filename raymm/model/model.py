@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from raymm.actors.experts.router_loss import Mixture
+from raymm.actors.stages.stage_hook import StageHook, StageHooks, check_stage_hook
 from raymm.actors.stages.token_loss import TokenLoss
 from raymm.errors import ModelError
 from raymm.kernels.preference import PreferenceLoss
-from raymm.model.features import GENERATION, Feature, Kind
+from raymm.model.features import GENERATION, STAGE_HOOKS, Feature, Kind
 from raymm.model.module import Module
 from raymm.scheduler.graph.module_graph import ModuleGraph
 
@@ -32,6 +33,7 @@ class Model(ABC):
         mixture: mixture of experts of the language model; None for a dense model.
         changing: modules that a run freezes or unfreezes while it trains; their weights are in all
             checkpoints, frozen or not.
+        stage_hooks: hooks of each encoder, in their order; see :meth:`add_stage_hook`.
         vocabulary: number of token ids that the language model has embeddings for.
         tower_inputs: for a Hugging Face VLM, entry of a batch by tower and argument of its call.
         module_names: all modules; the language model is last.
@@ -52,6 +54,7 @@ class Model(ABC):
     token_loss: TokenLoss | None = None
     mixture: Mixture | None = None
     changing: frozenset[str] = frozenset()
+    stage_hooks: Mapping[str, tuple[StageHook, ...]] = {}
     vocabulary: int | None = None
     tower_inputs: Mapping[str, Mapping[str, str]] = {}
     module_names: tuple[str, ...] = ()
@@ -86,6 +89,28 @@ class Model(ABC):
     @abstractmethod
     def parameter_name(self, module: str, name: str) -> str:
         """Return the model's name for a parameter that stages of a module name ``name``."""
+
+    def add_stage_hook(self, module: str, hook: StageHook) -> None:
+        """Attach a hook to an encoder, after the hooks that it has.
+
+        Raises:
+            ModelError: the model has no such encoder, or ``hook`` is not accepted.
+        """
+        self.require(STAGE_HOOKS)
+        if module not in self.encoder_names:
+            raise ModelError(
+                f"a stage hook is for {module!r}; accepted: encoders of the model "
+                f"({', '.join(self.encoder_names) or 'none'})"
+            )
+        check_stage_hook(hook)
+        self.stage_hooks = {
+            **self.stage_hooks, module: (*self.stage_hooks.get(module, ()), hook)
+        }
+
+    def hooks_of(self, module: str) -> StageHooks | None:
+        """Return the hooks of a complete module; None without."""
+        hooks = self.stage_hooks.get(module)
+        return None if hooks is None else StageHooks(module, hooks)
 
     def set_changing(self, modules: Iterable[str]) -> None:
         """Set the modules that a run freezes or unfreezes while it trains."""

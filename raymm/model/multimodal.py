@@ -368,6 +368,7 @@ class MultimodalModule(nn.Module, ModalityModel):
                     light_encoder_spec(name, encoder), disable_dropout=self._disables_dropout
                 )
                 stage = EncoderStage(spec, 0, 2, encoder.module, encoder.projector)
+                stage.hooks = self.hooks_of(name)
                 try:
                     received[name] = stage.run(
                         microbatch[name], {}, self._context(name, label_tokens)
@@ -416,10 +417,12 @@ class MultimodalModule(nn.Module, ModalityModel):
 
     def _context(self, module: str, label_tokens: int) -> MicrobatchContext:
         if self._drawn is None:
-            return MicrobatchContext(label_tokens, router_loss=True)
+            return MicrobatchContext(label_tokens, router_loss=True, training=self.training)
         seed, step, microbatch, batch = self._drawn
         draws = module_draws(seed, step, module, microbatch, batch=batch)
-        return MicrobatchContext(label_tokens, microbatch, draws=draws, router_loss=True)
+        return MicrobatchContext(
+            label_tokens, microbatch, draws=draws, router_loss=True, training=self.training
+        )
 
 
 def light_encoder_spec(name: str, encoder: ModalityModule) -> EncoderSpec:

@@ -501,6 +501,11 @@ class PretrainedVlm(Model):
 
     def _forward(self, microbatches: Sequence[Batch]) -> tuple[list[torch.Tensor], Any]:
         """Return the log-probabilities of each row's labels by microbatch, and the router loss."""
+        if self.stage_hooks:
+            raise ModelError(
+                "the model has stage hooks, which run on ranks only; accepted: a model without "
+                "them, or a training step (ParallelModel)"
+            )
         module = self.materialize()
         model = cast(Callable[..., Any], module)
         scores = []

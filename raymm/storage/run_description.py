@@ -135,6 +135,13 @@ def describe_run(
     fields["optimizer.ema"] = optimizer.ema and dataclasses.asdict(optimizer.ema)
     fields |= _of_data(data, splits)
     fields |= _of_model(model)
+    for name, hooks in model.stage_hooks.items():
+        for number, hook in enumerate(hooks):
+            field, kind = f"model.stage_hooks.{name}.{number}", type(hook)
+            fields[field] = _named(hook)
+            fields[f"{field}.code"] = code_digest(
+                functools.partial(kind.output, kind.inputs, vars(hook))
+            )
     return json.loads(json.dumps(fields, default=str))
 
 

@@ -25,6 +25,7 @@ from raymm.config.cache_section import CacheSection
 from raymm.data import DataConfig, default_cache
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.errors import ModelError
 from raymm.layout.feature_stages import featured_modules, featured_towers, with_feature_stages
 from raymm.layout.frozen_blocks import what_changes
 from raymm.model.modality_module import ModalityModule
@@ -89,6 +90,11 @@ class KeptFeatures:
         # Only features on disk outlive the code that computed them.
         code = CodeKey(cache.version, strict=cache.features == "disk")
         plan, digests, described, reasons, make_lookup = _cached(model, plan, data, computed, code)
+        if hooked := sorted(digests.keys() & model.stage_hooks.keys()):
+            raise ModelError(
+                f"cache is given, and model.stage_hooks has hooks of {', '.join(hooked)}, which "
+                "would not change cached features; accepted: one of them"
+            )
         memory = _MEMORY / f"raymm-features-{os.getpid()}" if cache.features == "host" else None
         root = memory or Path(cache.folder or default_cache().parent / "features").expanduser()
         room = 0 if cache.features == "none" else int(cache.room_gib * GIB)

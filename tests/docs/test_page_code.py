@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
 
+import raymm
 from raymm.actors.optimizer.custom_optimizer import optimizer_traits
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from tests.docs.pages import blocks
@@ -53,8 +59,6 @@ def losses_are_those_of_one_process(names):
 
 
 def plan_can_be_read(names):
-    import raymm
-
     read = raymm.Plan.from_json(open("plan.json").read())
     assert read == names["planned"].plan and read.num_ranks <= 8
 
@@ -70,6 +74,26 @@ def extensions_are_accepted(names):
     assert traits.elementwise and traits.tensors == 1
     config.check_schedule("optimizer.schedule", 1000)
     assert config.rate(99) == config.lr > config.rate(399) == config.lr / 2
+    hooked_losses_differ_in_training_only(names["Noise"])
+
+
+def hooked_losses_differ_in_training_only(hook_class):
+    vision = SiglipVisionModel(SiglipVisionConfig(image_size=8, patch_size=4, **TINY))
+    language_model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **TINY))
+    model = raymm.MultimodalModule({"vision": raymm.ModalityModule(vision, "mlp")}, language_model)
+    ids = torch.arange(6)[None]
+    batch = {
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids),
+        "vision": {"pixel_values": torch.ones(1, 3, 8, 8), "sample_index": torch.tensor([0])},
+    }
+
+    def losses():
+        return [float(model.train(training)(**batch).detach()) for training in (False, True)]
+
+    before = losses()
+    model.add_stage_hook("vision", hook_class(0.5))
+    evaluated, trained = losses()
+    assert evaluated == before[0] and trained != before[1]
 
 
 BEFORE = {"docs/masks.md": model_folder}

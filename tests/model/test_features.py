@@ -58,6 +58,7 @@ ASKED = {
     features.MEASURED_COSTS: lambda model, folder: _measured(1, None, model, None, None),
     features.CACHED_FEATURES: lambda model, folder: train(model, folder, cache=CacheSection()),
     features.GENERATION: lambda model, folder: model.check_generates(),
+    features.STAGE_HOOKS: lambda model, folder: model.add_stage_hook("one", raymm.StageHook()),
     features.EXPORT: lambda model, folder: export_model(model, str(folder), str(folder / "out")),
 }
 
