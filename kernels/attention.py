@@ -24,7 +24,8 @@ def attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute softmax(scale * Q K^T where visible) V without O(Tq * Tk) memory.
 
     A CPU runs ATen's flash attention block by block. A GPU runs Triton kernels, or a faster kernel
@@ -38,6 +39,8 @@ def attention(
         mask: one for all sequences, or one each.
         scale: default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        lse: False if the caller does not need the LSE, which may then be None: kernels of libraries
+            do not return it.
 
     Returns:
         Output (B, Hq, Tq, Dv) in the dtype of the query, and LSE (B, Hq, Tq) fp32 (natural log),
@@ -56,5 +59,7 @@ def attention(
         from raymm.kernels.flash.gpu.attention import triton_attention
 
         kernel = partial(triton_attention, unordered=KERNEL_CHOICE.kernels == "raymm_unordered")
-        run = chosen_attention(query, key, value, masks, scale=scale, softcap=softcap, own=kernel)
+        run = chosen_attention(
+            query, key, value, masks, scale=scale, softcap=softcap, own=kernel, lse=lse
+        )
     return run(query, key, value, masks, scale=scale, softcap=softcap)

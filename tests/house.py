@@ -47,13 +47,16 @@ TABLE: dict[str, tuple[str, ...]] = {
     "kernels/attention.py": (
         "kernels/flash", "kernels/mask", "kernels/choice", "kernels/flash/cpu", "kernels/flash/gpu",
     ),
+    "kernels/masked_operator.py": (
+        "kernels/flash", "kernels/mask", "kernels/choice", "kernels/flash/cpu", "kernels/flash/gpu",
+    ),
     "kernels/context_parallel": (
         "kernels/collectives", "kernels/flash", "kernels/mask", "kernels/host_copies.py",
         "kernels/flash/cpu", "kernels/flash/gpu",
     ),
     "kernels/hf": (
         "kernels/collectives", "kernels/mask", "kernels/host_copies.py", "kernels/attention.py",
-        "kernels/context_parallel",
+        "kernels/masked_operator.py", "kernels/context_parallel",
     ),
     # scheduler: decisions as data
     "scheduler/context_parallel": (),

@@ -57,6 +57,7 @@ class StepMeta(NamedTuple):
             where routers send the step's tokens.
         router_counts: result of the counting pass: how often each expert is chosen in the whole
             step, over all layers. None to treat each microbatch of each stage separately.
+        kernels: chosen attention kernels (:mod:`raymm.kernels.choice.choice`).
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepMeta(NamedTuple):
     counting: bool = False
     router_counts: tuple[float, ...] | None = None
     sample_counts: tuple[int, ...] = ()
+    kernels: Mapping[str, str] = {}
 
     def samples_in(self, microbatch: int) -> int:
         """Return the number of a microbatch's samples, 0 if unknown."""
@@ -115,6 +117,7 @@ class StepResult:
         not_finite: for an update that was not applied, the non-finite values of this process.
         loads: number of the step's tokens for each expert, by name of the layer's experts.
         router_counts: counts of this process, see :class:`StepMeta`; None if it counted none.
+        kernel_seconds: new measurements of attention kernels.
     """
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
@@ -128,6 +131,7 @@ class StepResult:
     not_finite: list[Place] | None = None
     loads: dict[str, list[int]] = field(default_factory=dict)
     router_counts: list[float] | None = None
+    kernel_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def spans(self) -> list[tuple[str, StageId, int, float, float, StageId, float]]:

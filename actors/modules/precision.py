@@ -8,7 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+FUSED_ELEMENTS = 2**16
+"""Least elements of a parameter whose gradients are added in one kernel, by a call of Python."""
 # Sequence number of an autograd node that runs as early as possible.
 _FIRST = 2**63 - 1
 
@@ -59,7 +62,7 @@ class ComputeCopies:
     """
 
     def __init__(self, stages: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+        self._dtype, stages = dtype, list(stages)
         self._places = [] if dtype is None else [
             (child, name, parameter)
             for stage in stages for child in stage.modules()
@@ -68,6 +71,13 @@ class ComputeCopies:
             if parameter is not None and parameter.requires_grad
             and type(parameter) is nn.Parameter and parameter.dtype == torch.float32
         ]
+        copied = {(id(child), name) for child, name, _ in self._places}
+        # A microbatch's gradients of these are added before they reach the parameter's: it is also
+        # used without a copy (a tied embedding).
+        self._also_used = {
+            id(parameter) for stage in stages for child in stage.modules()
+            for name, parameter in child._parameters.items() if (id(child), name) not in copied
+        }
 
     @contextmanager
     def shown(self) -> Iterator[list[torch.Tensor]]:
@@ -87,13 +97,40 @@ class ComputeCopies:
         with torch.enable_grad(), (stream if stream and self._places else nullcontext()):
             for child, name, parameter in self._places:
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = _early_gradient(parameter.to(self._dtype))
+                    fused = (
+                        parameter.numel() >= FUSED_ELEMENTS
+                        and id(parameter) not in self._also_used
+                    )
+                    copy = _Copy.apply if fused else torch.Tensor.to
+                    copies[id(parameter)] = _early_gradient(copy(parameter, self._dtype))
                 child.__dict__[name] = copies[id(parameter)]
 
     def hide(self) -> None:
         """Drop the copies, before parameters change."""
         for child, name, _ in self._places:
             child.__dict__.pop(name, None)
+
+
+class _Copy(torch.autograd.Function):
+    """Copy of a parameter in another dtype. Its gradient is added to the parameter's in one kernel;
+    autograd would cast it first, and write and read another fp32 tensor. Results are
+    bit-identical."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        ctx.parameter = parameter
+        return parameter.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        parameter = ctx.parameter
+        if parameter.grad is None or parameter._backward_hooks:
+            return gradient.to(parameter.dtype), None
+        parameter.grad.add_(gradient)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
+        return None, None
 
 
 def _early_gradient(copy: torch.Tensor) -> torch.Tensor:

@@ -149,11 +149,15 @@ class RankOptimizer:
             scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         applied = norm * scale <= LARGEST_NORM  # NaN is not
         self._refused = (~applied).float()
-        self._scale(torch.where(applied, scale, 1.0))
+        if self.config.max_grad_norm is not None:
+            factor = torch.where(applied, scale, 1.0)
+            self._updates.scale_gradients(factor)
+            self._scale(factor, [p for p in self.updated.values() if not self._updates.scales(p)])
 
-    def _scale(self, factor: torch.Tensor) -> None:
+    def _scale(self, factor: torch.Tensor, parameters: Iterable[nn.Parameter]) -> None:
+        """Multiply gradients by a factor, a float64 scalar."""
         factors = {torch.float64: factor}
-        for parameter in self.updated.values():
+        for parameter in parameters:
             if (gradient := parameter.grad) is not None:
                 dtype = _wide(gradient.dtype)
                 cast_factor = factors.setdefault(dtype, factor.to(dtype))
@@ -170,11 +174,12 @@ class RankOptimizer:
         square = self.observer.losses().clone()
         # A replica of a gradient that is counted elsewhere adds nothing, unless it is not finite.
         for parameters, weight in ((self._in_grad_norm, 1.0), (self._others, 0.0)):
-            norms = [
-                torch.linalg.vector_norm(p.grad, dtype=dtype or _wide(p.grad.dtype))
-                for p in parameters if p.grad is not None
-            ]
-            if norms:
+            by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+            for own_dtype, gradients in by_dtype.items():
+                # One kernel for many gradients; torch.linalg has none.
+                norms = torch._foreach_norm(gradients, 2, dtype or _wide(own_dtype))
                 square = square + (torch.stack(norms).double().square() * weight).sum()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(square)
@@ -266,7 +271,10 @@ class RankOptimizer:
         if not norm * scale <= LARGEST_NORM:  # NaN, too
             gradients = ((key, parameter.grad) for key, parameter in self.updated.items())
             return norm, self.observer.places() + parameter_places(gradients)
-        self._scale(torch.full_like(self._refused, scale, dtype=torch.float64))
+        # Not in the update, whose fp32 scale may be infinite for such a norm.
+        self._updates.scale_gradients(None)
+        factor = torch.full_like(self._refused, scale, dtype=torch.float64)
+        self._scale(factor, self.updated.values())
         self._apply(torch.zeros_like(self._refused))
         return norm, None
 
@@ -284,6 +292,7 @@ class RankOptimizer:
         self._norm, self._rate = None, None
         self._refused = torch.zeros_like(self._refused)
         self.reduction.perhaps_absent.clear()
+        self._updates.scale_gradients(None)
         for bf16_parameter in self.in_bf16.values():
             bf16_parameter.scale_gradient(None)
         for parameter in (*self.parameters.values(), *self.updated.values()):

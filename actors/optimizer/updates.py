@@ -83,6 +83,7 @@ class ParameterUpdates:
         agree: Agree | None = None,
     ) -> None:
         self.parameters, self._in_bf16 = parameters, in_bf16
+        self._grad_scale: torch.Tensor | None = None
         grouped: dict[tuple[Named, UpdateRule, float], list[nn.Parameter]] = {}
         self._optimizer_of: dict[int, Any] = {}
         for (stage, name), parameter in parameters.items():
@@ -117,6 +118,21 @@ class ParameterUpdates:
             for index, parameter in enumerate(group["params"])
         }
 
+    def scales(self, parameter: nn.Parameter) -> bool:
+        """Return True if the update of a parameter multiplies its gradient by the factor of
+        :meth:`scale_gradients`, so that the gradient is not read and written once more."""
+        gradient = parameter.grad
+        return (
+            id(parameter) not in self._in_bf16
+            and gradient is not None and gradient.dtype == torch.float32
+            and isinstance(self._optimizer_of[id(parameter)], torch.optim.AdamW)
+        )
+
+    def scale_gradients(self, factor: torch.Tensor | None) -> None:
+        """Set the factor of gradients in the next updates, a scalar on the device."""
+        # Fused AdamW divides gradients by its scale, which is meant for scaled losses.
+        self._grad_scale = None if factor is None else factor.reciprocal().float()
+
     def step(self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int) -> None:
         """Update parameters that have gradients; nothing changes if the scalar ``refused`` is 1."""
         wide = []
@@ -128,14 +144,17 @@ class ParameterUpdates:
             bf16_parameter.open()  # one after another, so that only one has fp32 values at a time
             self._step([bf16_parameter.wide], refused, step)
             bf16_parameter.close(step)
-        self._step(wide, refused, step)
+        self._step(wide, refused, step, self._grad_scale)
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer updates in place of a parameter."""
         bf16_parameter = self._in_bf16.get(id(parameter))
         return parameter if bf16_parameter is None else bf16_parameter.wide
 
-    def _step(self, chosen: Sequence[nn.Parameter], refused: torch.Tensor, step: int) -> None:
+    def _step(
+        self, chosen: Sequence[nn.Parameter], refused: torch.Tensor, step: int,
+        grad_scale: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         by_group: dict[tuple[Any, int], dict[int, nn.Parameter]] = {}
         for parameter in chosen:
             optimizer, number, index = self._positions[id(parameter)]
@@ -143,6 +162,8 @@ class ParameterUpdates:
         for optimizer in self._optimizers:
             every = [group["params"] for group in optimizer.param_groups]
             optimizer.found_inf = refused
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.grad_scale = grad_scale
             for number, group in enumerate(optimizer.param_groups):
                 group["lr"] = group["rule"].rate(step)
                 members = by_group.get((optimizer, number), {})

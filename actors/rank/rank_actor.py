@@ -81,7 +81,7 @@ class RankActor(StoredRank):
         if self._device.type == "cuda":
             check_gpu_node()
             bind_to_gpu_node(self._device)
-        KERNEL_CHOICE.use(self._spec.kernels)
+        KERNEL_CHOICE.use(self._spec.kernels, driven=True)
         self._meet(actors, generation)
         if self._device.type == "cuda":
             end_after_timeouts()
@@ -324,8 +324,11 @@ class RankActor(StoredRank):
         program = self._programs[key]
         keep_recent(self._programs, key, program)
         rows = step_inputs(per_stage, self._device)
+        KERNEL_CHOICE.decide(meta.kernels)
         result = self._finished(self._executor.run(program, rows, meta))
-        return replace(result, peak_bytes=self._memory.bytes())
+        return replace(
+            result, peak_bytes=self._memory.bytes(), kernel_seconds=KERNEL_CHOICE.new_seconds()
+        )
 
     def run_packed_step(self, call: bytes, layout: bytes, *inputs: dict[str, Any]) -> bytes:
         """Run :meth:`run_step` with pickled arguments (:mod:`raymm.actors.rank.step_calls`)."""

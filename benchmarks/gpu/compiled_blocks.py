@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from benchmarks.gpu.one_rank import LARGE, TINY, VISION, Sizes, build_model, mic
 from benchmarks.gpu.record import Record
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.modules.compiled_blocks import compile_blocks
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import text_inputs
@@ -55,9 +55,8 @@ def measure(device: Device, name: str) -> Mapping[str, Any]:
     assert path is not None
     blocks = block_list(stage.module, path)
     torch._dynamo.utils.counters.clear()
-    for block in blocks:
-        # A CPU would need a compiler for a single run.
-        block.compile(backend=device.choose("inductor", "eager"))
+    # A CPU would need a compiler for a single run.
+    compile_blocks(blocks, name, device.choose("inductor", "eager"))
     start = time.perf_counter()
     call()
     device.synchronize()
@@ -97,6 +96,4 @@ def _iteration(device: Device, stage: Any, sizes: Sizes, name: str) -> Any:
         gradients = [p.grad for p in (parameters[0], parameters[-1]) if p.grad is not None]
         return [output.detach(), *gradients]
 
-    with contextlib.suppress(AttributeError):
-        torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
     return call

@@ -1,30 +1,38 @@
-"""Choice between raymm's attention kernel on a GPU and a faster one on the same device.
+"""Choice between raymm's attention kernel on a GPU and faster ones on the same device.
 
-``auto`` measures raymm's kernel and FlexAttention, forward and backward, once per shape class and
-process, on the tensors of the first call, and then uses the faster one. Processes and runs may
-choose differently, and their results then differ in the last bits, so ``auto`` is not the default.
+``auto`` measures raymm's kernel and those of libraries that can compute the masks, forward and
+backward, once per shape class and process, on the tensors of the first call. The driver adds the
+times of all processes and sends one choice to all of them with the next step; until then a class is
+computed by raymm's kernel. Choices are stored in checkpoints, so a resumed run uses the same
+kernels. Results of kernels differ in the last bits, so ``auto`` is not the default.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
 
 import torch
 
 from raymm.kernels.choice.flex import flex_attention
+from raymm.kernels.choice.library import library_kernels, sdpa_attention, varlen_attention
 from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.plain import batch_form
 
 KERNELS = ("raymm", "raymm_unordered", "auto")
 """Values of ``run.kernels``. ``raymm_unordered`` sums the query's gradient in any order: it needs
 fewer products, and its results differ in the last bits from run to run."""
 REPEATS = 3
 """Timed calls, after one that compiles and one for warm-up."""
+OWN = "raymm"
+"""Name of raymm's kernel among the contenders."""
 
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""``attend(query, key, value, masks, scale=, softcap=)`` -> output and LSE."""
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""``attend(query, key, value, masks, scale=, softcap=)`` -> output and LSE; None without LSE."""
+Seconds = Mapping[str, Mapping[str, float]]
+"""Shortest seconds of each contender by name, by key of a shape class."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,33 +43,43 @@ class ShapeClass:
     Attributes:
         heads: number of query heads and of key heads.
         batch, queries, keys: bit lengths of the sizes, so that a class spans a factor of two.
+        mask: name of the masks' form; empty for others.
         needs_bits: True if masks hide kinds of keys.
+        lse: True if the caller needs the LSE.
     """
 
-    device: str
     dtype: str
     heads: tuple[int, int]
     head_dims: tuple[int, int]
     batch: int
     queries: int
     keys: int
+    mask: str
     needs_bits: bool
     softcap: bool
     backward: bool
+    lse: bool = True
 
     @classmethod
     def of(
         cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        masks: tuple[AttentionMask, ...], softcap: float | None,
+        masks: tuple[AttentionMask, ...], softcap: float | None, lse: bool = True,
     ) -> ShapeClass:  # fmt: skip
         """Return the class of a call; arguments as in :func:`chosen_attention`."""
         batch, heads, queries, dim = query.shape
+        forms = batch_form(masks)
         return cls(
-            str(query.device), str(query.dtype), (heads, key.shape[1]), (dim, value.shape[3]),
+            str(query.dtype), (heads, key.shape[1]), (dim, value.shape[3]),
             batch.bit_length(), queries.bit_length(), key.shape[2].bit_length(),
+            max((form.name for form in forms), key=len, default=""),
             any(mask.needs_bits for mask in masks), softcap is not None,
-            torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)),
+            torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)), lse,
         )  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """Text under which checkpoints store the class's choice."""
+        return " ".join(map(str, astuple(self)))
 
 
 class KernelChoice:
@@ -69,47 +87,98 @@ class KernelChoice:
 
     def __init__(self) -> None:
         self.kernels = "raymm"
-        self._chosen: dict[ShapeClass, str] = {}
+        self._driven = False
+        self._chosen: dict[str, str] = {}
+        self._measured: dict[str, dict[str, float]] = {}
+        self._reported: set[str] = set()
 
-    def use(self, kernels: str) -> None:
-        """Set ``kernels`` and forget all measurements; raise ValueError for an unknown value."""
+    def use(self, kernels: str, driven: bool = False) -> None:
+        """Set ``kernels`` and forget all measurements; raise ValueError for an unknown value.
+
+        Args:
+            driven: True if choices come from :meth:`decide`; False to choose by this process's
+                measurements.
+        """
         check_kernels(kernels)
-        self.kernels = kernels
-        self._chosen.clear()
+        self.__init__()
+        self.kernels, self._driven = kernels, driven
+
+    def decide(self, chosen: Mapping[str, str]) -> None:
+        """Use kernels by key of a shape class from now on."""
+        self._chosen.update(chosen)
+
+    def new_seconds(self) -> dict[str, dict[str, float]]:
+        """Return the measurements since the last call."""
+        new = {key: value for key, value in self._measured.items() if key not in self._reported}
+        self._reported.update(new)
+        return new
 
     def fastest(self, shape: ShapeClass, contenders: Mapping[str, Callable[[], float]]) -> str:
-        """Return the fastest contender of a shape class, measured on the first call. Contenders
-        that raise are excluded.
+        """Return the contender to use for a shape class, which is measured on the first call if
+        none was chosen before. Contenders that raise are excluded.
 
         Args:
             contenders: functions that measure a contender in seconds, by name; the first wins a
-                tie.
+                tie, and is used until the driver's choice arrives.
 
         Raises:
             Exception: the error of the first contender, if all raise.
         """
-        if shape not in self._chosen:
-            seconds: dict[str, float] = {}
-            errors: list[Exception] = []
-            for name, measure in contenders.items():
-                try:
-                    seconds[name] = measure()
-                except Exception as error:  # each kernel has its own limits and errors
-                    _log.info("kernel %s failed: %s: %s", name, type(error).__name__, error)
-                    errors.append(error)
-            if not seconds:
-                raise errors[0]
-            self._chosen[shape] = min(seconds, key=seconds.__getitem__)
-            _log.info("%s uses kernel %s; seconds: %s", shape, self._chosen[shape], seconds)
-        return self._chosen[shape]
+        key = shape.key
+        if key in self._chosen:
+            return self._chosen[key]
+        if key not in self._measured:
+            self._measured[key] = _measure(key, contenders)
+        seconds = self._measured[key]
+        if not self._driven:
+            self._chosen[key] = min(seconds, key=seconds.__getitem__)
+            return self._chosen[key]
+        return next(iter(seconds))
 
     def keep_to(self, shape: ShapeClass, name: str) -> None:
         """Use a contender for a shape class from now on, overriding any measurement."""
-        self._chosen[shape] = name
+        self._chosen[shape.key] = name
 
 
 KERNEL_CHOICE = KernelChoice()
 """The choice of this process."""
+
+
+def _measure(key: str, contenders: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """Return the seconds of the contenders that work, in order."""
+    seconds: dict[str, float] = {}
+    errors: list[Exception] = []
+    for name, measure in contenders.items():
+        try:
+            seconds[name] = measure()
+        except Exception as error:  # each kernel has its own limits and errors
+            _log.info("kernel %s failed: %s: %s", name, type(error).__name__, error)
+            errors.append(error)
+    if not seconds:
+        raise errors[0]
+    _log.info("seconds of kernels for %s: %s", key, seconds)
+    return seconds
+
+
+def agreed(measured: Iterable[Seconds], chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return one choice for each measured class that has none yet: the kernel with the fewest
+    seconds over all processes, among those that work on each of them.
+
+    Args:
+        measured: new measurements by process, in a fixed order.
+        chosen: earlier choices by key of a shape class.
+    """
+    by_class: dict[str, list[Mapping[str, float]]] = {}
+    for seconds in measured:
+        for key, of_process in seconds.items():
+            if key not in chosen:
+                by_class.setdefault(key, []).append(of_process)
+    choices = {}
+    for key, processes in by_class.items():
+        common = [name for name in processes[0] if all(name in each for each in processes)]
+        if common:
+            choices[key] = min(common, key=lambda name: sum(each[name] for each in processes))
+    return choices
 
 
 def check_kernels(kernels: str) -> None:
@@ -121,17 +190,22 @@ def check_kernels(kernels: str) -> None:
 def chosen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     masks: tuple[AttentionMask, ...], *, scale: float | None, softcap: float | None, own: Attend,
+    lse: bool = True,
 ) -> Attend:  # fmt: skip
     """Return the attention function for a call on a device with several kernels.
 
     Args:
         query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one per sequence.
+        lse: True if the caller needs the LSE.
     """
     if KERNEL_CHOICE.kernels != "auto" or not query.numel() or not key.numel():
         return own
-    attends = {"raymm": own, "flex": flex_attention}
-    shape = ShapeClass.of(query, key, value, masks, softcap)
+    attends: dict[str, Attend] = {OWN: own, "flex": flex_attention}
+    if not lse:
+        by_name = {"sdpa": sdpa_attention, "varlen": varlen_attention}
+        attends |= {name: by_name[name] for name in library_kernels(masks, softcap)}
+    shape = ShapeClass.of(query, key, value, masks, softcap, lse)
 
     def measuring(attend: Attend) -> Callable[[], float]:
         return lambda: seconds(
@@ -140,23 +214,25 @@ def chosen_attention(
         )  # fmt: skip
 
     contenders = {name: measuring(attend) for name, attend in attends.items()}
-    if KERNEL_CHOICE.fastest(shape, contenders) == "raymm":
+    name = KERNEL_CHOICE.fastest(shape, contenders)
+    if name == OWN:
         return own
+    attend = attends.get(name, own)  # a checkpoint may name a kernel of another release
 
-    def flex_while_it_can(
+    def attend_while_it_can(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         masks: tuple[AttentionMask, ...], **options: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         try:
-            return flex_attention(query, key, value, masks, **options)
+            return attend(query, key, value, masks, **options)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # for example too many recompilations
-            _log.warning("flex attention failed, using raymm's kernel instead: %s", error)
-            KERNEL_CHOICE.keep_to(shape, "raymm")
+            _log.warning("kernel %s failed, using raymm's instead: %s", name, error)
+            KERNEL_CHOICE.keep_to(shape, OWN)
             return own(query, key, value, masks, **options)
 
-    return flex_while_it_can
+    return attend_while_it_can
 
 
 def seconds(

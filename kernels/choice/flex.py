@@ -6,16 +6,19 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from raymm.kernels.mask.convert import to_block_mask
-from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.mask import AttentionMask, query_rows
 from raymm.kernels.shared_draws import draws_suspended
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _CACHED_MASKS = 16
+_BLOCK = 128  # rows and keys of FlexAttention's tiles
 
 
 def flex_attention(
@@ -28,17 +31,28 @@ def flex_attention(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute :func:`raymm.kernels.attention.attention` by FlexAttention: compiled on a GPU,
-    uncompiled and without a backward pass on a CPU. Arguments and shapes are the same."""
+    uncompiled and without a backward pass on a CPU. Arguments and shapes are the same. Tokens are
+    padded to :func:`padded_length`, so that few lengths are compiled."""
+    rows, keys = query.shape[2], key.shape[2]
+    sizes = padded_length(rows), padded_length(keys)
+    query = F.pad(query, (0, 0, 0, sizes[0] - rows))
+    key, value = (F.pad(t, (0, 0, 0, sizes[1] - keys)) for t in (key, value))
     with draws_suspended():  # it would run uncompiled under a dispatch mode
         out, lse = _function(query.device.type)(
             query, key, value,
             score_mod=None if softcap is None else _cap(softcap),
-            block_mask=_block_mask(masks, query.device),
+            block_mask=_block_mask(masks, sizes, query.device),
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
             return_lse=True,
         )  # fmt: skip
-    return out, lse.detach().float()
+    return out[:, :, :rows], lse[:, :, :rows].detach().float()
+
+
+def padded_length(length: int) -> int:
+    """Return a length rounded up to one of four classes per factor of two, a multiple of 128."""
+    step = max(_BLOCK, 1 << max(length - 1, 0).bit_length() >> 3)
+    return -(-length // step) * step
 
 
 @cache
@@ -51,9 +65,23 @@ def _function(device: str) -> Callable[..., Any]:
 
 
 @lru_cache(_CACHED_MASKS)
-def _block_mask(masks: tuple[AttentionMask, ...], device: torch.device) -> BlockMask:
-    """Return the block mask, cached for all layers of a model and both passes."""
-    return to_block_mask(masks, len(masks), device=device)
+def _block_mask(
+    masks: tuple[AttentionMask, ...], sizes: tuple[int, int], device: torch.device
+) -> BlockMask:
+    """Return the block mask of padded sizes, cached for all layers of a model and both passes."""
+    padded = {mask: _padded(mask, *sizes) for mask in masks}
+    return to_block_mask([padded[mask] for mask in masks], len(masks), _BLOCK, device)
+
+
+def _padded(mask: AttentionMask, n_queries: int, n_keys: int) -> AttentionMask:
+    """Return a mask with more rows, which see only the first key, and more keys, which no row
+    sees. A row without keys would have an infinite LSE."""
+    rows, keys = mask.query_table, mask.key_table
+    if n_queries > mask.n_queries:
+        rows = np.concatenate([rows, query_rows([mask.n_queries], hi=1)])
+    if n_keys > mask.n_keys:
+        keys = np.concatenate([keys, [[mask.n_keys, 0]]])
+    return AttentionMask(rows, keys, n_queries, n_keys)
 
 
 @lru_cache(_CACHED_MASKS)

@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 
 
+def as_autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query, key and value, cast to autocast's dtype if it is enabled."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
 def prepare(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -17,10 +28,7 @@ def prepare(
     Raises:
         ValueError: the tensors do not fit one another.
     """
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = as_autocast(query, key, value)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if {query.dim(), key.dim(), value.dim()} != {4} or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"expected (B, H, T, D), keys and values of the same tokens, got {shapes}")

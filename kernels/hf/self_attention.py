@@ -40,11 +40,14 @@ from raymm.kernels.host_copies import on_host
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.convert import from_dense
 from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.masked_operator import mask_table, masked_attention
 
 NAME = "raymm"
 """Value of ``attn_implementation``."""
 MASK_ARGUMENT = "raymm_mask"
 """Keyword argument of a model's forward: an :class:`AttentionMask`, or one per sequence."""
+MODEL_MASK_ARGUMENT = "attention_mask"
+"""Keyword argument of a layer's forward: the mask that the model made for itself."""
 ATTEND_ARGUMENT = "raymm_attend"
 """Keyword argument of a model's forward: the function that replaces
 :func:`raymm.kernels.attention.attention` if tokens are split over processes:
@@ -217,8 +220,23 @@ def raymm_model_mask(
     return ModelMask(build, window)
 
 
-# Not compiled: masks are not tensors, and the choice of kernels depends on them.
-@torch.compiler.disable
+def traceable(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer's keyword arguments with its masks as a table, for ``torch.compile``, which
+    cannot trace mask objects."""
+    mask, model_mask = arguments.get(MASK_ARGUMENT), arguments.get(MODEL_MASK_ARGUMENT)
+    built = model_mask if isinstance(model_mask, ModelMask) else None
+    if mask is not None:
+        masks = _as_tuple(mask)
+        if built is not None and built.window is not None:
+            masks = tuple(windowed(each, built.window) for each in masks)
+    elif built is not None:
+        masks = built.masks
+    else:
+        return dict(arguments)
+    replaced = {} if built is None else {MODEL_MASK_ARGUMENT: None}
+    return {**arguments, **replaced, MASK_ARGUMENT: mask_table(masks)}
+
+
 def raymm_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -230,7 +248,7 @@ def raymm_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    raymm_mask: AttentionMask | Sequence[AttentionMask] | None = None,
+    raymm_mask: AttentionMask | Sequence[AttentionMask] | torch.Tensor | None = None,
     raymm_attend: Callable[..., torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -245,7 +263,7 @@ def raymm_attention_forward(
         scaling: factor of the scores; default ``D ** -0.5``.
         sliding_window: most tokens that a row sees.
         is_causal: used if there is no mask.
-        raymm_mask: replaces the model's mask.
+        raymm_mask: replaces the model's mask; a table (:func:`traceable`) in compiled blocks.
         raymm_attend: replaces the attention function, for tokens split over processes.
         kwargs: rejected if they change the scores.
 
@@ -256,6 +274,27 @@ def raymm_attention_forward(
         ModelError: the mask does not fit, or the attention needs more than a mask.
     """
     _check_supported(type(module).__name__, dropout, kwargs)
+    if isinstance(raymm_mask, torch.Tensor):
+        _check_chunks(module)
+        return masked_attention(
+            query, key, value, raymm_mask, window=sliding_window, scale=scaling, softcap=softcap
+        ), None
+    return _attend(
+        module, query, key, value, attention_mask, scaling, sliding_window, softcap, is_causal,
+        raymm_mask, raymm_attend,
+    )  # fmt: skip
+
+
+# Not compiled: masks are not tensors, and the choice of kernels depends on them.
+@torch.compiler.disable
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: ModelMask | torch.Tensor | None, scaling: float | None,
+    sliding_window: int | None, softcap: float | None, is_causal: bool | None,
+    raymm_mask: AttentionMask | Sequence[AttentionMask] | None,
+    raymm_attend: Callable[..., torch.Tensor] | None,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute :func:`raymm_attention_forward` for masks that are objects."""
     shared: SharedTokens | None = getattr(module, _SHARED, None)
     if shared is not None and (shared.attend is None or raymm_attend is not None):
         shared = None
@@ -279,7 +318,7 @@ def raymm_attention_forward(
     if raymm_attend is not None:
         out = raymm_attend(query, key, value, masks, scale=scaling, softcap=softcap)
     else:
-        out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap)
+        out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap, lse=False)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -302,16 +341,25 @@ def _explicit_masks(
     window: int | None,
 ) -> tuple[AttentionMask, ...]:
     """Return a layer's ``raymm_mask``, narrowed by its window or that of the model's mask."""
+    _check_chunks(module)
+    masks = _as_tuple(raymm_mask)
+    if window is None and isinstance(attention_mask, ModelMask):
+        window = attention_mask.window
+    return masks if window is None else tuple(windowed(mask, window) for mask in masks)
+
+
+def _check_chunks(module: nn.Module) -> None:
+    """Reject a layer that attends in chunks, which a mask given to it would override."""
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None:
         raise ModelError(
             f"{type(module).__name__} attends in chunks of {chunk} tokens, and {MASK_ARGUMENT} "
             "would override them; add the chunks to the mask and set attention_chunk_size to None"
         )
-    masks = (raymm_mask,) if isinstance(raymm_mask, AttentionMask) else tuple(raymm_mask)
-    if window is None and isinstance(attention_mask, ModelMask):
-        window = attention_mask.window
-    return masks if window is None else tuple(windowed(mask, window) for mask in masks)
+
+
+def _as_tuple(masks: AttentionMask | Sequence[AttentionMask]) -> tuple[AttentionMask, ...]:
+    return (masks,) if isinstance(masks, AttentionMask) else tuple(masks)
 
 
 @lru_cache(maxsize=_CACHED_MASKS)

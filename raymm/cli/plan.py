@@ -143,7 +143,8 @@ def _check_runs(
         is_cpu = "cpu" in (run.device, config.planning.model_dump()["device"])
         Execution(plan).check(
             model, optimizer=optimizer, precision=run.precision, kernels=run.kernels,
-            exact_autocast=run.exact_autocast, device="cpu" if is_cpu else "cuda",
+            exact_autocast=run.exact_autocast, compile=run.compile,
+            device="cpu" if is_cpu else "cuda",
         )
 
 

@@ -163,7 +163,7 @@ class RunConfig(Section):
         seed: seed of random weights and dropout.
         precision: see :class:`raymm.runtime.options.RuntimeOptions`; with ``"auto"``, a run that
             resumes keeps the precision of its checkpoint.
-        exact_autocast, kernels: see :class:`raymm.runtime.options.RuntimeOptions`.
+        exact_autocast, kernels, compile: see :class:`raymm.runtime.options.RuntimeOptions`.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``) or,
             where not given, if the cluster has GPUs or its autoscaler can add them.
         max_failures: maximum number of automatic resumes from the last checkpoint after a process
@@ -205,6 +205,7 @@ class RunConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     exact_autocast: bool = False
     kernels: Literal["raymm", "raymm_unordered", "auto"] = "raymm"
+    compile: Literal["blocks"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_failures: NonNegative | None = 3
     max_preemptions: NonNegative | None = None

@@ -36,12 +36,13 @@ class RankSpecs:
 
 def rank_specs(
     model: Model, plan: Plan,
-    features: Mapping[str, FeatureFolder] | None = None, **options: Any,
+    features: Mapping[str, FeatureFolder] | None = None, compiled: bool = False, **options: Any,
 ) -> RankSpecs:
     """Return the specs of a plan's processes. Needs neither Ray nor a process group.
 
     Args:
         features: folders by encoder whose features are cached.
+        compiled: True to compile blocks.
         **options: further fields of :class:`raymm.actors.rank.rank_spec.RankSpec`: optimizer,
             precision, device, threads.
 
@@ -49,7 +50,7 @@ def rank_specs(
         ProbeError: a module cannot be cut or sharded as planned.
         PlanError: the model's sizes do not fit the plan's degrees.
     """
-    builders = stage_builders(model, plan, features or ())
+    builders = stage_builders(model, plan, features or (), compiled)
     processes = Processes(plan)
     ownership = parameter_ownership(
         processes, builders.owned, builders.shard_specs, options.get("optimizer")

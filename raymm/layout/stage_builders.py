@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.modules.compiled_blocks import compile_blocks
 from raymm.actors.modules.cut import own_buffers
 from raymm.actors.probe.callbacks import Cuts
 from raymm.actors.probe.experts.parallel import probe_experts
@@ -63,12 +64,14 @@ class StageBuilders:
         shard_specs: by module, the shard of each parameter that a process holds.
         retries: by encoder that is cut or sharded, a function that tries other inputs and raises a
             ``ProbeError`` if the builders do not suit them.
+        compiled: True to compile the stages' blocks.
     """
 
     build: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
     owned: dict[StageId, dict[str, int]]
     shard_specs: dict[str, ShardSpec]
     retries: dict[str, Retry] = field(default_factory=dict)
+    compiled: bool = False
 
     def add(
         self, plan: Plan, module: Module, spec: AnySpec, cached: bool, hooks: StageHooks | None
@@ -87,20 +90,24 @@ class StageBuilders:
                         options, hooks and replace(
                             hooks, first=lo == 0, last=hi == plan.graph.node(module.name).num_layers
                         ),
+                        self.compiled,
                     ),
                 )
             self.owned[stage.id], self.build[stage.id] = built[key]
 
 
 @plain_torch()
-def stage_builders(model: Model, plan: Plan, cached: Collection[str] = ()) -> StageBuilders:
-    """Return the builders of a model; ``cached`` are encoders whose features are cached.
+def stage_builders(
+    model: Model, plan: Plan, cached: Collection[str] = (), compiled: bool = False
+) -> StageBuilders:
+    """Return the builders of a model; ``cached`` are encoders whose features are cached. If
+    ``compiled``, blocks are compiled.
 
     Raises:
         ProbeError: a module cannot be cut or sharded as planned.
         PlanError: the model's sizes do not fit the plan's degrees.
     """
-    builders = StageBuilders({}, {}, {})
+    builders = StageBuilders({}, {}, {}, compiled=compiled)
     for node in plan.graph.nodes:
         name, module = node.name, model.module(node.name)
         first, cuts = plan.replicas(name)[0][0], _cuts(plan, node)
@@ -240,15 +247,18 @@ def _slim(spec: AnySpec, own: Iterable[str]) -> AnySpec:
 
 def _build(
     stage_class: Any, spec: AnySpec, lo: int, hi: int, layer_options: Sequence[str],
-    hooks: StageHooks | None,
-) -> EncoderStage | LanguageStage:
-    """Build a stage, whose blocks from ``lo`` on handle activations by the plan's options."""
+    hooks: StageHooks | None, compiled: bool,
+) -> EncoderStage | LanguageStage:  # fmt: skip
+    """Build a stage, whose blocks from ``lo`` on handle activations by the plan's options, and are
+    compiled if ``compiled``."""
     stage = stage_class.build(spec, lo, hi)
     stage.hooks = hooks
-    if layer_options:
-        module = stage.module
-        assert module is not None  # its layers have options
+    module = stage.module
+    if module is not None and (layer_options or compiled):
         blocks = spec.cut.blocks if spec.cut else find_blocks(module)
         all_layers = [module] if blocks is None else list(block_list(module, blocks))
-        recompute_layers(all_layers[lo : lo + len(layer_options)], layer_options)
+        if compiled:
+            compile_blocks(all_layers[lo : min(hi, spec.num_blocks)], spec.name)
+        if layer_options:
+            recompute_layers(all_layers[lo : lo + len(layer_options)], layer_options)
     return stage

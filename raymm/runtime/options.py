@@ -8,6 +8,7 @@ from typing import Any
 
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.host.memory import CopyOptions
+from raymm.actors.modules.compiled_blocks import BLOCKS
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.quota import Backend
@@ -42,6 +43,9 @@ class RuntimeOptions:
             and FlexAttention once per class of shapes on each GPU and uses the faster one. Results
             then differ in the last bits where the choice differs. CPUs have one kernel and measure
             nothing.
+        compile: ``"blocks"`` to compile each block of encoders and language model with
+            ``torch.compile`` (:mod:`raymm.actors.modules.compiled_blocks`); None for no
+            compilation.
         device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
         resources: Ray resources of each process; None for one CPU, and one GPU on CUDA.
         seed: seed of dropout and layer drop.
@@ -58,7 +62,7 @@ class RuntimeOptions:
         copies: copies of the training state in host memory, for which nodes must have room.
 
     Raises:
-        ValueError: the precision, device or kernels are unknown.
+        ValueError: the precision, device, kernels or compilation are unknown.
         ClusterError: the resources do not have one GPU per process on CUDA.
     """
 
@@ -66,6 +70,7 @@ class RuntimeOptions:
     precision: str = "auto"
     exact_autocast: bool = False
     kernels: str = "raymm"
+    compile: str | None = None
     device: str = "cpu"
     resources: RankResources | None = None
     placement: PlacementOptions = ONLY_RANKS
@@ -81,6 +86,8 @@ class RuntimeOptions:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
         check_kernels(self.kernels)
+        if self.compile not in (None, BLOCKS):
+            raise ValueError(f"compile is {self.compile!r}; accepted: {BLOCKS}, or null")
         if self.device not in DEVICES:
             raise ValueError(f"device is {self.device!r}; accepted: {', '.join(DEVICES)}")
         self.reserved.check_device(self.device)

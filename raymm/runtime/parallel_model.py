@@ -32,7 +32,9 @@ from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.errors import DataError, ModelError, PlanError
+from raymm.kernels.choice.choice import agreed
 from raymm.kernels.flash.gpu.launch_configs import LARGEST_HEAD_DIM
+from raymm.layout.compile_check import check_compiled
 from raymm.layout.host_memory import check_hosts, host_needs, offloads
 from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
@@ -128,13 +130,15 @@ class ParallelModel(ParallelModule):
         model.check_loss()
         check_loss(model, plan)
         check_fits(plan)
+        if options.compile is not None:
+            check_compiled(model, plan, options.kernels)
         check_optimizer(options.optimizer, plan, options.autocast is not None)
         return rank_specs(
             model, plan, optimizer=options.optimizer, autocast=options.autocast,
             exact_autocast=options.exact_autocast, device=options.device, threads=options.threads,
             kernels=options.kernels, quota_backend=options.quota_backend,
             timeout_s=options.timeout_s, nccl_timeout_s=options.nccl_timeout_s,
-            features=options.features, seed=options.seed,
+            features=options.features, seed=options.seed, compiled=options.compile is not None,
         )  # fmt: skip
 
     def _start(self, plan: Plan, ranks: RankSpecs) -> None:
@@ -322,7 +326,8 @@ class ParallelModel(ParallelModule):
             ),
             sample_ids=() if batches.unnamed else tuple(tuple(m.sample_ids) for m in meta),
             training=not forward_only, offsets=offsets, decode=decode,
-            reference=pairs and not references, **batches.step_fields(meta),
+            reference=pairs and not references, kernels=dict(self.kernels),
+            **batches.step_fields(meta),
         )
         ops = self._optimizer_ops() if update else ()
         pattern = tuple(tuple(sorted(microbatch.items)) for microbatch in meta)
@@ -338,7 +343,9 @@ class ParallelModel(ParallelModule):
         if update:
             self._step += 1
         skipped = partial(self._skipped_step, self._step, noted)
-        return PendingStep(handle, step.label_tokens, keep, self._processes.all, skipped)
+        return PendingStep(
+            handle, step.label_tokens, keep, self._processes.all, skipped, self._choose_kernels
+        )
 
     def _read(
         self, module_inputs: Mapping[str, Any], meta: MicrobatchMeta, index: int,
@@ -409,6 +416,11 @@ class ParallelModel(ParallelModule):
         pairs = zip(self._processes.all, results, strict=True)
         counts = [r.router_counts for p, r in pairs if p.tp == 0 and r.router_counts is not None]
         return meta._replace(router_counts=tuple(map(sum, zip(*counts, strict=True))))
+
+    def _choose_kernels(self, results: Sequence[StepResult]) -> None:
+        """Choose the attention kernels that all ranks use from the next step on."""
+        measured = [result.kernel_seconds for result in results]
+        self.restore_kernels({**self.kernels, **agreed(measured, self.kernels)})
 
     def _skipped_step(
         self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,

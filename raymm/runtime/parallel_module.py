@@ -141,6 +141,7 @@ class ParallelModule(ABC):
     def __init__(self, model: Any, options: RuntimeOptions) -> None:
         self.model, self.options = model, options
         self._step = 0
+        self._kernels: dict[str, str] = {}
         self._batches: list[Sequence[MicrobatchMeta]] = []
         self._accumulated = 0  # batches since the last update
 
@@ -157,6 +158,15 @@ class ParallelModule(ABC):
     def restore_step(self, step: int) -> None:
         """Set the number of optimizer steps that the loaded state has taken."""
         self._step = step
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Attention kernels that ranks use, by class of shapes (``kernels="auto"``)."""
+        return self._kernels
+
+    def restore_kernels(self, kernels: Mapping[str, str]) -> None:
+        """Use attention kernels from the next step on."""
+        self._kernels = dict(kernels)
 
     @holds_nothing_when_interrupted
     def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:

@@ -21,12 +21,15 @@ class PendingStep:
         keep: owners of the inputs, which must outlive the step.
         skipped: makes the report of a step that was not applied, from the loss and the ranks'
             results.
+        observe: called with the ranks' results.
     """
 
     def __init__(
         self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process],
         skipped: Callable[[float | None, Sequence[StepResult]], SkippedStep | None],
+        observe: Callable[[Sequence[StepResult]], None],
     ) -> None:  # fmt: skip
+        self._observe = observe
         self._handle = handle
         self._skipped = skipped
         self._label_tokens = label_tokens
@@ -65,6 +68,7 @@ class PendingStep:
             RankFailedError: a rank died or raised.
         """
         results = self._handle.result()
+        self._observe(results)
         pairs = list(zip(self._processes, results, strict=True))
         # FSDP and CP processes hold parts of the loss; TP processes hold the same value.
         partials = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raymm.actors.optimizer.checkpoint_shards import WrittenShard
 from raymm.actors.storage.folder import StorageFolder
@@ -63,6 +63,15 @@ class Checkpoint:
             *(f"corrupt checkpoint, left where it is: {reason}" for reason in self.corrupt),
             *([f"the newest intact checkpoint is {self.folder}"] if self.corrupt else ()),
         ]
+
+
+class _State(NamedTuple):
+    """State of the driver when a save starts; see :class:`raymm.storage.manifest.Manifest`."""
+
+    step: int
+    plan: Plan
+    trainer: dict[str, Any]
+    kernels: dict[str, str]
 
 
 class CheckpointStore:
@@ -190,7 +199,8 @@ class CheckpointStore:
         if names := parallel.not_finite_tensors():
             raise self._not_finite(parallel.steps_taken, names)
         self.check_owner()
-        return self._put(parallel.steps_taken, parallel.plan, trainer, lambda: call_ranks(
+        state = _State(parallel.steps_taken, parallel.plan, trainer, dict(parallel.kernels))
+        return self._put(state, lambda: call_ranks(
             parallel.group, "save", folder.location, parallel.reloadable()
         ))
 
@@ -200,7 +210,8 @@ class CheckpointStore:
         Raise a ``RunFileError`` or ``NotFiniteError`` if the previous save failed, and a
         ``RankFailedError`` if a rank died."""
         self.finish()
-        step, plan, group = parallel.steps_taken, parallel.plan, parallel.group
+        step, group = parallel.steps_taken, parallel.group
+        state = _State(step, parallel.plan, trainer, dict(parallel.kernels))
         folder = self._folder_of(step)
         if self._is_current(folder):
             return
@@ -214,7 +225,7 @@ class CheckpointStore:
             return [copy.shards for copy in copies]
 
         self._behind = BackgroundSave(
-            step, lambda check: self._put(step, plan, trainer, write, check)
+            step, lambda check: self._put(state, write, check)
         )
 
     @property
@@ -258,11 +269,12 @@ class CheckpointStore:
             return folder.place == self.current and MANIFEST in folder.names()
 
     def _put(
-        self, step: int, plan: Plan, trainer: dict[str, Any],
+        self, state: _State,
         write: Callable[[], list[dict[str, WrittenShard]]],
         check: Callable[[], None] = lambda: None,
     ) -> Path | str:
         """Write and commit a checkpoint. ``check`` raises if it must not be committed any more."""
+        step = state.step
         folder = self._folder_of(step)
         try:
             self._make_room(folder)
@@ -273,7 +285,7 @@ class CheckpointStore:
             self._before_commit()
             self.check_owner()
             check()
-            write_manifest(folder.place, self._manifest(step, plan, trainer, shards))
+            write_manifest(folder.place, self._manifest(state, shards))
             with writing(folder):
                 folder.unlink(TORN)
         except (RunFileError, CheckpointError) as error:
@@ -325,20 +337,20 @@ class CheckpointStore:
             self._corrupt.discard(folder)
 
     def _manifest(
-        self, step: int, plan: Plan, trainer: dict[str, Any],
-        shards: Sequence[Mapping[str, WrittenShard]],
+        self, state: _State, shards: Sequence[Mapping[str, WrittenShard]]
     ) -> Manifest:
         written = {file: shard for rank_shards in shards for file, shard in rank_shards.items()}
         return Manifest(
-            step=step,
+            step=state.step,
             index={name: file for file, shard in written.items() for name in shard.names},
             files={
                 file: FileEntry(size=shard.file.size, xxh3_128=shard.file.checksum)
                 for file, shard in written.items()
             },
-            plan=plan.to_dict(),
+            plan=state.plan.to_dict(),
             run=self.run,
-            trainer=trainer,
+            trainer=state.trainer,
+            kernels=state.kernels,
         )
 
     def _remove_old(self, step: int) -> None:

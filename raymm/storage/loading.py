@@ -53,6 +53,7 @@ def restore(
             f"{folder} has tensors that are not finite: {', '.join(names[:MAX_NAMED])}"
         )
     parallel.restore_step(manifest.step)
+    parallel.restore_kernels(manifest.kernels)
     return manifest
 
 

@@ -52,6 +52,7 @@ class Manifest(_Strict):
         run: description of the run (:func:`raymm.storage.run_description.describe_run`), compared
             when the run resumes; empty outside of a trainer's run.
         trainer: state of the trainer (position in the data, states of hooks).
+        kernels: attention kernels of the run, by class of shapes.
     """
 
     format: Literal[2] = CHECKPOINT_FORMAT
@@ -61,6 +62,7 @@ class Manifest(_Strict):
     plan: dict[str, Any]
     run: dict[str, Any]
     trainer: dict[str, Any]
+    kernels: dict[str, str] = {}
 
     @model_validator(mode="after")
     def _names_are_files_here(self) -> Manifest:

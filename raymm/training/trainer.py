@@ -384,7 +384,8 @@ class Trainer:
                 parallel = started.enter_context(execution.start(
                     self.model, optimizer=self.optimizer, precision=self.run.precision,
                     exact_autocast=self.run.exact_autocast, kernels=self.run.kernels,
-                    device=device, resources=resources, threads=self.threads, seed=self.run.seed,
+                    compile=self.run.compile, device=device, resources=resources,
+                    threads=self.threads, seed=self.run.seed,
                     placement=placement, timeout_s=self.run.timeout_s,
                     nccl_timeout_s=self.run.nccl_timeout_s, features=cached_features.folders,
                     copies=CopyOptions(

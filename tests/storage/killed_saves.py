@@ -52,6 +52,7 @@ class Running:
         profile = CostProfile({"llm": (LayerCost(1.0, 1.0, 1.0),)})
         self.plan = make_plan(graph, {"llm": ((0, 1),)}, 1, profile=profile)
         self.steps_taken, self.group, self.patience = step, self, 60.0
+        self.kernels: dict[str, str] = {}
         self.tensors = [torch.full((size,), float(step)) for _ in range(RANKS)]
         self.copies = [HostCopy(HostStaging(torch.device("cpu"))) for _ in range(RANKS)]
 

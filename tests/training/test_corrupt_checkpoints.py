@@ -83,6 +83,8 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint(finished, make_config, 
 class Writer:
     """Running model with one rank and one tensor."""
 
+    kernels = {}
+
     def __init__(self, plan, step=0):
         self.plan, self.steps_taken, self.group = plan, step, self
 

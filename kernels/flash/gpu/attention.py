@@ -152,8 +152,11 @@ def triton_backward(
     masks: tuple[AttentionMask, ...],
     scale: float,
     softcap: float | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    unordered: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return dQ, dK, dV in fp32, without autograd.
+    """Return dQ, dK, dV in ``dtype``, without autograd.
 
     ``out`` and ``lse`` cover all keys that the rows see. If ``key`` holds only a part of them, the
     gradients are that part's contribution.
@@ -163,6 +166,7 @@ def triton_backward(
         query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         lse: (B, Hq, Tq), at least fp32.
         masks: one per sequence of the batch.
+        unordered: as in :func:`triton_attention`.
     """
     factors = scales(query.shape[-1], scale, softcap)
     query_dim, value_dim = query.shape[-1], value.shape[-1]
@@ -170,11 +174,11 @@ def triton_backward(
     query, key, value, out, grad_out = (
         aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
     )
-    plan = _plan(query, key, value, masks, softcap)
+    plan = _plan(query, key, value, masks, softcap, unordered=unordered)
     with _on(query.device):
         gradients = _backward(
             query, key, value, out, lse.contiguous(), grad_out, plan, factors,
-            softcap is not None, True, True, torch.float32,
+            softcap is not None, True, True, dtype,
         )  # fmt: skip
     dq, dk, dv = (
         None if gradient is None else narrowed(gradient, dim)

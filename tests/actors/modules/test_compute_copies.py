@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,9 +12,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raymm.actors.executor.split_backward import backward_input
+from raymm.actors.modules import precision
 from raymm.actors.modules.precision import ComputeCopies
 
 MICROBATCHES = 4
+
+
+@pytest.fixture(params=[1, 2**16], ids=["fused", "separate"], autouse=True)
+def gradient_sums(request, monkeypatch):
+    """Add gradients in one kernel, and as autograd does."""
+    monkeypatch.setattr(precision, "FUSED_ELEMENTS", request.param)
 
 
 def model(tied: bool = False) -> LlamaForCausalLM:
@@ -149,3 +157,33 @@ def test_gradients_are_added_when_their_layer_is_done():
             hidden.sum().backward()
             for number in range(1, 4):
                 assert done.index(("w", number)) < done.index(("x", number - 1))
+
+
+def test_fused_sums_write_no_other_fp32_gradient(monkeypatch):
+    """Count the operators of a second microbatch, and respect hooks of a parameter."""
+    monkeypatch.setattr(precision, "FUSED_ELEMENTS", 1)
+    layer = nn.Linear(8, 8, bias=False)
+    x, weight = torch.randn(4, 8), layer.weight
+
+    class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+        counts: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                self.counts.append(str(func))
+            return result
+
+    with ComputeCopies([layer], torch.bfloat16).shown():
+        outputs = []
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs.append(layer(x).sum())
+        outputs[0].backward()
+        with Casts() as seen:
+            outputs[1].backward()
+        assert seen.counts == ["aten.add_.Tensor"]
+        before = weight.grad.clone()
+        weight.register_hook(lambda gradient: gradient * 0)
+        outputs[2].backward()
+        assert weight.grad.equal(before)

@@ -204,3 +204,26 @@ def test_bf16_step_work_grows_with_the_parameters(monkeypatch):
         return executed
 
     assert lines(80) < 2.5 * lines(40)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit", CUSTOM[0]])
+def test_a_factor_in_the_update_equals_scaled_gradients(name):
+    """Check which updates take the factor; others get scaled gradients from the caller."""
+    config, factor = OptimizerConfig(lr=1e-2, name=name), torch.tensor(0.37, dtype=torch.float64)
+    before, within = updates_of(config), updates_of(config)
+    for step in range(STEPS):
+        for parameter in with_gradients(before.parameters, step):
+            parameter.grad.mul_(factor.float())
+        before.step(before.parameters.values(), GO, step)
+        parameters = with_gradients(within.parameters, step)
+        taken = [p for p in parameters if within.scales(p)]
+        assert len(taken) == {"adamw": 9, "muon": 6}.get(name, 0)
+        for parameter in parameters:
+            if not within.scales(parameter):
+                parameter.grad.mul_(factor.float())
+        within.scale_gradients(factor)
+        within.step(parameters, GO, step)
+        within.scale_gradients(None)
+    for key, parameter in within.parameters.items():
+        error = (parameter - before.parameters[key]).norm() / before.parameters[key].norm()
+        assert error < 1e-6, key
