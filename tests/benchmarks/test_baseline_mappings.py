@@ -12,6 +12,7 @@ from raymm.scheduler.multiplex.solver.solve import solve
 from tests.scheduler.multiplex.mapping_problems import problems
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("modules", "gpus"), [(6, 8), (10, 4), (12, 32)])
 def test_baselines_are_mappings_and_not_better(kind: str, modules: int, gpus: int) -> None:

@@ -18,6 +18,7 @@ from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.step_graph import full_samples
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "ofasys"])
 def test_plans_between_the_styles_are_never_slower_and_run(model):
     starts, search = searched(model, None)

@@ -170,6 +170,7 @@ def settings(tmp_path, steps: int, **own: object) -> list[str]:
     return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
 
 
+@pytest.mark.sweep
 def test_the_vlm_is_trained_resumed_and_exported(
     cache, tmp_path, monkeypatch, capsys, ray_cluster
 ):

@@ -186,6 +186,7 @@ def test_in_slots_on_quotas(ray_cluster):
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("placeholders", [False, True])
 def test_four_stages_of_two_processes(ray_cluster, placeholders):
     """Shard text and visual tokens; recompute keys and values of a row with many images."""

@@ -86,6 +86,7 @@ def run_language(bounds: list[int], group: Any = None) -> dict[str, Any]:
     return {"loss": sum(losses), "gradients": gradients, "shapes": shapes, "own": own}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("ranks", "bounds"), [(2, [0, 1, 3]), (3, [0, 3])])
 def test_uneven_shards_equal_the_whole(
     processes: RankProcesses, ranks: int, bounds: list[int]
