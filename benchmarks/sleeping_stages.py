@@ -65,10 +65,14 @@ class SleepingStage(nn.Module):
     Args:
         cost: seconds; without ``backward_weight`` the stage is frozen and has no weight.
         last: True if it computes the loss.
+        loads: factor of the seconds of each microbatch; empty for 1.
     """
 
-    def __init__(self, cost: StageCost, width: int, last: bool) -> None:
+    def __init__(
+        self, cost: StageCost, width: int, last: bool, loads: Sequence[float] = ()
+    ) -> None:
         super().__init__()
+        self.loads = tuple(loads)
         self.cost = cost
         self.width = width
         self.last = last
@@ -79,14 +83,15 @@ class SleepingStage(nn.Module):
         self, inputs: dict[str, Any] | None, received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:
-        pause(self.cost.forward)
+        load = self.loads[context.microbatch] if self.loads else 1.0
+        pause(self.cost.forward * load)
         y = next(iter(received.values())).tensors[0] if received else torch.zeros(self.width)
         if y.requires_grad:
-            y = _SlowGradient.apply(y, self.cost.backward_input)
+            y = _SlowGradient.apply(y, self.cost.backward_input * load)
         if self.weight is not None:
             # An ordinary sum joins the two: the executor could not identify the edge of a custom
             # function that leads to a weight.
-            y = y + _SlowGradient.apply(self.weight, self.cost.backward_weight)
+            y = y + _SlowGradient.apply(self.weight, self.cost.backward_weight * load)
         return Message((), {}, loss=y.sum()) if self.last else Message((y,), {})
 
 
@@ -164,13 +169,15 @@ class SleepingPipeline:
         self._group = RankGroup(specs, labels, RankResources(1.0))
 
     def run(
-        self, plan: Plan, program: Program, steps: int, width: int = MESSAGE_FLOATS
+        self, plan: Plan, program: Program, steps: int, width: int = MESSAGE_FLOATS,
+        loads: Mapping[str, Sequence[float]] | None = None,
     ) -> list[Timeline]:
         """Run a plan's program ``steps`` times.
 
         Args:
             plan: a chain of at most ``ranks`` stages, with a profile: stages sleep for the seconds
                 of :func:`~raymm.scheduler.schedule.stage_costs.stage_costs`.
+            loads: factors of these seconds of every microbatch, by module.
 
         Returns:
             Timeline of each step, in the plan's names.
@@ -183,9 +190,13 @@ class SleepingPipeline:
             raise ValueError(f"the plan has {plan.num_ranks} stages; there are {self.ranks} ranks")
         chain = Renaming(plan, self.ranks)
         costs = {chain.names[name]: cost for name, cost in stage_costs(plan).items()}
+        factors = {
+            chain.names[name]: tuple(map(float, (loads or {}).get(name.module, ())))
+            for name in plan.by_id
+        }
         self._group.rebuild([
             {name: partial(SleepingStage, costs.get(name, StageCost(0.0, 0.0, 0.0)), width,
-                           rank == self.ranks - 1)}
+                           rank == self.ranks - 1, factors.get(name, ()))}
             for rank, name in enumerate(map(rank_stage, range(self.ranks)))
         ])
         renamed = chain.program(program)

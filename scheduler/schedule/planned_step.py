@@ -20,6 +20,7 @@ from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import ActiveStages
+from raymm.scheduler.schedule.step_parts import loaded
 from raymm.scheduler.schedule.step_schedule import StepSchedule
 from raymm.scheduler.schedules.base import Task
 from raymm.scheduler.schedules.registry import find_schedule
@@ -53,6 +54,17 @@ class PlannedStep(ListScheduler):
             costs = {} if plan.profile is None else op_seconds(plan)
         super().__init__(plan, active, costs, sizes, delays, loads)
         self.forward_only = forward_only
+
+    def with_loads(self, schedule: str, loads: Mapping[str, Sequence[float]]) -> PlannedStep:
+        """Return the step with other loads of the same microbatches, under a schedule."""
+        plan = self.plan if schedule == self.plan.schedule else replace(
+            self.plan, schedule=schedule
+        )
+        step = PlannedStep(
+            plan, self.active, self.costs, self.delays, self.forward_only, loads
+        )
+        step.parts = [loaded(part, loads) for part in self.parts]
+        return step
 
     @property
     def num_microbatches(self) -> int:

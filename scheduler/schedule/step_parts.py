@@ -4,7 +4,7 @@ equal, so that results are computed once."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -212,6 +212,14 @@ def _carried(plan: Plan, edges: Sequence[Edge], kinds: Sequence[ActiveStages]) -
         if plan.by_id[src].rank != plan.by_id[dst].rank else [False] * len(kinds)
         for src, dst in edges
     ], dtype=bool).reshape(len(edges), len(kinds))
+
+
+def loaded(part: Part, loads: Mapping[str, Sequence[float]]) -> Part:
+    """Return a part with other loads of its microbatches."""
+    columns = np.array(part.microbatches, dtype=np.int64)
+    rows = {name: _loads(loads, name, columns) for name in {s.module for s in part.stages}}
+    factors = np.array([rows[stage.module] for stage in part.stages], dtype=float)
+    return replace(part, arrays=part.arrays._replace(loads=factors))
 
 
 def _loads(

@@ -14,7 +14,7 @@ from raymm.scheduler.schedules.ordered import (
 )
 from raymm.scheduler.schedules.policy import Rules, TaskOrder
 
-# Microbatches per segment; segments by which encoders are ahead; delay of backwards as a fraction
+# Microbatches per segment; lead of encoders in segments; delay of backwards as a fraction
 # of the warm-up (0: backwards go first).
 SEGMENTS, LEADS, DELAYS = (1, 2, 4), (0, 1, 2), (0.0, 0.5, 1.0)
 

@@ -42,7 +42,7 @@ class Entrain(OrderedSchedule):
 
 
 def _deferred(loads: Any) -> int:
-    """Return the number of microbatches by which cumulative work deviates from a steady pace."""
+    """Return the range of cumulative work around a steady pace, in microbatches."""
     if loads is None or not len(loads) or not np.sum(loads):
         return 0
     deviations = np.cumsum(np.asarray(loads) / np.mean(loads) - 1)

@@ -267,11 +267,24 @@ def has_room(step, rules, progress, stage, kind, microbatch):
             # a forward that must still come before it
             if key >= candidate and key != task and step.uses[late, first] & NEEDS:
                 if progress.ends[FORWARD_END, late, first] == np.inf:
-                    held += step.amounts[late, KEPT] * step.loads[late, first]
-        added_later = step.amounts[earlier, ACTIVATION] * step.loads[earlier, first]
+                    most = _largest_load(step, late, first, microbatch)
+                    held += step.amounts[late, KEPT] * most
+        most = _largest_load(step, earlier, first, microbatch)
+        added_later = step.amounts[earlier, ACTIVATION] * most
         if held + added + added_later > limit:
             return False
     return True
+
+
+@part
+def _largest_load(step, stage, first, last):
+    """Return the largest load of a stage on the microbatches ``first`` to ``last``, which all have
+    to fit one after another."""
+    largest = 0.0
+    for microbatch in range(first, last + 1):
+        if step.uses[stage, microbatch] & NEEDS:
+            largest = max(largest, step.loads[stage, microbatch])
+    return largest
 
 
 @part

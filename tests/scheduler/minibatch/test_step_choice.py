@@ -1,0 +1,110 @@
+"""Choice of a step's program: every sample once, never slower than the given order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.errors import PlanError
+from raymm.scheduler.minibatch.step_choice import (
+    Groups,
+    choose_step,
+    given_groups,
+    group_loads,
+    hierarchical_groups,
+    level_groups,
+    planned_step,
+    step_seconds,
+)
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.check_program import check_program
+from tests.scheduler.schedules.test_field_schedules import FIELD, replicated_plan
+
+SCHEDULES = ("1f1b", "zero_bubble", *FIELD)
+
+
+@st.composite
+def works(draw: st.DrawFn, least: int) -> dict[str, np.ndarray]:
+    """Draw work of samples with long tails; some have no image."""
+    count = draw(st.integers(least, 5 * least))
+    draws = np.random.default_rng(draw(st.integers(0, 1000)))
+    images = draws.lognormal(0.0, 1.0, count) * (draws.random(count) < 0.7)
+    return {"vision": images / 2, "llm": draws.lognormal(0.0, 0.7, count) / 2 + images / 4}
+
+
+def largest(work: dict[str, np.ndarray], groups: Groups, module: str) -> float:
+    return float(group_loads(work, groups)[module].max())
+
+
+def checked(groups: Groups, samples: int, microbatches: int) -> None:
+    assert len(groups) == microbatches and all(groups)
+    assert sorted(sample for group in groups for sample in group) == list(range(samples))
+
+
+@given(st.data(), st.sampled_from(SCHEDULES))
+def test_the_choice_is_complete_and_never_slower(data, schedule: str) -> None:
+    plan = replicated_plan(data.draw(st.integers(2, 8)), schedule)
+    work = data.draw(works(plan.num_microbatches))
+    choice = choose_step(plan, work, ("1f1b", "dip"))
+    checked(choice.groups, len(work["llm"]), plan.num_microbatches)
+    in_order = given_groups(len(work["llm"]), plan.num_microbatches)
+    for name in (schedule, "1f1b", "dip"):
+        assert choice.seconds <= step_seconds(replace(plan, schedule=name), work, in_order)
+    assert choice.fixed_seconds == step_seconds(plan, work, in_order)
+    chosen = replace(plan, schedule=choice.schedule)
+    step = planned_step(chosen, work, choice.groups)
+    check_program(step.program)
+    assert step.seconds() == choice.seconds
+    assert choose_step(plan, work, ("1f1b", "dip")) == choice
+
+
+@given(st.data())
+def test_levelled_groups_have_every_sample_once(data) -> None:
+    plan = replicated_plan(data.draw(st.integers(1, 8)), "1f1b")
+    work = data.draw(works(plan.num_microbatches))
+    for groups in (level_groups(work, plan), hierarchical_groups(work, plan)):
+        checked(groups, len(work["llm"]), plan.num_microbatches)
+
+
+def test_hierarchical_groups_level_the_encoder_first() -> None:
+    """Draw images and text that are independent, so that both cannot be levelled in one pass."""
+    draws = np.random.default_rng(3)
+    work = {"vision": draws.lognormal(0.0, 0.5, 64) / 8, "llm": draws.lognormal(0.0, 0.5, 64) / 8}
+    plan = replicated_plan(8, "1f1b")
+    level, nested = level_groups(work, plan), hierarchical_groups(work, plan)
+    in_order = given_groups(64, 8)
+    for module in work:
+        mean = work[module].sum() / 8
+        assert largest(work, level, module) < 1.1 * mean < largest(work, in_order, module)
+    mean = work["vision"].sum() / 8
+    assert largest(work, nested, "vision") <= largest(work, level, "vision") + 0.02 * mean
+
+
+def limited(plan: Plan, share: float) -> Plan:
+    peaks = planned_step(plan, {"llm": np.ones(plan.num_microbatches),
+                                "vision": np.ones(plan.num_microbatches)},
+                         given_groups(plan.num_microbatches, plan.num_microbatches)).peaks()
+    return replace(plan, activation_limits=tuple(int(peak * share) for peak in peaks))
+
+
+def test_the_choice_keeps_the_limits_of_activations() -> None:
+    plan = limited(replicated_plan(8, "entrain"), 1.5)
+    draws = np.random.default_rng(1)
+    work = {"vision": draws.lognormal(0.0, 0.5, 32) / 4, "llm": draws.lognormal(0.0, 0.5, 32) / 4}
+    choice = choose_step(plan, work, ("dip",))
+    step = planned_step(replace(plan, schedule=choice.schedule), work, choice.groups)
+    limits = plan.activation_limits
+    assert limits is not None
+    assert all(peak <= limit for peak, limit in zip(step.peaks(), limits, strict=True))
+
+
+def test_work_that_does_not_fit_the_plan_is_refused() -> None:
+    plan = replicated_plan(4, "1f1b")
+    with pytest.raises(PlanError, match=r"work has \[3\] samples; accepted: .* at least the 4"):
+        choose_step(plan, {"llm": np.ones(3)})
+    with pytest.raises(PlanError, match=r"work names \['audio'\]; modules are"):
+        choose_step(plan, {"audio": np.ones(4), "llm": np.ones(4)})
