@@ -11,11 +11,13 @@ batches of the distribution. Messages are free.
 
 All of them have the memory of the fullest rank of DAG 1F1B over all batches of a distribution, with
 weights and optimizer state (of encoder replicas, a share, as under ZeRO-1). Peers that do not fit
-are left out (null in the rows). Seconds are relative to DAG 1F1B on the same batch, ``bound`` is
-all work of the batch divided by the ranks, ``peak_gib`` has the largest peak of activations.
+are left out (null in the rows). It may exceed an H100's, and nothing is recomputed. Seconds are
+relative to DAG 1F1B on the same batch, ``bound`` is all work of the batch divided by the ranks,
+``peak_gib`` has the largest peak of activations.
 
 - ``auto_over_best_peer_median``, ``_worst``: auto over the fastest peer of the same batch.
-- ``fixed_loss_median``: the planned schedule on samples in their given order, over auto.
+- ``fixed_loss_median``: the planned schedule on samples in their given order, over auto, for those
+  batches that fit without regrouping.
 - ``variability``: largest over mean load of a microbatch, by assignment (Entrain's figure).
 - ``emulated_error``: largest error of the simulated step against stages that sleep on actors.
 - ``choice_cpu_ms``: CPU of one choice for 64 ranks and 64 microbatches.
@@ -30,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,7 +298,8 @@ def measure(name: str, batches: int) -> Outcome:
                 if step is not None
             },
             "auto_over_best_peer": seconds["auto"] / fastest,
-            "fixed_loss": choice.fixed_seconds / choice.seconds,
+            "fixed_loss": choice.fixed_seconds / choice.seconds
+            if isfinite(choice.fixed_seconds) else None,
             "variability": {
                 label: round(max(
                     float(load.max() / load.mean())
@@ -374,7 +378,9 @@ def main() -> int:
         "benchmark": "field_schedules",
         "auto_over_best_peer_median": round(statistics.median(ratios), 4),
         "auto_over_best_peer_worst": round(max(ratios), 4),
-        "fixed_loss_median": round(statistics.median(row["fixed_loss"] for row in rows), 4),
+        "fixed_loss_median": round(statistics.median(
+            row["fixed_loss"] for row in rows if row["fixed_loss"] is not None
+        ), 4),
         "choice_cpu_ms": round(choice_cpu_ms(), 1),
     }
     if not chosen.no_actors:
