@@ -138,10 +138,8 @@ def describe_run(
     for name, hooks in model.stage_hooks.items():
         for number, hook in enumerate(hooks):
             field, kind = f"model.stage_hooks.{name}.{number}", type(hook)
-            fields[field] = _named(hook)
-            fields[f"{field}.code"] = code_digest(
-                functools.partial(kind.output, kind.inputs, vars(hook))
-            )
+            parts: Any = [kind.output, kind.inputs, vars(hook)]
+            fields |= {field: _named(hook), f"{field}.code": code_digest(parts)}
     return json.loads(json.dumps(fields, default=str))
 
 
