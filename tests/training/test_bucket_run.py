@@ -1,6 +1,7 @@
-"""Runs in a bucket of a real S3 server equal a run in a folder."""
+"""Runs in a bucket of a real S3 server, or in a custom file system, equal a run in a folder."""
 
 import os
+import shutil
 import signal
 import threading
 
@@ -9,7 +10,7 @@ import torch
 from processes import all_gone, end_group, wait_until
 from s3_server import S3Server
 from safetensors.torch import load_file
-from tiny_run import checkpoint_tensors, curve, start
+from tiny_run import STEPS, checkpoint_tensors, curve, start
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.location import storage_folder
@@ -110,3 +111,22 @@ def test_a_killed_upload_resumes_from_the_last_intact_checkpoint(
     assert projector
     for name, tensor in projector.items():
         assert torch.equal(tensor, expected[f"vision/projector.{name}"])
+
+
+@pytest.mark.parametrize("system", ["vault", "arrow"])
+def test_a_run_in_a_custom_file_system_resumes(
+    cache, finished, make_config, raymm, tmp_path, system
+):
+    """Check bitwise equality with the run in a folder that was not stopped."""
+    url = f"custom_vault:{system}:/{tmp_path}/stored"
+    changes = {"run.storage_path": url, "optimizer.total_steps": STEPS}
+    assert raymm("train", make_config({**changes, "run.steps": 5}))[0] == 0
+    assert (tmp_path / "stored" / "checkpoints" / "step-00000005" / "manifest.json").is_file()
+    shutil.rmtree(tmp_path / "cache")  # only the files in the file system remain
+    code, text = raymm("train", make_config({**changes, "run.steps": STEPS}))
+    assert code == 0 and "step-00000005" in text, text
+    assert curve(RunFolder(url).path) == curve(finished.path)
+    assert curve(tmp_path / "stored") == curve(finished.path)
+    tensors, expected = checkpoint_tensors(tmp_path / "stored"), checkpoint_tensors(finished.path)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
