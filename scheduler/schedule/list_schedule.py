@@ -32,7 +32,7 @@ from raymm.scheduler.schedule.compiled.run import run_schedule
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
-from raymm.scheduler.schedule.step_parts import OPS, UNKNOWN_SIZES, Part, parts_of
+from raymm.scheduler.schedule.step_parts import OPS, UNKNOWN_SIZES, Loads, Part, parts_of
 from raymm.scheduler.schedule.step_schedule import PartSchedule, StepSchedule
 from raymm.scheduler.schedules.policy import FILLS_BUBBLES, Policy, Rules, TaskOrder
 
@@ -56,7 +56,7 @@ class ListScheduler:
         costs: Mapping[tuple[StageId, Op], float],
         sizes: Mapping[StageId, StageCost] | None = None,
         delays: Mapping[Edge, float] | None = None,
-        loads: Mapping[str, Sequence[float]] | None = None,
+        loads: Loads | None = None,
     ) -> None:
         self.plan = plan
         self.active = active

@@ -20,7 +20,7 @@ from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import ActiveStages
-from raymm.scheduler.schedule.step_parts import loaded
+from raymm.scheduler.schedule.step_parts import Loads, loaded
 from raymm.scheduler.schedule.step_schedule import StepSchedule
 from raymm.scheduler.schedules.base import Task
 from raymm.scheduler.schedules.registry import find_schedule
@@ -47,7 +47,7 @@ class PlannedStep(ListScheduler):
         costs: Mapping[tuple[StageId, Op], float] | None = None,
         delays: Mapping[Edge, float] | None = None,
         forward_only: bool = False,
-        loads: Mapping[str, Sequence[float]] | None = None,
+        loads: Loads | None = None,
     ) -> None:
         sizes = {} if plan.profile is None else stage_costs(plan)
         if costs is None:
@@ -55,7 +55,7 @@ class PlannedStep(ListScheduler):
         super().__init__(plan, active, costs, sizes, delays, loads)
         self.forward_only = forward_only
 
-    def with_loads(self, schedule: str, loads: Mapping[str, Sequence[float]]) -> PlannedStep:
+    def with_loads(self, schedule: str, loads: Loads) -> PlannedStep:
         """Return the step with other loads of the same microbatches, under a schedule."""
         plan = self.plan if schedule == self.plan.schedule else replace(
             self.plan, schedule=schedule

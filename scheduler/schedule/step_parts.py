@@ -29,6 +29,9 @@ OPS = (
 UNKNOWN_FORWARD, UNKNOWN_BACKWARD = 1.0, 2.0
 UNKNOWN_SIZES = StageCost(0.0, 0.0, 0.0, input_bytes=1, activation_bytes=16)
 
+Loads = Mapping[str, Sequence[float] | np.ndarray]
+"""Factors of seconds and bytes of every microbatch, by module; 1 for missing modules."""
+
 # A lower limit of task times; otherwise a rank could begin tasks forever at one instant.
 SHORTEST = 1e-9
 
@@ -70,7 +73,7 @@ def parts_of(
     costs: Mapping[tuple[StageId, Op], float],
     sizes: Mapping[StageId, StageCost],
     delays: Mapping[Edge, float],
-    loads: Mapping[str, Sequence[float]],
+    loads: Loads,
 ) -> list[Part]:
     """Return the parts of a step, starting with the part of the plan's first stage. ``costs``
     (seconds) and ``sizes`` (bytes) are as far as known; ``delays`` are seconds of a message per
@@ -119,7 +122,7 @@ def _part(
     plan: Plan, stages: Sequence[Stage], kinds: Sequence[ActiveStages], columns: Sequence[int],
     microbatches: np.ndarray, costs: Mapping[tuple[StageId, Op], float],
     sizes: Mapping[StageId, StageCost], delays: Mapping[Edge, float],
-    loads: Mapping[str, Sequence[float]],
+    loads: Loads,
 ) -> Part:
     """Return the part of these stages; ``columns`` has the kind of each microbatch."""
     ids = [stage.id for stage in stages]
@@ -214,7 +217,7 @@ def _carried(plan: Plan, edges: Sequence[Edge], kinds: Sequence[ActiveStages]) -
     ], dtype=bool).reshape(len(edges), len(kinds))
 
 
-def loaded(part: Part, loads: Mapping[str, Sequence[float]]) -> Part:
+def loaded(part: Part, loads: Loads) -> Part:
     """Return a part with other loads of its microbatches."""
     columns = np.array(part.microbatches, dtype=np.int64)
     rows = {name: _loads(loads, name, columns) for name in {s.module for s in part.stages}}
@@ -223,7 +226,7 @@ def loaded(part: Part, loads: Mapping[str, Sequence[float]]) -> Part:
 
 
 def _loads(
-    loads: Mapping[str, Sequence[float]], module: str, microbatches: np.ndarray
+    loads: Loads, module: str, microbatches: np.ndarray
 ) -> np.ndarray:
     factors = loads.get(module)
     if factors is None:
