@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from killed_saves import Running, newest_step, write_copies
 from raymm.callbacks.callback import Callback, SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
 from raymm.errors import CheckpointError, NotFiniteError, RankFailedError, RunFileError
-from raymm.storage import checkpoint
+from raymm.storage import checkpoint, loading
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training import run_checkpoints
 from raymm.training.run_checkpoints import RunCheckpoints
@@ -116,6 +117,23 @@ def test_a_second_save_waits_and_reports_it(
     assert said[0] == "waiting for the checkpoint of step 1, which is still being written"
     assert told.steps == [1, 2] and checkpoints.saved == 2 and checkpoints.look()
     assert not checkpoints.look() and newest_step(tmp_path) == 2
+
+
+def test_chosen_kernels_are_stored_and_restored(ranks, tmp_path, monkeypatch):
+    """Save a choice of kernels in the background, change it, and resume."""
+    ranks.set()
+    store, running = CheckpointStore(tmp_path), Running(1)
+    running.kernels = {"class": "sdpa"}
+    store.start(running, {})
+    running.kernels = {"class": "sdpa", "later": "flex"}
+    store.finish()
+    resumed = Mock()
+    resumed.not_finite_tensors.return_value = []
+    monkeypatch.setattr(loading, "call_ranks", lambda *_: [])
+    monkeypatch.setattr(loading, "_check_both_ways", lambda *_: None)
+    loading.restore(resumed, store.latest())
+    resumed.restore_kernels.assert_called_once_with({"class": "sdpa"})
+    resumed.restore_step.assert_called_once_with(1)
 
 
 def test_a_failed_write_is_reported_and_loses_nothing(
