@@ -19,7 +19,7 @@ from rich.console import Console
 from raymm.errors import InputError, RunError
 from raymm.files.config_file import with_overrides
 from raymm.files.field_errors import closest
-from raymm.packages import explained_imports
+from raymm.packages import explained_imports, import_object
 from raymm.version import __version__
 
 if TYPE_CHECKING:
@@ -171,11 +171,6 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
 
             add_folder_arguments(command)
             command.set_defaults(run=_train)
-        case "plan":
-            from raymm.cli.plan import add_plan_arguments, run_plan
-
-            add_plan_arguments(command)
-            command.set_defaults(run=run_plan)
         case "export":
             add("--out", required=True, help="a new folder")
             add("--merge", action="store_true",
@@ -185,35 +180,13 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
             add("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source",
                 help="dtype of the weights; source (default) keeps the folder's, for each tensor")
             command.set_defaults(run=_export)
-        case "profile":
-            from raymm.cli.profile import add_profile_arguments, run_profile
-
-            add_profile_arguments(command)
-            command.set_defaults(run=run_profile)
-        case "generate":
-            from raymm.cli.generate import add_generate_arguments, run_generate
-
-            add_generate_arguments(command)
-            command.set_defaults(run=run_generate)
-        case "trace":
-            from raymm.cli.trace import add_trace_arguments, run_trace
-
-            add_trace_arguments(command)
-            command.set_defaults(run=run_trace)
-        case "check":
-            from raymm.cli.check import add_check_arguments, run_check
-
-            add_check_arguments(command)
-            command.set_defaults(run=run_check)
         case "data":
             from raymm.cli.data import add_data_arguments
 
             add_data_arguments(command)
-        case "doctor":
-            from raymm.cli.doctor import add_doctor_arguments, run_doctor
-
-            add_doctor_arguments(command)
-            command.set_defaults(run=run_doctor)
+        case _:
+            import_object(f"raymm.cli.{name}:add_{name}_arguments")(command)
+            command.set_defaults(run=import_object(f"raymm.cli.{name}:run_{name}"))
 
 
 def _train(args: argparse.Namespace) -> int:
