@@ -38,7 +38,8 @@ from benchmarks.minibatch import joined, read
 from raymm.data import RebalanceConfig
 from raymm.data.sampling.group_sampler import Groups, GroupSampler
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
-from raymm.monitor.rebalancing import FILE, Rebalancing
+from raymm.monitor.metrics import DECISIONS as FILE
+from raymm.monitor.rebalancing import Rebalancing
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,

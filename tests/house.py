@@ -263,7 +263,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "plan passes": ("raymm/planning/passes.py",),
 }
 # Features that the core must never import: they attach to it by name.
-ATTACHED = ("loggers",)
+ATTACHED = ("loggers", "rebalancing")
 
 
 class Import(NamedTuple):

@@ -12,7 +12,7 @@ from raymm.costs.profile_files import save_table
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError, RunFileError
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.monitor.rebalancing import WARM_UP_STEPS
+from raymm.monitor.observed_run import WARM_UP_STEPS
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.plan_drift import Drift, PlanDrift

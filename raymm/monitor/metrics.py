@@ -12,7 +12,7 @@ from raymm.errors import ConfigError, RunFileError
 from raymm.files.field_errors import shown
 from raymm.files.run_files import append, write_whole
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, DECISIONS = "metrics.jsonl", "samples.jsonl", "rebalancing.jsonl"
 
 
 class MetricsLog:

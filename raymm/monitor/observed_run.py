@@ -12,6 +12,9 @@ from raymm.model.model import Model
 from raymm.monitor.training_data import TrainingData
 from raymm.scheduler.program.timeline import Timeline
 
+# Steps after each start that are ignored, because they allocate, compile and connect.
+WARM_UP_STEPS = 2
+
 
 @dataclass(frozen=True)
 class ObservedRun:

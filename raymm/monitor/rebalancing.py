@@ -21,7 +21,8 @@ from raymm.data.sampling.group_sampler import Groups
 from raymm.errors import RunFileError
 from raymm.files.run_files import append, write_whole
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.monitor.metrics import read_metrics
+from raymm.monitor.metrics import DECISIONS, read_metrics
+from raymm.monitor.observed_run import WARM_UP_STEPS, ObservedRun
 from raymm.scheduler.minibatch.cost_fit import CostFit
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,
@@ -75,10 +76,7 @@ def _lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-FILE = "rebalancing.jsonl"
 TEXT = "text"
-# Steps after each start that are ignored, because they allocate, compile and connect.
-WARM_UP_STEPS = 2
 # Steps after which a measurement counts half: as a fraction of the steps between checks, and at
 # least. Measurements before a drift thus count little at the second check after it.
 HALF_LIFE, LEAST_HALF_LIFE = 0.25, 5.0
@@ -89,9 +87,9 @@ AHEAD = 32
 class Rebalancing:
     """Learns costs from every step, and plans later steps again if that is faster.
 
-    Every ``config.every`` steps, costs are checked and the result is written to :data:`FILE` before
-    it takes effect. A resumed run repeats the decisions made before the interruption, and makes no
-    new ones up to the last check.
+    Every ``config.every`` steps, costs are checked and the result is written to :data:`DECISIONS`
+    before it takes effect. A resumed run repeats the decisions made before the interruption, and
+    makes no new ones up to the last check.
 
     Args:
         sampler: sampler of the training data, which must not have yielded a step yet.
@@ -109,7 +107,7 @@ class Rebalancing:
         )
         columns = self._forecast.columns
         self._fit = CostFit(names, self._forecast.replicas, half_life, columns)
-        self._log = DecisionLog(folder / FILE, sampler.digest)
+        self._log = DecisionLog(folder / DECISIONS, sampler.digest)
         self._first = step
         self._errors: list[float] = []
         sampler.follow(
@@ -218,14 +216,15 @@ class Rebalancing:
         return self._forecast.timeline(seconds, samples).makespan
 
 
-def rebalancing(
-    data: Any, sampler: Any, plan: Plan, packed: bool, folder: Path, step: int,
-    say: Callable[[str], None],
-) -> Rebalancing | None:  # fmt: skip
+def rebalancing(run: ObservedRun, plan: Plan) -> Rebalancing | None:
     """Return the rebalancing that ``data.batching.rebalance`` configures, or None."""
+    sampler = run.training.sampler
     if not isinstance(sampler, RebalancedSampler):
         return None
-    return Rebalancing(data.batching.rebalance, sampler, plan, packed, folder, step, say)
+    return Rebalancing(
+        run.data.batching.rebalance, sampler, plan, run.model.packing, run.folder,
+        run.parallel.steps_taken, run.say,
+    )
 
 
 def _line(step: int, decision: Decision, gain: float, error: float, costs: MeasuredCosts) -> str:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from raymm.monitor.rebalancing import WARM_UP_STEPS
+from raymm.monitor.observed_run import WARM_UP_STEPS
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op

@@ -13,14 +13,17 @@ from raymm.model.model import Model
 from raymm.monitor.balance import step_balance
 from raymm.monitor.drift_observer import DriftObserver
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
-from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
 from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import TOTAL
+from raymm.packages import import_object
 from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.plan.plan import Plan
+
+# Feature that is imported when a run starts.
+REBALANCING = "raymm.monitor.rebalancing:rebalancing"
 
 
 class Execution:
@@ -106,10 +109,7 @@ class StepObserver:
         self._report = RunReport(
             run.folder, plan, run.parallel.step_program, run.parallel.options.device
         )
-        self._rebalancing = rebalancing(
-            run.data, run.training.sampler, plan, run.model.packing, run.folder,
-            run.parallel.steps_taken, run.say,
-        )
+        self._rebalancing = import_object(REBALANCING)(run, plan)
         self._drift = DriftObserver(plan, run.folder, run.say)
         self.stragglers = StragglerObserver(plan, run.say)
 

@@ -33,8 +33,7 @@ from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.features import CACHED_FEATURES
 from raymm.model.model import Model
 from raymm.model.trainable_layers import counts_text
-from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
-from raymm.monitor.rebalancing import FILE as DECISIONS
+from raymm.monitor.metrics import DECISIONS, METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
 from raymm.planning.request import PlanRequest, whole_microbatches
 from raymm.plural import plural

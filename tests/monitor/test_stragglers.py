@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.monitor import stragglers
-from raymm.monitor.rebalancing import WARM_UP_STEPS
+from raymm.monitor.observed_run import WARM_UP_STEPS
 from raymm.monitor.stragglers import BASELINE_STEPS, STEPS, TIMES, StragglerFinder
 from raymm.monitor.stragglers import StragglerObserver as Observer
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost

@@ -9,7 +9,7 @@ from raymm.costs.profile_files import load_table
 from raymm.data import describe
 from raymm.model.multimodal import module_graph
 from raymm.monitor.drift_observer import EXCESS, FILE, STEPS, DriftObserver
-from raymm.monitor.rebalancing import WARM_UP_STEPS
+from raymm.monitor.observed_run import WARM_UP_STEPS
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId

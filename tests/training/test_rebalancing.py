@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from raymm.config.sections import load_config
 from raymm.data import Decision, RebalanceConfig
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampling.sampler import flat
-from raymm.monitor.rebalancing import FILE, WARM_UP_STEPS, DecisionLog, Rebalancing, rebalancing
+from raymm.monitor.metrics import DECISIONS as FILE
+from raymm.monitor.observed_run import WARM_UP_STEPS, ObservedRun
+from raymm.monitor.rebalancing import DecisionLog, Rebalancing, rebalancing
+from raymm.monitor.training_data import TrainingData
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,
@@ -191,9 +195,13 @@ def test_options_that_enable_rebalancing(make_config, plan, tmp_path):
     })).data  # fmt: skip
     assert given.batching.rebalance == RebalanceConfig(every=7, gain=0.02)
     sampler = RebalancedSampler(sizes(), 4, 5)
-    arguments = (plan, True, tmp_path, 0, print)
-    assert isinstance(rebalancing(given, sampler, *arguments), Rebalancing)
-    assert rebalancing(given, None, *arguments) is None
+
+    def of(taken):
+        parallel, model = SimpleNamespace(steps_taken=0), SimpleNamespace(packing=True)
+        training = TrainingData(sampler=taken)
+        return rebalancing(ObservedRun(parallel, model, given, training, tmp_path, print), plan)
+
+    assert isinstance(of(sampler), Rebalancing) and of(None) is None
 
 
 def test_a_slow_replica_gets_the_lighter_samples(tmp_path):
