@@ -108,6 +108,30 @@ def test_hooks_run_in_their_order(model):
     torch.testing.assert_close(changed.tensors[0], 2 * (2 * features).tanh())
 
 
+def test_hooks_run_around_callbacks():
+    places = []
+
+    def noting(place):
+        return lambda *values: places.append(place) or values[-1]
+
+    class Noting(StageHook):
+        def inputs(self, inputs, call):
+            return noting("inputs")(inputs)
+
+        def output(self, features, call):
+            return noting("output")(features)
+
+    vision = ModalityModule(
+        pm.build(pm.siglip(), 1), "mlp", preprocess_callback=noting("preprocess"),
+        postprocess_module_callback=noting("module"),
+        postprocess_projector_callback=noting("projector"),
+    )
+    model = MultimodalModule({"vision": vision}, ModalityModule(pm.build(pm.llama(layers=2), 3)))
+    model.add_stage_hook("vision", Noting())
+    model(**step()[0])
+    assert places == ["inputs", "preprocess", "module", "projector", "output"]
+
+
 class Nothing(StageHook):
     pass
 
