@@ -193,7 +193,7 @@ class FolderStart:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, text)
         action = "resuming with" if self.earlier is not None else "wrote"
-        print(f"{text}\n{action} {file}; the plan of the run is saved next to it as plan.json")
+        print(f"{text}\n{action} {file}; the plan of the run will be saved next to it as plan.json")
         return str(file)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -18,9 +18,13 @@ from rich.progress import (
 
 from raymm.data import Skipped
 from raymm.draw.notebook import progress_html
+from raymm.plural import plural
 
 # Seconds between two updates of a notebook's output.
 NOTEBOOK_EVERY_S = 0.2
+# Seconds without a line, where there is no bar, after which progress is printed.
+SILENCE_S = 20.0
+T = TypeVar("T")
 
 
 class ProgressBar(Protocol):
@@ -118,7 +122,7 @@ class _NotebookBar:
 
 
 class RunProgress:
-    """Progress bar on a terminal or in a notebook, and a printed line every ``log_every`` steps.
+    """Progress bar on a terminal or in a notebook, and printed lines.
 
     Args:
         done: steps taken before this start.
@@ -127,6 +131,7 @@ class RunProgress:
     def __init__(self, steps: int, done: int, console: Console) -> None:
         self._console = console
         self._steps, self._done, self._loss, self._not_applied = steps, done, "-", 0
+        self._spoke = time.monotonic()
         self._bar = progress_bar(console, "train", done)
 
     def __enter__(self) -> RunProgress:
@@ -153,6 +158,24 @@ class RunProgress:
         self._done, self._loss = self._done + 1, f"{loss:.4f}"
         self._show()
 
+    def over(self, batches: Iterable[T], text: str) -> Iterator[T]:
+        """Yield the batches of a long part of the run, and report how many are done: next to the
+        bar, or in a line where there is no bar and no line for :data:`SILENCE_S` seconds."""
+        began = time.monotonic()
+        for done, batch in enumerate(batches):
+            state = f"{text}: {plural(done, 'batch', 'es')} done"
+            self._bar.show(self._done, self._steps, state)
+            if self.is_silent:
+                self.line(f"{state} ({time.monotonic() - began:.0f} s)")
+            yield batch
+        self._show()
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the console has no bar, and nothing was printed for :data:`SILENCE_S` seconds."""
+        has_bar = self._console.is_terminal or self._console.is_jupyter
+        return not has_bar and time.monotonic() - self._spoke >= SILENCE_S
+
     def not_applied(self, text: str) -> None:
         """Print why a step was not applied, and count it next to the bar."""
         self._not_applied += 1
@@ -161,6 +184,7 @@ class RunProgress:
 
     def line(self, text: str) -> None:
         """Print a line above the bar; in a notebook, below it."""
+        self._spoke = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

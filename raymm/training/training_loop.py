@@ -283,7 +283,8 @@ class TrainingLoop:
             self._progress.advance(output.loss)
             self._count_skipped(output.skipped)
             self._report_skipped(step, batch.skipped)
-            if step % self._run.log_every == 0 or step == self._run.steps:
+            due = step % self._run.log_every == 0 or step == self._run.steps
+            if due or self._progress.is_silent:
                 self._progress.line(step_line(row, self._run.steps, self._clock.speed()))
             self._replace_straggler()
 
@@ -385,9 +386,10 @@ class TrainingLoop:
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
         check, steps = self._parallel.group.check_cluster, self._run.eval_steps
+        text = "held-out data" + (f" with shuffled {shuffled[0]}" if shuffled else "")
         with self._batches.heldout(steps, shuffled, check) as loader:
             return HeldoutLoss.of(
-                self._parallel.submit, self._stop.until_asked(loader),
+                self._parallel.submit, self._progress.over(self._stop.until_asked(loader), text),
                 self._run.steps_in_flight, loader.names,
             )
 

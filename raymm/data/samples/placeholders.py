@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raymm.data.samples.config import ModalityDataConfig
 from raymm.data.samples.sample import Sample
 from raymm.errors import DataError, SampleError
+from raymm.plural import plural
 
 _PROBE = "raymmprobe"
 
@@ -88,8 +89,8 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
         if items != counts[name]:
             raise text_error(
                 sample,
-                f"the messages have {counts[name]} {name} parts, but the row has {items} {name} "
-                "items; accepted: a part for each item",
+                f"the messages have {plural(counts[name], f'{name} part')}, but the row has "
+                f"{plural(items, f'{name} item')}; accepted: a part for each item",
             )
 
 
