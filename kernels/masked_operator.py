@@ -59,7 +59,7 @@ def _masks(data: bytes, window: int | None) -> tuple[AttentionMask, ...]:
         for rows, columns in zip(segments, (QUERY_COLUMNS, KEY_COLUMNS), strict=True):
             tables.append(numbers[start : start + rows * columns].reshape(rows, columns))
             start += rows * columns
-        mask = AttentionMask(*tables, n_queries, n_keys)
+        mask = AttentionMask(tables[0], tables[1], n_queries, n_keys)
         distinct.append(mask if window is None else mask.windowed(window))
     return tuple(distinct[index] for index in indices)
 
@@ -85,8 +85,8 @@ def masked_attention(
     Returns:
         (B, Tq, Hq, Dv), tokens before heads.
     """
-    operands = (t.transpose(1, 2) for t in as_autocast(query, key, value))
-    return _forward(*operands, table, window, scale, softcap)[0]
+    query, key, value = (t.transpose(1, 2) for t in as_autocast(query, key, value))
+    return _forward(query, key, value, table, window, scale, softcap)[0]
 
 
 @torch.library.custom_op(
@@ -99,14 +99,15 @@ def _forward(
     window: int | None, scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return output (B, Tq, Hq, Dv) in the inputs' dtype, and LSE (B, Hq, Tq) in at least fp32."""
-    heads = prepare(*(t.transpose(1, 2) for t in (query, key, value)), softcap)
-    masks = as_masks(table_masks(table, window), *_sizes(*heads))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    query, key, value = prepare(query, key, value, softcap)
+    masks = as_masks(table_masks(table, window), *_sizes(query, key, value))
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if query.device.type == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_forward as run
     else:
         from raymm.kernels.flash.gpu.attention import triton_forward as run
-    out, lse = run(*heads, masks, scale, softcap)
+    out, lse = run(query, key, value, masks, scale, softcap)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
@@ -131,19 +132,20 @@ def _backward(
     scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, in their shapes and dtype."""
-    grad_out, *heads, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    masks = as_masks(table_masks(table, window), *_sizes(*heads))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    masks = as_masks(table_masks(table, window), *_sizes(query, key, value))
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     gradients: Any
     if query.device.type == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_backward
 
-        gradients = cpu_backward(grad_out, *heads, out, lse, masks, scale, softcap)
+        gradients = cpu_backward(grad_out, query, key, value, out, lse, masks, scale, softcap)
     else:
         from raymm.kernels.flash.gpu.attention import triton_backward
 
         gradients = triton_backward(
-            grad_out, *heads, out, lse, masks, scale, softcap, dtype=query.dtype,
+            grad_out, query, key, value, out, lse, masks, scale, softcap, dtype=query.dtype,
             unordered=KERNEL_CHOICE.kernels == "raymm_unordered",
         )
     dq, dk, dv = (t.transpose(1, 2).to(query.dtype).contiguous() for t in gradients)

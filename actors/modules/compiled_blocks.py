@@ -73,9 +73,11 @@ class _CompiledForward:
         kwargs |= {p.name: value for p, value in zip(self._parameters, args, strict=False)}
         if kwargs.get(_CACHE_ARGUMENT) is not None or torch._C._len_torch_dispatch_stack():
             return kind.forward(block, **kwargs)
+        from torch._dynamo.exc import TorchDynamoException  # imported by now
+
         try:
             return _compiled(kind, self._backend)(block, **traceable(kwargs))
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             raise ModelError(
                 f"cannot compile {self._name!r}: {kind.__name__}.forward is not one graph; set "
                 f"run.compile to null. torch.compile reports: {error}"
@@ -85,7 +87,7 @@ class _CompiledForward:
 @functools.cache
 def _compiled(kind: type[nn.Module], backend: str) -> Callable[..., Any]:
     """Return the compiled forward of a class of blocks, which all of its blocks share."""
-    options = {"fallback_random": True} if backend == "inductor" else None
+    options: Any = {"fallback_random": True} if backend == "inductor" else None
     return torch.compile(
         kind.forward, fullgraph=True, dynamic=True, backend=backend, options=options
     )

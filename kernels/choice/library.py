@@ -61,9 +61,9 @@ def varlen_attention(
     batch, _, tokens, _ = query.shape
     ends, longest = _ends(masks, query.device)
     left = -1 if forms[0].window is None else forms[0].window - 1
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = varlen_attn(
-        *(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)),
-        ends, ends, longest, longest, scale=scale,
+        query, key, value, ends, ends, longest, longest, scale=scale,
         window_size=(left, 0 if forms[0].causal else -1),
         enable_gqa=query.shape[1] != key.shape[1],
     )

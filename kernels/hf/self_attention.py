@@ -279,7 +279,8 @@ def raymm_attention_forward(
         return masked_attention(
             query, key, value, raymm_mask, window=sliding_window, scale=scaling, softcap=softcap
         ), None
-    return _attend(
+    attend: Any = _attend  # the type of a function that is not compiled is unknown
+    return attend(
         module, query, key, value, attention_mask, scaling, sliding_window, softcap, is_causal,
         raymm_mask, raymm_attend,
     )  # fmt: skip
