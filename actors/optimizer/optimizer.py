@@ -174,13 +174,16 @@ class RankOptimizer:
         square = self.observer.losses().clone()
         # A replica of a gradient that is counted elsewhere adds nothing, unless it is not finite.
         for parameters, weight in ((self._in_grad_norm, 1.0), (self._others, 0.0)):
-            by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-            for gradient in (p.grad for p in parameters if p.grad is not None):
-                by_dtype.setdefault(gradient.dtype, []).append(gradient)
-            for own_dtype, gradients in by_dtype.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norms: dict[int, torch.Tensor] = {}
+            for own_dtype in {gradient.dtype for gradient in gradients}:
                 # One kernel for many gradients; torch.linalg has none.
-                norms = torch._foreach_norm(gradients, 2, dtype or _wide(own_dtype))
-                square = square + (torch.stack(norms).double().square() * weight).sum()
+                same = [gradient for gradient in gradients if gradient.dtype == own_dtype]
+                found = torch._foreach_norm(same, 2, dtype or _wide(own_dtype))
+                norms |= zip(map(id, same), found, strict=True)
+            if gradients:  # summed in their order, whatever their dtypes are
+                ordered = torch.stack([norms[id(gradient)] for gradient in gradients])
+                square = square + (ordered.double().square() * weight).sum()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(square)
         return square.sqrt()

@@ -121,11 +121,11 @@ class ParameterUpdates:
     def scales(self, parameter: nn.Parameter) -> bool:
         """Return True if the update of a parameter multiplies its gradient by the factor of
         :meth:`scale_gradients`, so that the gradient is not read and written once more."""
-        gradient = parameter.grad
+        gradient, updated = parameter.grad, self._updated(parameter)
         return (
-            id(parameter) not in self._in_bf16
-            and gradient is not None and gradient.dtype == torch.float32
-            and isinstance(self._optimizer_of[id(parameter)], torch.optim.AdamW)
+            gradient is not None
+            and (updated is not parameter or gradient.dtype == torch.float32)
+            and isinstance(self._optimizer_of[id(updated)], torch.optim.AdamW)
         )
 
     def scale_gradients(self, factor: torch.Tensor | None) -> None:
@@ -142,7 +142,7 @@ class ParameterUpdates:
                 wide.append(parameter)
                 continue
             bf16_parameter.open()  # one after another, so that only one has fp32 values at a time
-            self._step([bf16_parameter.wide], refused, step)
+            self._step([bf16_parameter.wide], refused, step, self._grad_scale)
             bf16_parameter.close(step)
         self._step(wide, refused, step, self._grad_scale)
 
