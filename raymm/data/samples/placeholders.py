@@ -71,12 +71,18 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
     for number, message in enumerate(sample.messages or ()):
         for part_number, part in enumerate(_media_parts(message)):
             where, kind = f"messages[{number}], media part {part_number}", part["type"]
+            if not types:
+                raise text_error(
+                    sample,
+                    f"{where} has type {kind!r}, but the rows have no column of items; accepted: "
+                    "a column such as 'images' with the paths of a row's items, named by "
+                    "data.modalities in a configuration",
+                )
             if kind not in types:
                 raise text_error(
                     sample,
-                    f"{where} has type {kind!r}; accepted: "
-                    f"{sorted(types) or 'none, as data.modalities is empty'}. Add the column of "
-                    "the items to the rows (such as 'images'), or, to accept another type, set "
+                    f"{where} has type {kind!r}; accepted: {sorted(types)}. Add the column of the "
+                    "items to the rows (such as 'images'), or, to accept another type, set "
                     "data.modalities.NAME.part",
                 )
             media_keys = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
@@ -90,7 +96,8 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
             raise text_error(
                 sample,
                 f"the messages have {plural(counts[name], f'{name} part')}, but the row has "
-                f"{plural(items, f'{name} item')}; accepted: a part for each item",
+                f"{plural(items, f'{name} item')}; accepted: a part for each item"
+                + (". Does this row lack the column of the items?" if not items else ""),
             )
 
 

@@ -11,6 +11,7 @@ from raymm.config.sections import parse_config
 from raymm.data import Sample, StepBuilder, open_split
 from raymm.data.conversations.text import TextEncoder
 from raymm.data.samples.config import ModalityDataConfig
+from raymm.data.samples.placeholders import check_parts
 from raymm.errors import ConfigError, DataError, SampleError
 
 X = -100
@@ -86,7 +87,7 @@ def test_placeholders_are_never_labels():
         ("what", 1, "0 placeholders '<image>' for 1 vision items"),
         ("<image> what <image>", 1, "2 placeholders '<image>' for 1 vision items"),
         ([IMAGE, IMAGE, WHAT], 1, "2 vision parts, but the row has 1 vision item;"),
-        ([IMAGE, WHAT], 0, "1 vision part, but the row has 0 vision items"),
+        ([IMAGE, WHAT], 0, "1 vision part, but the row has 0 vision items; .* lack the column"),
         ([{"type": "clip"}, WHAT], 1, r"messages\[0\].*type 'clip'; accepted: \['image', "),
         ([{"type": "image", "path": "x"}, WHAT], 1, "'path'; media belong in a column"),
     ],
@@ -97,6 +98,11 @@ def test_mismatches_name_the_sample_and_both_numbers(content, images, message):
     )
     with pytest.raises(SampleError, match=f"'the-id', column 'messages': .*{message}"):
         encoder.encode(sample(content, images))
+
+
+def test_parts_without_any_column_of_items_are_named():
+    with pytest.raises(SampleError, match="has type 'image', but the rows have no column of"):
+        check_parts(sample([IMAGE, WHAT], 0), {})
 
 
 def test_counts_without_repetition_are_left_to_the_merge_policy():
