@@ -202,6 +202,7 @@ def test_the_vlm_is_trained_resumed_and_exported(
     ]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("vision", ["{ranks: [0]}", "{ranks: [0, 1], pp: 2}"])
 def test_a_step_is_that_of_one_process(vision, cache, tmp_path, monkeypatch, capsys, ray_cluster):
     monkeypatch.setenv("RAYMM_CACHE", str(cache))

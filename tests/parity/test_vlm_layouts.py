@@ -21,6 +21,7 @@ def ranks():
         yield running
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -39,6 +40,7 @@ def test_a_sharded_vlm_is_exact(ranks, name, layout):
     assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [QWEN2_5, AUDIO])  # positions in three dimensions, and in one
 @pytest.mark.parametrize("layout", ["cp 2", "packing, fsdp 2, pp 2"])
 def test_frequencies_follow_the_globally_longest_text(ranks, name, layout):

@@ -27,6 +27,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize(
     "name",
     [

@@ -79,6 +79,7 @@ def timed_stage(by_keyword: bool, frozen: bool) -> EncoderStage:
     return EncoderStage(spec, 0, 3, encoder, projector)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_times_are_attributed_to_their_layers(fake_clock, by_keyword, frozen):
@@ -119,6 +120,7 @@ def text(rows: int, length: int, **sample_index: list[int]) -> dict:
     }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_language_model_has_every_cost(autocast, frozen):
