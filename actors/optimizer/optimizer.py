@@ -179,7 +179,8 @@ class RankOptimizer:
             for own_dtype in {gradient.dtype for gradient in gradients}:
                 # One kernel for many gradients; torch.linalg has none.
                 same = [gradient for gradient in gradients if gradient.dtype == own_dtype]
-                norms_of_dtype = torch._foreach_norm(same, 2, dtype or _wide(own_dtype))
+                compute = dtype or _wide(own_dtype)
+                norms_of_dtype = torch._foreach_norm(same, 2, compute)  # type: ignore[attr-defined]
                 norms |= zip(map(id, same), norms_of_dtype, strict=True)
             if gradients:  # summed in their order, whatever their dtypes are
                 ordered = torch.stack([norms[id(gradient)] for gradient in gradients])

@@ -163,7 +163,7 @@ class ParameterUpdates:
             every = [group["params"] for group in optimizer.param_groups]
             optimizer.found_inf = refused
             if isinstance(optimizer, torch.optim.AdamW):
-                optimizer.grad_scale = grad_scale
+                optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
             for number, group in enumerate(optimizer.param_groups):
                 group["lr"] = group["rule"].rate(step)
                 members = by_group.get((optimizer, number), {})
