@@ -75,7 +75,7 @@ class _State:
 def place() -> str:
     """Return the innermost line of this repository on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
+        path = Path(frame.filename).resolve()  # raymm has links to its siblings
         inside = path.is_relative_to(REPOSITORY) and ".venv" not in path.parts
         if inside and path.parent != Path(__file__).parent:
             return f"{path.relative_to(REPOSITORY)}:{frame.lineno}"
