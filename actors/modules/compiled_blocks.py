@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +24,6 @@ MOST_GRAPHS = 32
 """Graphs per class of blocks: kinds of layers (windows), with and without gradients or autocast.
 More are an error, because each costs a compilation."""
 _CACHE_ARGUMENT = "past_key_values"
-_log = logging.getLogger(__name__)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], name: str, backend: str = "inductor") -> None:

@@ -91,6 +91,7 @@ class KernelChoice:
         self._chosen: dict[str, str] = {}
         self._measured: dict[str, dict[str, float]] = {}
         self._reported: set[str] = set()
+        self._kept: set[str] = set()
 
     def use(self, kernels: str, driven: bool = False) -> None:
         """Set ``kernels`` and forget all measurements; raise ValueError for an unknown value.
@@ -104,8 +105,8 @@ class KernelChoice:
         self.kernels, self._driven = kernels, driven
 
     def decide(self, chosen: Mapping[str, str]) -> None:
-        """Use kernels by key of a shape class from now on."""
-        self._chosen.update(chosen)
+        """Use kernels by key of a shape class from now on, except where one failed here."""
+        self._chosen.update({key: name for key, name in chosen.items() if key not in self._kept})
 
     def new_seconds(self) -> dict[str, dict[str, float]]:
         """Return the measurements since the last call."""
@@ -136,8 +137,9 @@ class KernelChoice:
         return next(iter(seconds))
 
     def keep_to(self, shape: ShapeClass, name: str) -> None:
-        """Use a contender for a shape class from now on, overriding any measurement."""
+        """Use a contender for a shape class from now on, overriding measurements and choices."""
         self._chosen[shape.key] = name
+        self._kept.add(shape.key)
 
 
 KERNEL_CHOICE = KernelChoice()
@@ -217,7 +219,11 @@ def chosen_attention(
     name = KERNEL_CHOICE.fastest(shape, contenders)
     if name == OWN:
         return own
-    attend = attends.get(name, own)  # a checkpoint may name a kernel of another release
+    if name not in attends:  # stored by another release
+        _log.warning("the checkpoint names an unknown kernel, %s; using raymm's instead", name)
+        KERNEL_CHOICE.keep_to(shape, OWN)
+        return own
+    attend = attends[name]
 
     def attend_while_it_can(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -25,7 +25,7 @@ def check_compiled(model: Model, plan: Plan, kernels: str) -> None:
     if find_schedule(plan.schedule).splits_backward:
         raise PlanError(
             f"run.compile is 'blocks' and schedule {plan.schedule!r}, which splits the backward of "
-            "a block in two; accepted: 1f1b or gpipe, or compile null"
+            "a block in two; accepted: a schedule that does not, such as 1f1b, or compile null"
         )
     for node in plan.graph.nodes:
         spec = model.spec(node.name)

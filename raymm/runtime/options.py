@@ -39,10 +39,10 @@ class RuntimeOptions:
             Costs a copy of a stage's weights per microbatch in flight, and twice the traffic.
         kernels: attention kernels under a mask. ``"raymm"``; ``"raymm_unordered"``, which has five
             products per tile in the backward pass instead of seven and whose gradients differ in
-            the last bits from run to run (CUDA only); or ``"auto"``, which measures raymm's kernels
-            and FlexAttention once per class of shapes on each GPU and uses the faster one. Results
-            then differ in the last bits where the choice differs. CPUs have one kernel and measure
-            nothing.
+            the last bits from run to run (CUDA only); or ``"auto"``, which measures raymm's
+            kernel and those of torch once per class of shapes on each GPU and uses the fastest on
+            all. Results then differ in the last bits from those of ``"raymm"``. CPUs have one
+            kernel and measure nothing.
         compile: ``"blocks"`` to compile each block of encoders and language model with
             ``torch.compile`` (:mod:`raymm.actors.modules.compiled_blocks`); None for no
             compilation.

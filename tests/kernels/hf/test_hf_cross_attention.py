@@ -178,7 +178,6 @@ def test_batches_with_different_masks_add_up(processes, family):
     assert too_far(answers) == []
 
 
-@pytest.mark.cells(8)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bf16_autocast(processes, family, recompute):
@@ -216,7 +215,6 @@ def bytes_on_a_rank(group, family: str, recompute: bool) -> list[tuple[int, int]
     return [(forward, due[0]), (exchange.sent_bytes, sum(due))]
 
 
-@pytest.mark.cells(8)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_bytes_are_those_of_the_formulas(processes, family, recompute):
