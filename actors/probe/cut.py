@@ -33,7 +33,7 @@ from raymm.actors.probe.stage_comparison import (
     compare_stages,
     training_draws,
 )
-from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
+from raymm.actors.weights.source import ModuleSource, on_meta
 from raymm.errors import USER_CODE_RAISES, ModelError, NotRunError, ProbeError
 
 # Tolerance for two ways to compute the same, relative to the largest logit.
@@ -223,7 +223,7 @@ def draws_of_training(
     Raises:
         ProbeError: there are no working inputs.
     """
-    if not set_mode(source.skeleton()).training:
+    if not source.trains:
         return TrainingDraws()
 
     def probe(model: nn.Module) -> TrainingDraws:
@@ -326,6 +326,6 @@ def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
             )
         if len(block_list(model, blocks)) < 2:
             raise ProbeError(f"{name} has a single block; give it one stage (pp 1)")
-        return compare_stages(model, blocks, run_of(model), set_mode(source.skeleton()).training)
+        return compare_stages(model, blocks, run_of(model), source.trains)
 
     return of_one_that_runs(source, probe)

@@ -25,7 +25,6 @@ from raymm.actors.probe.history import check_history, other_values
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
-from raymm.actors.weights.source import set_mode
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _SHOWN = 3
@@ -119,7 +118,7 @@ def _check_history(spec: EncoderSpec, model: nn.Module, inputs: Mapping[str, Any
         return torch.cat(tensors) if tensors else torch.zeros(0)
 
     with contextlib.suppress(NotRunError):  # fails in training mode: the first batch reports it
-        check_history(spec.name, model, set_mode(spec.source.skeleton()).training, run)
+        check_history(spec.name, model, spec.source.trains, run)
 
 
 def _dropped(model: nn.Module, output: Any, picked: torch.Tensor) -> Iterator[str]:

@@ -52,8 +52,8 @@ class AdaptedSource(ModuleSource):
         adapted = is_within(name, self.places) != self.outside
         return adapted and not is_within(name, self.apart)
 
-    def skeleton(self) -> nn.Module:
-        return self._adapted(self.base.skeleton())
+    def new_skeleton(self) -> nn.Module:
+        return self._adapted(self.base.new_skeleton())
 
     def build(self, part: Part | None = None) -> nn.Module:
         return self._adapted(self.base.build(part))

@@ -130,8 +130,8 @@ class PartSource(ModuleSource):
     def generation_config(self) -> GenerationConfig | None:
         return self.whole.origin.generation_config
 
-    def skeleton(self) -> nn.Module:
-        return self.as_made(self.whole.skeleton())
+    def new_skeleton(self) -> nn.Module:
+        return self.as_made(self.whole.new_skeleton())
 
     @property
     def config(self) -> PretrainedConfig | None:

@@ -24,8 +24,8 @@ class NewRowsSource(ModuleSource):
     stop: int
     frozen: Any = None
 
-    def skeleton(self) -> nn.Module:
-        return self._with_rows(self.base.skeleton())
+    def new_skeleton(self) -> nn.Module:
+        return self._with_rows(self.base.new_skeleton())
 
     def build(self, part: Part | None = None) -> nn.Module:
         return self._with_rows(self.base.build(part))

@@ -172,8 +172,8 @@ class PretrainedSource(ModuleSource):
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"path is {self.path!r}; generation_config.json: {error}") from error
 
-    def skeleton(self) -> nn.Module:
-        return ConfigSource(self.resolved_class, self._config, frozen=self.frozen).skeleton()
+    def new_skeleton(self) -> nn.Module:
+        return ConfigSource(self.resolved_class, self._config, frozen=self.frozen).new_skeleton()
 
     def build(self, part: Part | None = None) -> nn.Module:
         model_class = self.resolved_class

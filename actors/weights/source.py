@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,9 +92,27 @@ class ModuleSource(ABC):
 
     frozen: bool | None
 
-    @abstractmethod
     def skeleton(self) -> nn.Module:
-        """Return the complete structure, with parameters on the meta device where possible."""
+        """Return the complete structure, with parameters on the meta device where possible. It is
+        built once, and callers must not change it; see :meth:`new_skeleton`."""
+        return self._skeleton
+
+    @cached_property
+    def _skeleton(self) -> nn.Module:
+        return self.new_skeleton()
+
+    @abstractmethod
+    def new_skeleton(self) -> nn.Module:
+        """Build a :meth:`skeleton` that the caller may change."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the skeleton, which other processes build themselves."""
+        return {name: value for name, value in vars(self).items() if name != "_skeleton"}
+
+    @property
+    def trains(self) -> bool:
+        """True if a parameter is trainable."""
+        return any(parameter.requires_grad for parameter in self.skeleton().parameters())
 
     @abstractmethod
     def build(self, part: Part | None = None) -> nn.Module:
@@ -176,9 +195,10 @@ class LiveSource(ModuleSource):
     frozen: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        if not has_parametrizations(self.structure):
-            return dict(vars(self))
-        return {**vars(self), "structure": packed(self.structure)}
+        state = super().__getstate__()
+        if has_parametrizations(self.structure):
+            state["structure"] = packed(self.structure)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         structure = state["structure"]
@@ -193,11 +213,14 @@ class LiveSource(ModuleSource):
     def skeleton(self) -> nn.Module:
         return self.structure
 
+    def new_skeleton(self) -> nn.Module:
+        return copy.deepcopy(self.structure)
+
     def for_names(self, names: Iterable[str]) -> LiveSource:
         return replace(self, state={name: self.state[name] for name in names})
 
     def build(self, part: Part | None = None) -> nn.Module:
-        module = copy.deepcopy(self.structure)
+        module = self.new_skeleton()
         for name in _owned(module, part):
             set_tensor(module, name, self.state[name].clone())
         if part is not None:
@@ -221,7 +244,7 @@ class ConfigSource(ModuleSource):
     seed: int = 0
     frozen: bool | None = None
 
-    def skeleton(self) -> nn.Module:
+    def new_skeleton(self) -> PreTrainedModel:
         try:
             with torch.device("meta"):
                 model = self.model_class._from_config(
@@ -233,26 +256,23 @@ class ConfigSource(ModuleSource):
                 f"a {self.model_class.__name__} cannot be built from these config values: "
                 f"{type(error).__name__}: {reason}"
             ) from error
-        return self._finish(model)
+        return cast(PreTrainedModel, self._finish(model))
 
     @property
     def config(self) -> PretrainedConfig:
         return self.model_config
 
     def build(self, part: Part | None = None) -> nn.Module:
-        model = self._skeleton()
+        model = self.new_skeleton()
         self._initialize(model, _owned(model, part))
         if part is not None:
             part.prune(model)
         return self._finish(model)
 
-    def _skeleton(self) -> PreTrainedModel:
-        return cast(PreTrainedModel, self.skeleton())
-
     def draw(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return initial values of some parameters, equal to those that :meth:`build` sets. Raise a
         ``ModelError`` if the class does not initialise a parameter."""
-        model = self._skeleton()
+        model = self.new_skeleton()
         self._initialize(model, names)
         return {name: model.get_parameter(name).detach() for name in names}
 
@@ -267,7 +287,7 @@ class ConfigSource(ModuleSource):
         if not unset:
             return
         values = constructed_values(
-            self.model_class, self.model_config, _left_by_init_weights(self._skeleton()),
+            self.model_class, self.model_config, _left_by_init_weights(self.new_skeleton()),
             derive_seed(self.seed, "constructor"),
         )  # fmt: skip
         for name in unset:
@@ -336,7 +356,7 @@ class FactorySource(ModuleSource):
         if self.weights is not None and not Path(self.weights).is_file():
             raise ModelError(f"weights is {self.weights!r}; there is no such file")
 
-    def skeleton(self) -> nn.Module:
+    def new_skeleton(self) -> nn.Module:
         return on_meta(self._finish(self._make()))
 
     def _make(self) -> nn.Module:
@@ -357,7 +377,7 @@ class FactorySource(ModuleSource):
 
     def check(self) -> list[str]:
         if self.weights is not None:
-            self._load(self.skeleton().to("meta"), self.weights, header_tensors)
+            self._load(self.new_skeleton().to("meta"), self.weights, header_tensors)
         return []
 
     def _load(

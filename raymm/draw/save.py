@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -59,13 +59,13 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 def _save_png(figure: Figure, stream: BinaryIO) -> None:
     """Write a figure with a palette of 256 colours, at a third of the size. Flat colours are exact;
     only the shades at the edges of letters are merged."""
-    truecolor = io.BytesIO()
-    figure.savefig(truecolor, format="png", dpi=DPI)
-    with Image.open(truecolor) as image:
-        indexed = image.convert("RGB").quantize(
-            256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
-        )
-    indexed.save(stream, format="PNG", dpi=(DPI, DPI), optimize=True)
+    figure.set_dpi(DPI)
+    canvas = cast(FigureCanvasAgg, figure.canvas)
+    canvas.draw()
+    indexed = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(
+        256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
+    )
+    indexed.save(stream, format="PNG", dpi=(DPI, DPI))
 
 
 def text_width(figure: Figure, text: str, size: float) -> float:

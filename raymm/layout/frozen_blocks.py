@@ -32,7 +32,7 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
     """
     try:
         spec = probe_chain(spec, Cuts(True, False), example)
-        skeleton = on_meta(set_mode(spec.source.skeleton())).to("meta")
+        skeleton = set_mode(on_meta(spec.source.skeleton()).to("meta"))
         example = chain_example(spec, skeleton, example)
         inputs = module_inputs(spec, example)
     except ProbeError as error:

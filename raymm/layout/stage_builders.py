@@ -24,10 +24,10 @@ from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.stage_hook import StageHooks
-from raymm.actors.weights.source import set_mode
 from raymm.errors import PlanError
 from raymm.model.model import Model
 from raymm.model.module import Module, refused
+from raymm.model.trainable_layers import any_trainable
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -194,8 +194,8 @@ def _check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     """Raise a PlanError, which begins with ``planned``, if a module has a batch norm in training
     mode, whose statistics need all samples."""
     if any(
-        isinstance(child, _BatchNorm) and skeleton.training
-        for skeleton in (set_mode(module) for module in skeletons(spec).values())
+        isinstance(child, _BatchNorm)
+        for skeleton in skeletons(spec).values() if any_trainable(skeleton)
         for buffers in [own_buffers(skeleton)]
         for name, child in skeleton.named_modules()
         if not child._buffers or f"{name}.{next(iter(child._buffers))}".lstrip(".") in buffers

@@ -107,6 +107,8 @@ class ModalityModule(nn.Module):
         self.lora, self.projector_lora = lora, projector_lora
         self._projector_kind = projector if isinstance(projector, str) else None
         self._kind = ModuleKind.ENCODER
+        # By kind and frozen flag, since a source keeps what it has read and built.
+        self._sources: dict[tuple[ModuleKind, bool | None], ModuleSource] = {}
         self._seed = seed
         self._hidden_size = hidden_size
         self._trust_remote_code = trust_remote_code
@@ -151,11 +153,14 @@ class ModalityModule(nn.Module):
         """Return the source that ranks build this module from."""
         if self.module is not None:
             return LiveSource.of(self.module)
-        source = self._described()
-        if self.lora is None:
-            return source
-        adapted = AdaptedSource.of(source, self.lora, self._seed)
-        return dataclasses.replace(adapted, frozen=self._frozen)
+        key = self._kind, self._frozen
+        if key not in self._sources:
+            source = self._described()
+            if self.lora is not None:
+                adapted = AdaptedSource.of(source, self.lora, self._seed)
+                source = dataclasses.replace(adapted, frozen=self._frozen)
+            self._sources[key] = source
+        return self._sources[key]
 
     def _described(self) -> ModuleSource:
         """Return the source of the weights without adapters."""

@@ -7,7 +7,6 @@ calls them.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -457,7 +456,7 @@ class PretrainedVlm(Model):
 
     def trained_skeleton(self) -> nn.Module:
         """Return the structure of the model, with its frozen parameters set."""
-        return self._with_frozen(copy.deepcopy(self._adapted.skeleton()))
+        return self._with_frozen(self._adapted.new_skeleton())
 
     def _with_frozen(self, model: nn.Module) -> nn.Module:
         trained = frozenset().union(*self.trained.values())

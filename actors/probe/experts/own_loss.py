@@ -25,7 +25,7 @@ from raymm.actors.probe.cut import small_language_model
 from raymm.actors.probe.history import check_history
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.vlm.calls import run_model
-from raymm.actors.weights.source import ModuleSource, set_mode
+from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _TOKENS = 12
@@ -45,7 +45,7 @@ def check_language_loss(source: ModuleSource, ignore: bool) -> None:
     except NotRunError:  # cannot be trained
         return
     with contextlib.suppress(NotRunError):  # fails on a text of another length
-        check_history("llm", model, set_mode(source.skeleton()).training, _logits)
+        check_history("llm", model, source.trains, _logits)
     if ignore:
         return
     vocabulary = input_embeddings(model).weight.shape[0]

@@ -28,7 +28,7 @@ from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import TowerPort, VlmLanguageSpec
 from raymm.actors.weights.model_part import PartSource
-from raymm.actors.weights.source import ModuleSource, initialize_by_name, set_mode, set_tensor
+from raymm.actors.weights.source import ModuleSource, initialize_by_name, set_tensor
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _ONE_STAGE = "give it one stage (pp 1)"
@@ -211,7 +211,7 @@ def run_without_values(source: PartSource, run: Callable[[nn.Module], torch.Tens
 
 def of_zeros(source: PartSource) -> nn.Module:
     """Return a part at its own size in eval mode; its zero parameters take no memory."""
-    model = source.whole.skeleton()
+    model = source.whole.new_skeleton()
     if isinstance(model, PreTrainedModel):
         initialize_by_name(model, [], 0)
     model = source.as_made(model)
@@ -225,7 +225,7 @@ def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
     name, blocks = type(model).__name__, find_blocks(model)
     if blocks is None or len(block_list(model, blocks)) < 2:
         raise ProbeError(f"{name} has no list of blocks to cut between; {_ONE_STAGE}")
-    trains = set_mode(source.skeleton()).training
+    trains = source.trains
     try:
         uncut = uncut_forward(model, blocks, run, 0)
     except USER_CODE_RAISES as error:  # whatever a model may raise

@@ -18,7 +18,6 @@ from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
 from raymm.actors.weights.model_part import PartSource
-from raymm.actors.weights.source import set_mode
 from raymm.errors import NotRunError
 
 Inputs = Mapping[str, Any]
@@ -63,7 +62,7 @@ def _check_tower(spec: TowerSpec, model: nn.Module, inputs: Inputs) -> None:
 
 
 def _check(spec: VlmLanguageSpec | TowerSpec, model: nn.Module, run: Run, other: Run) -> None:
-    trains = set_mode(spec.source.skeleton()).training
+    trains = spec.source.trains
     with contextlib.suppress(NotRunError):  # fails on the other inputs, or in training mode
         check_history(
             spec.name, model, trains, lambda stage, is_other: (other if is_other else run)(stage)

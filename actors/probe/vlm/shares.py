@@ -31,7 +31,6 @@ from raymm.actors.sharding.vlm.token_share import TokenShare, packed_tokens
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
 from raymm.actors.weights.model_part import PartSource
-from raymm.actors.weights.source import set_mode
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
@@ -301,7 +300,7 @@ def draws_of_training_in(
     spec: VlmLanguageSpec | TowerSpec, towers: tuple[Tower, ...], inputs: Inputs
 ) -> TrainingDraws:
     """Return the random decisions of the training forward of a language model or tower."""
-    if not set_mode(spec.source.skeleton()).training:
+    if not spec.source.trains:
         return TrainingDraws()
     trial = _trial(spec, towers, inputs)
 
