@@ -60,12 +60,12 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
     for size, make in enumerate(case.inputs):
         torch.manual_seed(size)
         model = case.source().build().eval()
-        module, relayed = case.source().skeleton().eval(), 0
+        module, relayed = case.source().new_skeleton().eval(), 0
         if case.whole:
             inputs = make()
             whole = from_pretrained(_described(case), inputs)
             load = microbatch_workload(whole, inputs).by_module[LANGUAGE_MODEL]
-            module = whole.language_spec().source.skeleton().eval()
+            module = whole.language_spec().source.new_skeleton().eval()
             inputs, relayed = _without_tower(model, whole, inputs)
         elif case.causal:
             tokens = case.tokens[size]

@@ -54,7 +54,7 @@ def test_saved_bytes_equal_a_real_run(name: str) -> None:
     model = SOURCES[name].build().eval()
     inputs = {"inputs_embeds": torch.randn(3, 40, 64)}
     measured, _ = cost_truth._bytes(model, inputs, True)
-    skeleton = SOURCES[name].skeleton().eval()
+    skeleton = SOURCES[name].new_skeleton().eval()
     counted = forward_run.forward_run(skeleton, Load(3, 40), "fp32", causal=True)
     assert counted is not None
     assert sum(counted.layers) == pytest.approx(measured, rel=0.002)
@@ -64,7 +64,7 @@ def test_saved_bytes_equal_a_real_run(name: str) -> None:
 def test_few_blocks_predict_saved_bytes_of_all(source: ModuleSource) -> None:
     seen = []
     for few in (True, False):
-        model = source.skeleton().eval()
+        model = source.new_skeleton().eval()
         embeddings = torch.empty(2, 40, 64, device="meta")
         seen += observe(model, {"inputs_embeds": embeddings}, model, masks=False, few=few)
     few, full = seen
