@@ -3,7 +3,8 @@
 Links on pages use paths of the repository, so that they also work there. README.md becomes the
 site's first page, pages of other folders that the navigation names keep their paths, and any other
 file that a page links to is copied next to the pages. ``configuration.md`` is generated from the
-classes that check a configuration, ``reference.md`` from the public names of the package.
+classes that check a configuration, ``reference.md`` from the public names of the package, and
+``models.md`` from results of benchmarks.
 """
 
 import inspect
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from models import models_page
 from reference import configuration_page, python_page
 
 import raymm
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("README.md", "index.md")
-GENERATED = {"configuration.md": configuration_page, "reference.md": python_page}
+GENERATED = {
+    "configuration.md": configuration_page, "reference.md": python_page, "models.md": models_page,
+}
 _LINK = re.compile(r"(\]\()([\w./-]+)((?:#[\w-]+)?\))")
 
 

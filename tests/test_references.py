@@ -157,7 +157,7 @@ def headings(page: Path) -> set[str]:
 
 
 # Pages that the build of the site creates (docs/hooks.py).
-MADE = {ROOT / "docs" / "configuration.md"}
+MADE = {ROOT / "docs" / name for name in ("configuration.md", "models.md")}
 
 
 def dangling(text: str, file: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The site has every page, and a broken link fails its build."""
 
+import json
 import shutil
 
 import pytest
@@ -47,3 +48,9 @@ def test_pages_exist_and_only_planted_links_are_broken(checkout):
     reference = (site / "reference.html").read_text()
     missing = [name for name in reference_names() if f'id="{name}"' not in reference]
     assert not missing and ":class:`" not in reference
+    models = (site / "models.html").read_text()
+    for file in ("vlm_matrix.json", "families.json"):
+        classes = json.loads((ROOT / "benchmarks" / "log" / file).read_text())["classes"]
+        for outcome in ("exact", "refused", "wrong", "unclear", "not_applicable"):
+            for name in classes[outcome]:
+                assert models.count(f"<code>{name}</code>") == 1, name
