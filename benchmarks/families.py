@@ -112,7 +112,16 @@ def chosen(arguments: argparse.Namespace) -> list[Family]:
     if arguments.kind != "language":
         families += encoders()
     quick = [name for names in QUICK.values() for name in names] if arguments.quick else ()
-    wanted = set(arguments.only or quick)
+    return named(families, arguments.only or quick)
+
+
+def named(families: list[Family], names: Iterable[str]) -> list[Family]:
+    """Return the families with these names, or all if there are none.
+
+    Raises:
+        SystemExit: a name is not that of a class.
+    """
+    wanted = set(names)
     if unknown := wanted - {family.name for family in families}:
         raise SystemExit(f"unknown class: {', '.join(sorted(unknown))}")
     return [family for family in families if not wanted or family.name in wanted]

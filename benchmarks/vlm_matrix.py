@@ -24,7 +24,7 @@ from benchmarks._common import console, emit, machine, parser
 from benchmarks._family_check import EXACT, Outcome
 from benchmarks._family_classes import Family, _pairs
 from benchmarks._vlm_check import SEVERAL, check
-from benchmarks.families import RESULTS, TIMEOUT_SECONDS, outcomes
+from benchmarks.families import RESULTS, TIMEOUT_SECONDS, named, outcomes
 
 KIND = "whole model"
 
@@ -44,9 +44,7 @@ def whole_models() -> list[Family]:
 def main() -> None:
     arguments = _arguments()
     out = console()
-    families = whole_models()
-    if arguments.only:
-        families = [family for family in families if family.name in arguments.only]
+    families = named(whole_models(), arguments.only or ())
     found: dict[Family, Outcome] = {}
     started = time.monotonic()
     for family, outcome, seconds in outcomes(families, arguments, check):
