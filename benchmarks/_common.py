@@ -10,8 +10,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -77,11 +79,29 @@ def machine() -> dict[str, Any]:
     }
 
 
+def origin() -> dict[str, str | None]:
+    """Return the command of this process and the commit of its code, ready for JSON.
+
+    The commit is None in a copy without git.
+    """
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", *command], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    commit = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = git("rev-parse", "--short=8", "HEAD")
+        if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/log"):
+            commit += " with changes"
+    return {"command": shlex.join(["python", *sys.orig_argv[1:]]), "commit": commit}
+
+
 def emit(result: dict[str, Any], as_json: bool) -> None:
-    """Print `result` as one line of JSON if `as_json`."""
+    """Print `result` with its origin as one line of JSON if `as_json`."""
     sys.stderr.flush()
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(origin() | result), flush=True)
 
 
 def skipped_without_gpu(console: Console, as_json: bool) -> bool:

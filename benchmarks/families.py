@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import multiprocessing
 import os
 import signal
@@ -25,12 +26,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging
 
-from benchmarks._common import console, emit, machine, parser
+from benchmarks._common import console, emit, machine, origin, parser
 from benchmarks._family_check import (
     EXACT,
     NOT_APPLICABLE,
@@ -41,9 +43,11 @@ from benchmarks._family_check import (
     check,
 )
 from benchmarks._family_classes import ENCODER, LANGUAGE, Family, encoders, language_models
+from raymm.files.run_files import write_whole
 
 TIMEOUT_SECONDS = 120
 RESULTS = (EXACT, REFUSED, UNCLEAR, WRONG, NOT_APPLICABLE)
+NOT_TRIED = "not_tried"
 # Classes with unusual features that also run fast; used by a test.
 QUICK = {
     LANGUAGE: (
@@ -71,48 +75,75 @@ class _Running(NamedTuple):
 
 
 def main() -> None:
-    arguments = _arguments()
-    out = console()
-    out.print("reading transformers' registries")
-    families = chosen(arguments)
-    found: dict[Family, Outcome] = {}
-    started = time.monotonic()
-    for family, outcome, seconds in outcomes(families, arguments):
-        found[family] = outcome
-        out.print(
-            f"{len(found):4}/{len(families)} {seconds:6.1f} s  {family.name}: {outcome.result}"
-            f"{'  ' + outcome.sentence if outcome.sentence else ''}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    result = summary(found)
-    result |= {"seconds": round(time.monotonic() - started, 1), "machine": machine()}
-    for kind, counts in result["counts"].items():
-        out.print(f"{kind}s: " + ", ".join(f"{counts[r]} {r}" for r in RESULTS))
-    emit(result, arguments.json)
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__.splitlines()[0])
-    options.add_argument("--only", nargs="+", metavar="NAME", help="run only these classes")
+    options = class_parser(__doc__.splitlines()[0])
     options.add_argument("--kind", choices=("language", "encoder"), help="run only this kind")
     options.add_argument("--quick", action="store_true", help="run the classes of the test")
+    arguments = options.parse_args()
+    families = {"language": language_models(), "encoder": encoders()}
+    every = [family for of_kind in families.values() for family in of_kind]
+    names = arguments.only or [n for of_kind in QUICK.values() for n in of_kind if arguments.quick]
+    run(every, named(families.get(arguments.kind, every), names), arguments)
+
+
+def class_parser(description: str) -> argparse.ArgumentParser:
+    """Return an argument parser with the options of :func:`run`."""
+    options = parser(description)
+    options.add_argument("--only", nargs="+", metavar="NAME", help="run only these classes")
+    options.add_argument("--results", type=Path, metavar="FILE",
+                         help="JSON file of all classes; those with a result are not run again "
+                         "unless --only names them")  # fmt: skip
     options.add_argument("--eval", action="store_true", help="run in evaluation mode")
     options.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds per class")
     options.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    return options.parse_args()
+    return options
 
 
-def chosen(arguments: argparse.Namespace) -> list[Family]:
-    """Return the selected classes."""
-    families: list[Family] = []
-    if arguments.kind != "encoder":
-        families += language_models()
-    if arguments.kind != "language":
-        families += encoders()
-    quick = [name for names in QUICK.values() for name in names] if arguments.quick else ()
-    return named(families, arguments.only or quick)
+def run(
+    every: list[Family], chosen: list[Family], options: argparse.Namespace,
+    of: Callable[..., Outcome] = check,
+) -> None:  # fmt: skip
+    """Check classes; write each outcome to the results file as soon as it is known.
+
+    Args:
+        every: all classes; those that no run has tried are in the result as ``not_tried``.
+        chosen: the classes to check, less those with a result in the file.
+        options: of :func:`class_parser`.
+        of: check of one class.
+    """
+    out, file = console(), options.results
+    before = json.loads(file.read_text()) if file and file.exists() else {"runs": [], "classes": {}}
+    runs = before["runs"]
+    untried = {"kind": "", "result": NOT_TRIED}
+    classes = {f.name: before["classes"].get(f.name, untried | {"kind": f.kind}) for f in every}
+    if not options.only:
+        chosen = [family for family in chosen if classes[family.name]["result"] == NOT_TRIED]
+    if chosen:
+        runs.append(origin() | {"machine": machine()})
+    result = summary(classes, runs)
+    for number, (family, outcome, seconds) in enumerate(outcomes(chosen, options, of), 1):
+        classes[family.name] = {
+            "kind": family.kind, "result": outcome.result, "sentence": outcome.sentence,
+            "seconds": round(seconds, 1), "run": len(runs) - 1,
+        }
+        result = summary(classes, runs)
+        if file:
+            write_whole(file, json.dumps(result, indent=1) + "\n")
+        out.print(
+            f"{number:4}/{len(chosen)} {seconds:6.1f} s  {family.name}: {outcome.result}"
+            f"{'  ' + outcome.sentence if outcome.sentence else ''}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    for kind, counts in result["counts"].items():
+        out.print(f"{kind}s: " + ", ".join(f"{number} {r}" for r, number in counts.items()))
+    emit(result, options.json)
+
+
+def summary(classes: dict[str, dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return classes and runs with the number of classes per kind and result."""
+    found = Counter((one["kind"], one["result"]) for one in classes.values())
+    kinds = dict.fromkeys(one["kind"] for one in classes.values())
+    counts = {kind: {r: found[kind, r] for r in (*RESULTS, NOT_TRIED)} for kind in kinds}
+    return {"counts": counts, "runs": runs, "classes": classes}
 
 
 def named(families: list[Family], names: Iterable[str]) -> list[Family]:
@@ -131,7 +162,7 @@ def outcomes(
     families: Iterable[Family], options: argparse.Namespace,
     of: Callable[..., Outcome] = check,
 ) -> Iterable[tuple[Family, Outcome, float]]:  # fmt: skip
-    """Yield the outcome of each class in order of completion.
+    """Yield the outcome of each class, and its seconds, in order of completion.
 
     Each class runs in a separate process, so that a crash or an endless forward ends only that
     process.
@@ -183,24 +214,6 @@ def _work(
     logging.set_verbosity_error()
     faulthandler.register(signal.SIGUSR1)
     sender.send(of(family, training=not evaluate))
-
-
-def summary(found: dict[Family, Outcome]) -> dict[str, Any]:
-    """Return counts per kind and in total, and the classes of every outcome with their messages."""
-    counts = {
-        kind: {r: Counter(o.result for f, o in found.items() if f.kind == kind)[r] for r in RESULTS}
-        for kind in (LANGUAGE, ENCODER)
-    }
-    total = {r: sum(of_kind[r] for of_kind in counts.values()) for r in RESULTS}
-    names = {
-        EXACT: sorted(f.name for f, o in found.items() if o.result == EXACT),
-        **{
-            r: {f.name: o.sentence for f, o in sorted(found.items(), key=lambda p: p[0].name)
-                if o.result == r}
-            for r in RESULTS[1:]
-        },
-    }  # fmt: skip
-    return {**total, "counts": counts, "classes": names}
 
 
 if __name__ == "__main__":
