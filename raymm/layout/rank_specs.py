@@ -64,6 +64,7 @@ def rank_specs(
     for edge in plan.stage_edges:
         for stage in edge:
             edges[plan.by_id[stage].rank][edge] = None
+    reloadable = model.reloadable()
     specs = tuple(
         RankSpec(
             rank=number,
@@ -76,7 +77,7 @@ def rank_specs(
             process_groups=_process_groups(processes, process),
             shard_specs=builders.shard_specs,
             parameter_ownership=ownership[number],
-            reloadable=model.reloadable(),
+            reloadable=reloadable,
             quotas=plan.quota_sets(process.rank),
             features=_written(plan, process, features or {}),
             **options,
