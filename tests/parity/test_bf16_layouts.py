@@ -35,6 +35,7 @@ def trained(
         return parallel.parameters(), losses
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("spec", "max_grad_norm"), [
     (ParallelSpec(pp=2), None), (ParallelSpec(tp=2), None), (ParallelSpec(pp=2), 0.3),
 ])

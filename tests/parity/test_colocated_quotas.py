@@ -48,6 +48,7 @@ def quotas_seen(outputs) -> dict[str, set[float]]:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("options", "frozen"),
     [({}, ()), ({"schedule": "zero_bubble", "recompute": True}, ("vision",))],

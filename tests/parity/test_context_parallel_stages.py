@@ -51,7 +51,8 @@ def test_causal_with_projector_gradients(ray_cluster):
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
 
 
-@pytest.mark.parametrize("llm", [pm.qwen3, pm.gemma3])
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("llm", [pm.gemma3, pm.qwen3])
 def test_masks_windows_and_replicas(ray_cluster, llm):
     """Use a mask over placeholders; layers with windows; two replicas of two processes."""
     mask = "multimodal_isolated" if llm is pm.qwen3 else None

@@ -123,6 +123,7 @@ def test_layers_that_read_the_images():
     assert port.producers == ("vision",) and port.output is None
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("placeholders", [False, True])
 def test_four_stages_with_a_cross_layer_each(ray_cluster, placeholders):
     token = pm.IMAGE_TOKEN if placeholders else None
@@ -140,6 +141,7 @@ def test_four_stages_with_a_cross_layer_each(ray_cluster, placeholders):
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("llm", "schedule", "alone"),
     [
@@ -205,12 +207,12 @@ def test_four_stages_of_two_processes(ray_cluster, placeholders):
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "degrees",
     [
-        {"tp": 2}, {"dp": 2, "sharding": "fsdp"}, {"dp": 2, "cp": 2, "sharding": "fsdp"},
-        {"dp": 2, "cp": 2, "sharding": "zero1"},
+        {"dp": 2, "sharding": "fsdp"}, {"dp": 2, "cp": 2, "sharding": "fsdp"},
+        {"dp": 2, "cp": 2, "sharding": "zero1"}, {"tp": 2},
     ],
 )
 def test_other_degrees(ray_cluster, degrees):

@@ -41,7 +41,7 @@ def test_one_process_computes_the_formula(model, monkeypatch):
     check_reference(model, oracle_of(model), step())
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("llm", [{"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"cp": 2}])
 def test_gradients_equal_one_process(ray_cluster, model, llm, monkeypatch):
     monkeypatch.setattr(parity_oracle, "F", SimpleNamespace(cross_entropy=focal_sum))

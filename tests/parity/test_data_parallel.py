@@ -41,7 +41,7 @@ def step() -> list[dict]:
     ]
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("vision", "audio", "llm"),
     [
@@ -64,6 +64,7 @@ def test_degrees(ray_cluster, vision, audio, llm):
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("window", [range(2), range(1)], ids=["every rank", "first rank"])
 def test_replicas_of_a_layout_with_shared_ranks(ray_cluster, window):
     """Put encoders next to stages of the language model, in two equal parts, as planned."""

@@ -93,11 +93,12 @@ def check(model, step, layout, encoders=None):
         assert gradient_errors(found, gradients) == []
 
 
-CASES = [("llama", "tp"), ("llama", "cp"), ("llama", "fsdp-again"), ("opt", "tp-again"),
-         ("opt", "cp"), ("opt", "fsdp"), ("gpt2", "tp"), ("gpt2", "cp-again"), ("mixtral", "cp"),
-         ("mixtral", "fsdp"), ("llama", "pp"), ("opt", "dp")]  # fmt: skip
+CASES = [("llama", "tp"), ("llama", "fsdp-again"), ("opt", "cp"), ("gpt2", "cp-again"),
+         ("llama", "pp"), ("mixtral", "fsdp"), ("llama", "cp"), ("opt", "tp-again"),
+         ("opt", "fsdp"), ("gpt2", "tp"), ("mixtral", "cp"), ("opt", "dp")]  # fmt: skip
 
 
+@pytest.mark.cells(7)
 @pytest.mark.parametrize(("language", "layout"), CASES)
 def test_language_models(ray_cluster, language, layout):
     step = [pm.batch([9, 7], 4), pm.batch([8, 5, 3], 5)]
@@ -106,6 +107,7 @@ def test_language_models(ray_cluster, language, layout):
     check(model, step, LAYOUTS[layout])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", ["cp", "fsdp"])
 def test_packed_rows(ray_cluster, layout):
     step = [pm.batch([9, 7], 4), pm.batch([8, 5, 3], 5)]
@@ -113,6 +115,7 @@ def test_packed_rows(ray_cluster, layout):
     check(model, step, LAYOUTS[layout])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", ["tp", "fsdp-again"])
 def test_encoders(ray_cluster, layout):
     step = [pm.batch([9, 7, 4], 4, vision=[0, 1, 2]), pm.batch([8, 5], 5, vision=[0, 1])]

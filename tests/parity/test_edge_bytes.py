@@ -54,6 +54,7 @@ def test_bytes_of_features_for_several_layers():
         assert sent_bytes(running) == due
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("cp", [1, 2])
 def test_bytes_of_states_for_cross_attention(cp):
     """Sum all processes of a rank; tokens divide evenly."""

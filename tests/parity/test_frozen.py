@@ -41,6 +41,7 @@ def start(llm_frozen: bool):
     return model, MultimodalParallelSpec(specs, ParallelSpec(pp=2, ranks=(0, 1)), 2)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("llm_frozen", [True, False])
 def test_frozen_combinations(ray_cluster, llm_frozen):
     model, spec = start(llm_frozen)

@@ -73,6 +73,7 @@ def test_token_shards_of_sample_shards(ray_cluster):
     check_everything(model, spec)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_bf16_errors_do_not_depend_on_sharding(ray_cluster, exact):
     """Gather blocks in bf16, or cast them by autocast; gradients are summed in fp32."""
@@ -93,6 +94,7 @@ def test_bf16_errors_do_not_depend_on_sharding(ray_cluster, exact):
             assert (gradients[name] - gradient).norm() <= allowed, name
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pipelines(ray_cluster, recompute):
     """Tie embeddings at both ends; separate projector; several microbatches in flight."""
@@ -121,6 +123,7 @@ def test_untied_embeddings(ray_cluster):
     assert sum(first) == blocks + llm.model.embed_tokens.weight.numel()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("packing", [False, True])
 def test_masks_and_another_encoder(ray_cluster, packing):
     """Shard masks over placeholders with their rows; the other encoder has two replicas."""

@@ -42,7 +42,7 @@ def expected(module, prompts, **inputs) -> list[list[int]]:
     return found
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("name", "layout"), [
     ("llama", LAYOUTS[0]), ("llama", LAYOUTS[1]), ("gemma3", LAYOUTS[0]), ("gemma3", LAYOUTS[1]),
     ("gpt2", LAYOUTS[0]), ("llama", LAYOUTS[2]),
@@ -63,6 +63,7 @@ def test_tokens_of_text(ray_cluster, name, layout):
         assert list(generate(parallel, iter(prompts), TOKENS, ends)) == short
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mask", [None, "multimodal"])
 def test_tokens_after_images(ray_cluster, mask):
     """Compare a tiny vision-language model with transformers' generate on merged embeddings."""

@@ -31,7 +31,7 @@ TEXT = dict(hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=3, num_at
             num_key_value_heads=2, vocab_size=17, max_position_embeddings=16)  # fmt: skip
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("image", "text"), [
     ({"tp": 2, "pp": 2}, {"cp": 2}),
     ({"cp": 2, "pp": 2}, {"dp": 2, "sharding": "fsdp"}),
@@ -87,7 +87,7 @@ def speech_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("speaker", [
     {"tp": 2, "pp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2}, {"tp": 2, "dp": 2},
 ])
@@ -133,7 +133,7 @@ def between() -> ModuleDag:
     })
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("middle", [
     {"cp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2, "sharding": "fsdp"}, {"cp": 2, "tp": 2},
 ])

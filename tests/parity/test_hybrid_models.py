@@ -131,6 +131,7 @@ def test_pure_attention_has_no_mixers():
     assert find_mixers(model.source()) == frozenset()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("llm", [ParallelSpec(pp=2), ParallelSpec(dp=2, sharding="fsdp")])
 def test_packed_stages_and_shards(ray_cluster, llm):
     """Recompute, too: blocks run again without their surroundings."""
@@ -144,7 +145,7 @@ def test_packed_stages_and_shards(ray_cluster, llm):
         check_training(parallel, oracle, [[step()]])
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("config", "packing", "mask"),
     [

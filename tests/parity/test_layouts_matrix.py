@@ -64,7 +64,7 @@ def test_degrees(ray_cluster, vision, llm):
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()]])
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("degrees", [{"tp": 2, "cp": 2}, {"tp": 2, "dp": 2}, {"cp": 2, "dp": 2}])
 def test_modules_on_the_same_ranks(ray_cluster, degrees):
     """Alternate encoder and language model on four processes.
@@ -111,6 +111,7 @@ def test_two_encoders_with_all_features(ray_cluster):
         check_training(parallel, oracle, [[batches], [batches[::-1]], [batches, batches[1:]]])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("llm", [pm.gemma3, pm.gpt2], ids=["gemma3", "gpt2"])
 def test_masks_and_plans_of_other_families(ray_cluster, llm):
     """Use sharded heads with a sharded vocabulary, and a family without its own TP plan.

@@ -39,7 +39,7 @@ def of_source(number: int) -> list[dict]:
     return alone
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("llm", "packing"), [
     (ParallelSpec(pp=2, cp=2), True), (ParallelSpec(tp=2, dp=3), False),
     (ParallelSpec(dp=2, sharding="fsdp"), True),

@@ -29,7 +29,7 @@ def in_slots(plan: Plan, slots: dict[str, int]) -> Plan:
     return replace(plan, stages=stages, schedule=Slots.name)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("specs", "slots"), [
     # Two ranks of two processes; both towers alternate on each.
     ({"image": {"tp": 2, "pp": 2, "ranks": (0, 1)}, "text": {"tp": 2, "ranks": (1,)},

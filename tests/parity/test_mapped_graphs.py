@@ -95,6 +95,7 @@ def split(plan: Plan, *modules: str) -> Plan:
     return replace(plan, stages=stages)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_pipelines_whose_replicas_share_microbatches(schedule):
     """Use a tower in two stages with two replicas by samples, and one by microbatches.

@@ -58,7 +58,7 @@ def optimizers(named):
     ]
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("llm", [{"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"cp": 2}])
 def test_three_steps_equal_torch_optimizers(ray_cluster, llm):
     described = model()

@@ -87,6 +87,7 @@ def step(seed=0):
     ]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mapping", [SIDE_BY_SIDE, IN_TURN], ids=["side by side", "in turn"])
 def test_missing_modalities_and_accumulated_microbatches(mapping):
     model = model_of(llama())

@@ -83,13 +83,13 @@ def multiplexed():
 
 
 LAYOUTS = {
-    "pp, zero bubble, no clipping": (
-        pipelined({"pp": 2, "ranks": (0, 1)}, {"pp": 2, "ranks": (0, 1)}, UNCLIPPED,
-                  schedule="zero_bubble"), "vision.1"),
     "dp, zero1, tp": (pipelined({"dp": 2, "sharding": "zero1"}, {"tp": 2}), "vision.0@1"),
     "dp, cp": (pipelined({}, {"dp": 2, "cp": 2}), "vision.0"),
     "fsdp": (pipelined({"dp": 2, "sharding": "fsdp"}, {"dp": 2, "sharding": "fsdp"}), "vision.0"),
     "multiplexed": (multiplexed, "vision.0@1"),
+    "pp, zero bubble, no clipping": (
+        pipelined({"pp": 2, "ranks": (0, 1)}, {"pp": 2, "ranks": (0, 1)}, UNCLIPPED,
+                  schedule="zero_bubble"), "vision.1"),
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_non_finite_step_is_skipped_and_explained(ray_cluster, tmp_path, layout):
     start, stage = LAYOUTS[layout]

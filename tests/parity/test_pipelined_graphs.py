@@ -123,6 +123,7 @@ def steps_of(batch, microbatches, sizes=(5, 3, 4, 6)):
     ]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_clip_with_towers_in_stages_and_in_replicas(schedule):
     dag = deep_clip()
@@ -223,6 +224,7 @@ def chained() -> ModuleDag:
     })
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_encoder_that_feeds_an_encoder_that_feeds_a_head(recompute):
     """Cut both encoders into stages; the head reads both. Several named outputs, one integer."""

@@ -22,6 +22,7 @@ ON_QUOTAS = Layout((Block(("vision", "audio"), 1, 2, (6, 4)), Block(("llm",), 2,
 GUESTS = Layout((Block(("vision",)), Block(("llm",), 2, 2, (), (Guest("audio", 2, 2),))), 3)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", [ON_QUOTAS, GUESTS], ids=["on quotas", "a guest"])
 def test_layouts_of_blocks_equal_one_process(layout):
     model = model_of(llama())

@@ -101,6 +101,7 @@ def test_a_probe_finds_the_layers_that_read_ports():
     assert deep_stack(frozen=True).graph_with_ports(["llm"]).ports == ()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_features_of_three_layers_go_into_three_stages(schedule):
     dag = deep_stack()

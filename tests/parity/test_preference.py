@@ -109,7 +109,7 @@ class Trl:
         }
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", [
     {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2}, {"dp": 2, "sharding": "fsdp"}, {"pp": 2, "cp": 2},
     {"pp": 2, "packing": True}, {"cp": 2, "dp": 2, "sharding": "fsdp", "packing": True},

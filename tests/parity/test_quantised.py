@@ -65,7 +65,7 @@ def _widths(layer: Any) -> tuple[int, int]:
     return layer.nx, layer.nf
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("lora", "layout", "schedule"), [
     (INT8, {"pp": 2}, "1f1b"), (INT8, {"pp": 2, "tp": 2}, "zero_bubble"),
     (LoraConfig(r=4, dora=True, base="int8"), {"tp": 2, "recompute_layers": "matmuls"}, "1f1b"),
@@ -87,7 +87,7 @@ def wide(config: Any) -> Any:
     return config
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("lora", "layout", "schedule"), [
     (INT4, {"pp": 2, "tp": 2}, "zero_bubble"), (INT4, {"dp": 2, "sharding": "zero1"}, "1f1b"),
     (LoraConfig(r=4, dora=True, base="int4"), {"tp": 2, "recompute_layers": "matmuls"}, "1f1b"),
@@ -123,6 +123,7 @@ def test_int4_values_equal_torchao(out, groups, seed):
     assert [tensor.shape for tensor in meta] == [codes.shape, scales.shape]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("lora", [
     LoraConfig(r=4, targets=("c_fc", "c_proj"), base=base) for base in ("int8", "int4")
 ], ids=lambda lora: lora.base)  # fmt: skip

@@ -80,7 +80,7 @@ def test_kept_attention_is_not_recomputed(option, times, monkeypatch):
     assert len(runs) == 3 * times
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("vision", "llm"),
     [

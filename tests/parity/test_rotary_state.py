@@ -92,7 +92,7 @@ def test_all_rotary_types_are_covered():
     assert set(PARAMETERS) == set(ROPE_INIT_FUNCTIONS)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", PARAMETERS)
 @pytest.mark.parametrize(("layout", "packing", "recompute"), [
     (ParallelSpec(pp=2), False, True), (ParallelSpec(pp=2, cp=2), False, False),

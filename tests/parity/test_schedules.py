@@ -69,7 +69,7 @@ def ops(output: StepOutput) -> dict[StageId, set[str]]:
     return seen
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("training", TRAINING)
 def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
     """Use two ranks; rank i holds vision.i and the language model's stages i and i + 2.

@@ -49,6 +49,7 @@ def distances(mine, due, before):
     return {n: float((mine[n] - p).norm() / (p - before[n]).norm()) for n, p in due.items()}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("spec", [
     ParallelSpec(tp=2), FULLY, ParallelSpec(tp=2, dp=2, sharding="zero1"),
 ], ids=["tp", "fsdp", "tp-zero1"])

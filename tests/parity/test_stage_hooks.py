@@ -48,7 +48,7 @@ def spec_of(layout):
     return MultimodalParallelSpec({"vision": ParallelSpec(**LAYOUTS[layout])}, ParallelSpec(), 2)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_equal_the_formula(ray_cluster, model, layout, monkeypatch):
     monkeypatch.setattr(Oracle, "_encode", squashed(Oracle._encode))
@@ -59,7 +59,7 @@ def test_gradients_equal_the_formula(ray_cluster, model, layout, monkeypatch):
         check_gradients(parallel, oracle, step())
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_noise_equals_that_of_one_process(ray_cluster, model, layout):
     model.add_stage_hook("vision", Noise())

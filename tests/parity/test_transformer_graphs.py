@@ -35,7 +35,7 @@ def test_a_sam_a_clip_and_a_language_model_in_slots():
     check(dag, plan, steps_of(reading_batch, 1))
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("llm", "flow", "schedule"), [
     ({"pp": 2}, {"dp": 2}, "1f1b"),
     ({"tp": 2}, {"pp": 2}, "zero_bubble"),

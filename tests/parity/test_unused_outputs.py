@@ -51,6 +51,7 @@ def test_unused_outputs(specs, batch):
     check(dag, plan, steps_of(batch, 2), unmoved)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("batch", [never, pooled_batch])
 def test_unused_outputs_of_shared_samples(batch):
     """Use slots, and zero bubble with replicas that share samples."""
@@ -110,7 +111,7 @@ def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("spec", [
     {"cp": 2}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2},
 ], ids=["cp", "fsdp", "tp", "stages"])  # fmt: skip
@@ -168,7 +169,7 @@ def deep_dag(several: bool) -> ModuleDag:
     })
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("several", [False, True], ids=["tensor", "tuple"])
 @pytest.mark.parametrize("batch", [never, pooled_batch])

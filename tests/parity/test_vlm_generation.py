@@ -59,7 +59,7 @@ def prompts_of(name, folder):
     ]
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(QWEN3, {"pp": 2}), (QWEN3, {"tp": 2}), (QWEN2_5, {"pp": 2}), (GEMMA3, {"pp": 2, "tp": 2}),

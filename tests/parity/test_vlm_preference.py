@@ -90,7 +90,7 @@ def test_the_loss_in_one_process_is_the_formula():
     assert model.loss(step).item() == pytest.approx(due.item(), rel=1e-5)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("specs", "options"), [
     ({"llm": ParallelSpec(pp=2)}, {}),
     ({"llm": ParallelSpec(dp=2)}, {}),
@@ -203,6 +203,7 @@ def scored_tokens(ids: torch.Tensor, scored: torch.Tensor) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(ids, scored, strict=True)]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
 def test_a_folder_and_its_rows_train_as_in_trl(ray_cluster, tmp_path, kind):
     folder, rows = tiny(kind)[0], pair_rows(kind)

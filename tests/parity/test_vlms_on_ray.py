@@ -75,7 +75,7 @@ def check(model: PretrainedVlm, plan, microbatches):
         assert difference <= PARAMETER_TOLERANCE * moved + ROUNDING, name
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "name, specs, train",
     [
@@ -93,6 +93,7 @@ def test_steps_equal_the_models_own_forward(name, specs, train):
     check(model, vlm_plan(model, specs, len(microbatches)), microbatches)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "llm", [ParallelSpec(pp=2, cp=2), ParallelSpec(pp=2, dp=2, sharding="fsdp", ep=2)]
 )
