@@ -54,6 +54,20 @@ CLUSTER_CPUS = 8
 MODELS = ("gemma3", "gpt2", "llama", "qwen3", "siglip", "whisper")
 # Seconds that the cluster may take to notice the end of an actor.
 ACTORS_END_SECONDS = 30
+# Seconds without a line after which progress is printed: longer than a test may take.
+NO_LINE_S = 3600.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_timed_lines():
+    """Prevent the lines that are printed only if work takes seconds.
+
+    Outputs of tests must not depend on the speed of the machine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raymm.training.under_way.SILENCE_S", NO_LINE_S)
+        patch.setattr("raymm.monitor.progress.SILENCE_S", NO_LINE_S)
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -16,9 +16,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from raymm.data import Skipped
 from raymm.draw.notebook import progress_html
 from raymm.plural import plural
+
+if TYPE_CHECKING:
+    from raymm.data import Skipped
 
 # Seconds between two updates of a notebook's output.
 NOTEBOOK_EVERY_S = 0.2

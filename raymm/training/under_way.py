@@ -18,11 +18,12 @@ class UnderWay:
 
     Args:
         text: what is being done; :meth:`update` changes it.
-        silence: seconds before the first line.
+        silence: seconds before the first line; by default :data:`SILENCE_S`.
     """
 
-    def __init__(self, console: Console, text: str, silence: float = SILENCE_S) -> None:
-        self._console, self._text, self._silence = console, text, silence
+    def __init__(self, console: Console, text: str, silence: float | None = None) -> None:
+        self._console, self._text = console, text
+        self._silence = SILENCE_S if silence is None else silence
         self._began = self._spoke = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="under-way", daemon=True)
