@@ -262,10 +262,10 @@ FIGURES = (
     ),
     (
         "the same for vision- and audio-language models, end to end",
-        "{vlm_matrix[counts][whole model][exact]} classes of transformers; "
-        "{vlm_matrix[counts][whole model][refused]} rejected by name, "
-        "{vlm_matrix[counts][whole model][not_applicable]} not applicable, "
-        "{vlm_matrix[counts][whole model][wrong]} wrong",
+        "{vlm_matrix[counts][vision- or audio-language model][exact]} classes of transformers; "
+        "{vlm_matrix[counts][vision- or audio-language model][refused]} rejected by name, "
+        "{vlm_matrix[counts][vision- or audio-language model][not_applicable]} not applicable, "
+        "{vlm_matrix[counts][vision- or audio-language model][wrong]} wrong",
         "vlm_matrix",
     ),
     (
@@ -332,7 +332,7 @@ def readme(text: str, log: dict[str, dict[str, Any]]) -> str:
 def _measurement(name: str, recorded: dict[str, Any]) -> str:
     """Return commands, dates, machines, remarks and figures of a file."""
     runs = recorded.get("runs", [recorded])
-    paragraphs = (" ".join(f"{_run(run)}." for run in runs), recorded.get("remarks"))
+    paragraphs = (" ".join(f"{describe_run(run)}." for run in runs), recorded.get("remarks"))
     text = "\n\n".join(filter(None, paragraphs)) + "\n"
     if "transcribed" in recorded:
         table = recorded.get("table")
@@ -347,8 +347,8 @@ def _measurement(name: str, recorded: dict[str, Any]) -> str:
     return f"{text}\n{_table(columns, rows)}"
 
 
-def _run(run: dict[str, Any]) -> str:
-    """Return command, date and machine of a run."""
+def describe_run(run: dict[str, Any]) -> str:
+    """Return command, date, commit and machine of a run, in Markdown."""
     machine = run["machine"]
     if isinstance(machine, str):
         return f"`{run['command']}`, {run['date']}, {machine}"

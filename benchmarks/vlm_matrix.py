@@ -19,7 +19,7 @@ from benchmarks._family_classes import Family, _pairs
 from benchmarks._vlm_check import check
 from benchmarks.families import class_parser, named, run
 
-KIND = "whole model"
+KIND = "vision- or audio-language model"
 
 
 def whole_models() -> list[Family]:

@@ -4,20 +4,21 @@
     python -m benchmarks.families --results benchmarks/log/families.json
 """
 
+import html
 import json
-from pathlib import Path
+import re
 from typing import Any
 
-LOG = Path(__file__).resolve().parent.parent / "benchmarks" / "log"
-# Title of a table, and the benchmark that fills it.
-TABLES = (
-    ("Vision- and audio-language models", "vlm_matrix"),
-    ("Language models and encoders", "families"),
-)
+from benchmarks.results import LOG, describe_run
+
+# Title of a section, and the benchmark with its results.
+SECTIONS = {
+    "Vision- and audio-language models": "vlm_matrix", "Language models and encoders": "families",
+}  # fmt: skip
 # Result of a benchmark: text on the page, in the order of the page.
 RESULTS = {
-    "exact": "exact", "refused": "rejected", "wrong": "**wrong**", "unclear": "not determined",
-    "not_applicable": "cannot run in transformers", "not_tried": "not tried",
+    "exact": "exact", "refused": "rejected", "wrong": "wrong", "unclear": "not determined",
+    "not_applicable": "cannot run in transformers here",
 }  # fmt: skip
 INTRODUCTION = """# Checked model classes
 
@@ -32,57 +33,37 @@ gradient's norm. `python -m benchmarks.vlm_matrix --only CLASS` and
 
 def models_page() -> str:
     """Return the page, in Markdown."""
-    return "\n".join([INTRODUCTION, *(_section(*table) for table in TABLES)])
+    return "\n\n".join([INTRODUCTION, *(_section(*one) for one in SECTIONS.items())]) + "\n"
 
 
 def _section(title: str, benchmark: str) -> str:
     recorded = json.loads((LOG / f"{benchmark}.json").read_text())
-    by_result: dict[str, dict[str, Any]] = {result: {} for result in RESULTS}
-    for name, one in sorted(recorded["classes"].items()):
-        by_result[one["result"]][name] = one
-    untried = by_result.pop("not_tried")
-    total = len(recorded["classes"])
-    counts = ", ".join(f"{len(by_result[r])} {RESULTS[r]}" for r in by_result if by_result[r])
-    runs = "".join(
-        _row(number, *_origin(run), sum(
-            one.get("run") == number - 1 for one in recorded["classes"].values()
-        ))
-        for number, run in enumerate(recorded["runs"], 1)
-    )  # fmt: skip
-    rows = "".join(
-        _row(f"`{name}`", _text(one), one["run"] + 1)
-        for classes in by_result.values() for name, one in classes.items()
-    )  # fmt: skip
-    not_tried = f"\nNot tried: {', '.join(f'`{name}`' for name in untried)}.\n" if untried else ""
-    return (
-        f"## {title}\n\n{total - len(untried)} of {total} classes were tried: {counts}.\n\n"
-        f"{_head('run', 'command', 'date', 'commit', 'machine', 'classes')}{runs}\n"
-        f"{_head('class', 'result', 'run')}{rows}{not_tried}"
-    )
+    classes = recorded["classes"]
+    untried = [f"`{name}`" for name, one in classes.items() if one["result"] == "not_tried"]
+    text = [f"## {title}", f"{len(classes) - len(untried)} of {len(classes)} classes were tried."]
+    for number, run in enumerate(recorded["runs"]):
+        of_run = {name: one for name, one in classes.items() if one.get("run") == number}
+        text += [f"### Run {number + 1}: {len(of_run)} classes", f"{describe_run(run)}."]
+        for result, label in RESULTS.items():
+            found = {name: one for name, one in of_run.items() if one["result"] == result}
+            if found:
+                text += [f"**{len(found)} {label}:**", _classes(found)]
+    if untried:
+        text += [f"### Not tried: {len(untried)} classes", ", ".join(untried)]
+    return "\n\n".join(text)
 
 
-def _origin(run: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Return command, date, commit and machine of a run."""
-    machine, versions = run["machine"], run["machine"]["versions"]
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
-    computer = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']}"
-    return (
-        f"`{run['command']}`", machine["date"][:10], run["commit"] or "not recorded",
-        f"{computer}; {packages}",
-    )  # fmt: skip
+def _classes(found: dict[str, Any]) -> str:
+    """Return names separated by commas, or a list if a class that is not exact has a message."""
+    lines = []
+    for name, one in sorted(found.items()):
+        text = "" if one["result"] == "exact" else one["sentence"].removeprefix(f"{name} ")
+        lines.append(f"`{name}` {_escaped(text)}".strip())
+    single = all(line.endswith("`") for line in lines)
+    return ", ".join(lines) if single else "\n".join(f"- {line}" for line in lines)
 
 
-def _text(one: dict[str, Any]) -> str:
-    """Return the result of a class as a cell."""
-    text = " ".join(one["sentence"].split())
-    for character in "|<*_":
-        text = text.replace(character, f"\\{character}")
-    return f"{RESULTS[one['result']]}: {text}" if text else RESULTS[one["result"]]
-
-
-def _head(*cells: str) -> str:
-    return _row(*cells) + _row(*["---"] * len(cells))
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |\n"
+def _escaped(text: str) -> str:
+    """Return a message in Markdown."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\*_`\[])", r"\\\1", text)
