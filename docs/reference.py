@@ -3,6 +3,7 @@ the Python interface, from the public names of the package.
 """
 
 import inspect
+import pydoc
 import re
 import types
 import typing
@@ -73,6 +74,7 @@ GROUPS = {
 }
 _ATTRIBUTES = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*?)(?=^    \w|\Z)", re.MULTILINE | re.DOTALL)
+_SEE = re.compile(r"see :class:`([\w.]+)`\.(.*)", re.DOTALL)
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
 _NAMES = {bool: "true or false", str: "text", int: "integer", float: "number", Any: "anything"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # as annotated_types calls them
@@ -97,9 +99,8 @@ def python_page() -> str:
     for group, names in GROUPS.items():
         parts.append(f"## {group}\n")
         for name in names:
-            path = f"{getattr(raymm, name).__module__}.{name}"
             # The name in the heading is the one that users import.
-            parts.append(f"::: {path}\n    options:\n      heading: raymm.{name}\n")
+            parts.append(f"::: {_path(name)}\n    options:\n      heading: raymm.{name}\n")
     return "\n".join(parts)
 
 
@@ -129,6 +130,10 @@ def description(section: type[BaseModel], name: str) -> str:
                     return field.metadata["help"]
         for names, text in _explained(source):
             if name in names:
+                # A reference is replaced by the description in the other class.
+                if see := _SEE.match(text):
+                    other: Any = pydoc.locate(see[1])
+                    return f"{description(other, name)} {see[2]}"
                 return text
     raise LookupError(f"no docstring describes {section.__name__}.{name}")
 
@@ -154,8 +159,18 @@ def _section(entry: tuple[type[BaseModel], list[str]]) -> str:
 
 
 def _markdown(text: str) -> str:
-    text = _ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|")
-    return " ".join(text.split())
+    """Return a docstring's text in Markdown, with links to public names and YAML's null."""
+    def name(role: re.Match[str]) -> str:
+        public = role[1] in raymm.__all__
+        return f"[`{role[1]}`][{_path(role[1])}]" if public else f"`{role[1]}`"
+
+    text = _ROLE.sub(name, text).replace("``", "`").replace("|", "\\|")
+    return " ".join(re.sub(r"\bNone\b", "null", text).split())
+
+
+def _path(public: str) -> str:
+    """Return the path of a public name's definition, which is its anchor."""
+    return f"{getattr(raymm, public).__module__}.{public}"
 
 
 def _kind(field: FieldInfo) -> str:
@@ -195,7 +210,7 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, BaseModel) or value in ({}, [], ()):
         return ""
     if value is None:
-        return "none"
+        return "`null`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f"`{list(value) if isinstance(value, tuple) else value}`"

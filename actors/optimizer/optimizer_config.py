@@ -241,7 +241,7 @@ class OptimizerConfig(UpdateRule):
         max_grad_norm: limit of the gradient norm over all ranks; None for no clipping.
         modules: fields that differ from this rule, by module name as in plans (``llm``, an
             encoder's name, or the encoder's name with ``_projector`` for its projector).
-        ema: moving average of trained weights; None for none.
+        ema: moving average of trained weights; None for no average.
 
     Raises:
         ValueError: an invalid field; names the field, its value and what is accepted.

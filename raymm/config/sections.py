@@ -155,13 +155,13 @@ class RunConfig(Section):
         keep_checkpoints: number of checkpoints to keep.
         asynchronous_checkpoints: write checkpoints in the background; steps only wait for a copy in
             host memory.
-        eval_every: steps between held-out evaluations, the first before all steps; None for none.
+        eval_every: steps between held-out evaluations, the first before all steps; None: none.
         eval_steps: held-out steps per evaluation; None for all held-out data.
         eval_shuffled: also report the held-out loss with the items of each modality assigned to
             wrong samples; the difference shows how much the model uses them.
         log_every: steps between printed lines.
         seed: seed of random weights and dropout.
-        precision: see :class:`raymm.runtime.options.RuntimeOptions`; with ``"auto"``, a run that
+        precision: see :class:`raymm.runtime.options.RuntimeOptions`. With ``"auto"``, a run that
             resumes keeps the precision of its checkpoint.
         exact_autocast, kernels, compile: see :class:`raymm.runtime.options.RuntimeOptions`.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``) or,

@@ -28,8 +28,7 @@ def resolve_precision(precision: str, device: str) -> str:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Keyword arguments of :class:`raymm.ParallelModel` and
-    :class:`raymm.ParallelModel`.
+    """Keyword arguments of :class:`raymm.ParallelModel`.
 
     Attributes:
         precision: ``"fp32"``; ``"bf16"`` for autocast with fp32 parameters; or ``"auto"``, which
