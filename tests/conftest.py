@@ -77,6 +77,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def blank_pictures(monkeypatch):
+    """Leave the pictures in reports of runs blank: drawing them takes seconds of every run."""
+    from PIL import Image
+
+    def draw(_: object, path: Path, **options: object) -> None:
+        Image.new("RGB", (1, 1)).save(path)
+
+    for name in ("draw_plan", "draw_loss", "draw_timelines"):
+        monkeypatch.setattr(f"raymm.monitor.report.{name}", draw)
+
+
+@pytest.fixture
 def ended_actors():
     """Return a function that waits for the test's actors to end and returns their states."""
     import ray._private.state

@@ -108,10 +108,13 @@ def _file(name: str, spec: ModuleSpec | None) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
+_distributions = cache(packages_distributions)  # reads the file lists of all distributions
+
+
 @cache
 def _version(library: str) -> str:
     """Return the versions of the distributions that have a top-level package."""
-    names = sorted(set(packages_distributions().get(library, ())))
+    names = sorted(set(_distributions().get(library, ())))
     return ", ".join(f"{name} {version(name)}" for name in names)
 
 

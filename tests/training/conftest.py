@@ -33,6 +33,11 @@ class FinishedRun:
         return target
 
 
+@pytest.fixture(autouse=True)
+def _pictures(blank_pictures):
+    """Draw no reports, except that of :func:`finished`."""
+
+
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
     """Return the folder with all inputs of runs: tokenizer, models, images, rows."""

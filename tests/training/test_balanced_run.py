@@ -1,8 +1,7 @@
 """Runs with planned microbatches: interrupted, under another layout, rejected."""
 
 import pytest
-from test_failure import PATIENCE_S, Interrupted
-from tiny_run import curve, save_rows
+from tiny_run import curve, remove_checkpoints, save_rows
 
 from raymm.monitor.metrics import SampleLog, read_metrics
 from raymm.storage.checkpoint import CheckpointStore
@@ -49,49 +48,46 @@ def assert_epoch(rows, samples=ROWS):
     assert sorted(seen) == sorted(f"train-{number}" for number in range(samples))
 
 
-@pytest.mark.timeout(600)
 def test_resume_with_other_replicas_and_microbatches(
     balanced, raymm, tmp_path, ray_cluster
 ):
-    """Kill the driver in the middle of an epoch; every sample still occurs once.
+    """Resume in the middle of an epoch, before the last steps; every sample still occurs once.
 
     The run resumes with two replicas of the language model and four microbatches instead of two.
     """
-    slow = {"data.modalities.vision.processor": "run_processors:slow_image"}
-    run = Interrupted(balanced(slow), tmp_path)
-    with run.running(more_steps=5) as driver:
-        driver.kill()
-        driver.wait(PATIENCE_S)
-    taken = run.last_step()
-    before = sample_rows(run.run)
-    assert taken >= 4 and len(samples_of(before)) < ROWS
+    run, taken = tmp_path / "run", 4
+    assert raymm("train", balanced({"run.steps": 6, "optimizer.total_steps": 13}))[0] == 0
+    remove_checkpoints(run, after=taken)
+    before = sample_rows(run)
+    assert len(before) == 6 and len(samples_of(before)) < ROWS
     assert all(len(row["microbatches"]) == 2 for row in before)
 
     code, text = raymm("train", balanced({
         "parallel": COPIES, "data.microbatches": 4, "run.steps": taken + 9,
+        "optimizer.total_steps": 13,
     }))
     assert code == 0 and "resuming from" in text, text
-    rows = sample_rows(run.run)
+    rows = sample_rows(run)
     assert [row["step"] for row in rows] == list(range(1, taken + 10))
     assert rows[:taken] == before[:taken]
     assert max(len(row["microbatches"]) for row in rows[taken:]) == 4
     assert_epoch(rows)
-    metrics = [row for row in read_metrics(run.run / "metrics.jsonl") if "loss" in row]
+    metrics = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
     assert all(0 < row["balance"]["copies"]["llm"] <= 1 for row in metrics[taken:])
     assert all(row["balance"]["copies"] == {} for row in metrics[:taken])
     assert sum(row["data_wait_s"] for row in metrics[:taken]) > 0
 
 
-def test_two_halves_equal_an_uninterrupted_run(balanced, raymm, tmp_path, ray_cluster):
-    whole = tmp_path / "whole"
-    code, text = raymm("train", balanced({"run.steps": 8}), "--set", f"run.storage_path={whole}")
+def test_a_resumed_run_equals_an_uninterrupted_one(balanced, raymm, tmp_path, ray_cluster):
+    run = tmp_path / "run"
+    code, text = raymm("train", balanced({"run.steps": 6}))
     assert code == 0 and "batching balanced: 41 samples" in text and "balance: " in text
-    code, _ = raymm("train", balanced({"run.steps": 8}), "--set", "run.steps=3")
-    assert code == 0
-    code, _ = raymm("train", balanced({"run.steps": 8}))
-    assert code == 0
-    assert sample_rows(tmp_path / "run") == sample_rows(whole)
-    assert curve(tmp_path / "run") == curve(whole)
+    samples, whole = sample_rows(run), curve(run)
+    remove_checkpoints(run, after=4)
+    code, text = raymm("train", balanced({"run.steps": 6}))
+    assert code == 0 and "step-00000004" in text
+    assert sample_rows(run) == samples
+    assert curve(run) == whole
 
 
 def test_a_step_may_have_fewer_microbatches_than_replicas(balanced, raymm, tmp_path, ray_cluster):

@@ -113,6 +113,7 @@ def test_a_killed_upload_resumes_from_the_last_intact_checkpoint(
         assert torch.equal(tensor, expected[f"vision/projector.{name}"])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("system", ["vault", "arrow"])
 def test_a_run_in_a_custom_file_system_resumes(
     cache, finished, make_config, raymm, tmp_path, system

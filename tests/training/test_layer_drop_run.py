@@ -28,12 +28,11 @@ def test_a_cut_encoder_with_layer_drop_equals_an_uncut_one(
 
     A replica may have a gradient where another has none; only the order of sums over ranks differs.
     """
-    layouts = {"whole": {"ranks": [0]}, "cut": {"pp": 2, "ranks": [0, 1]},
-               "copies": {"pp": 2, "dp": 2, "sharding": "zero1"}}  # fmt: skip
+    layouts = {"whole": {"ranks": [0]}, "cut": {"pp": 2, "dp": 2, "sharding": "zero1"}}
     curves = {}
     for name, layout in layouts.items():
         changes = {
-            "run.storage_path": str(tmp_path / name), "run.checkpoint_every": 12,
+            "run.storage_path": str(tmp_path / name), "run.steps": 5, "run.checkpoint_every": 5,
             "model.encoders.vision.path": speech, "parallel.encoders.vision": layout,
             "data.modalities.vision.processor": "run_processors:sound",
         }
@@ -41,7 +40,7 @@ def test_a_cut_encoder_with_layer_drop_equals_an_uncut_one(
         assert code == 0, text
         curves[name] = curve(tmp_path / name)
     due = curves.pop("whole")
-    assert len(due) == 12 and all(math.isfinite(value) for row in due for value in row)
+    assert len(due) == 5 and all(math.isfinite(value) for row in due for value in row)
     for steps in curves.values():
         for mine, expected in zip(steps, due, strict=True):
             assert mine == pytest.approx(expected, rel=1e-4)

@@ -31,8 +31,15 @@ def changes(inputs, tmp_path):
     }
 
 
-def test_a_preference_run_resumes(ray_cluster, raymm, changes, make_config, tmp_path):
-    config, run = make_config(changes), tmp_path / "run"
+def test_a_preference_run_is_evaluated_and_resumes(
+    ray_cluster, raymm, changes, make_config, tmp_path
+):
+    """Check that evaluations of pairs equal the held-out loss, and that the best one is kept."""
+    asked = {
+        "every": 3, "generate": {"max_tokens": 4}, "best": "rewards/margins",
+        "metrics": ["anls", "preference_loss", "rewards/margins", "rewards/accuracies"],
+    }
+    config, run = make_config({**changes, "run.evaluate": asked}), tmp_path / "run"
     code, text = raymm("train", config)
     assert code == 0, text
     whole, losses = curve(run), [row["heldout_loss"] for row in heldout_rows(run)]
@@ -44,6 +51,7 @@ def test_a_preference_run_resumes(ray_cluster, raymm, changes, make_config, tmp_
     assert last["heldout_rewards/margins"] == pytest.approx(chosen - rejected, abs=1e-6)
     assert chosen > rejected and 0.5 < last["heldout_rewards/accuracies"] <= 1
     assert [row[-1] for row in whole] == [4] * 6  # pairs
+    check_evaluations(run)
     code, text = raymm("generate", config, "--prompt", "what is this", "--max-tokens", "2")
     assert code == 0 and "> what is this\n" in text, text
     for folder in CheckpointStore(run).committed():
@@ -80,15 +88,7 @@ def test_a_fully_trained_preference_run_resumes(ray_cluster, raymm, changes, mak
     assert curve(run) == whole
 
 
-def test_evaluations_and_best_step_of_pairs(ray_cluster, raymm, changes, make_config, tmp_path):
-    """Check that evaluations of pairs equal the held-out loss, and that the best one is kept."""
-    asked = {
-        "every": 3, "generate": {"max_tokens": 4}, "best": "rewards/margins",
-        "metrics": ["anls", "preference_loss", "rewards/margins", "rewards/accuracies"],
-    }
-    code, text = raymm("train", make_config({**changes, "run.evaluate": asked}))
-    assert code == 0, text
-    run = tmp_path / "run"
+def check_evaluations(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = {row["step"]: row for row in rows if "texts" in row}
     losses = {row["step"]: row for row in rows if "heldout_loss" in row}

@@ -121,7 +121,7 @@ def test_towers_are_found_without_items_in_the_data(kind, tmp_path):
         assert (tower.call, tower.places, tower.root) == (other.call, other.places, other.root)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("kind", "tower", "parallel"), [
     ("gemma3", "vision", {"language_model": {"pp": 2}, "encoders": {"vision": {"pp": 2}}}),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,13 @@ def curve(run: Path) -> list[tuple]:
 def heldout_rows(run: Path) -> list[dict]:
     """Return the held-out evaluations of a run."""
     return [row for row in read_metrics(run / "metrics.jsonl") if "heldout_loss" in row]
+
+
+def remove_checkpoints(run: Path, after: int) -> None:
+    """Remove the checkpoints of a run after a step, so that it resumes from an earlier one."""
+    for folder in CheckpointStore(run).committed():
+        if folder.name > f"step-{after:08d}":
+            shutil.rmtree(folder)
 
 
 def checkpoint_tensors(run: Path) -> dict[str, torch.Tensor]:
