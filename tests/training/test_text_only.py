@@ -105,6 +105,7 @@ def check_run(file, tower):
     assert changed and not [name for name in changed if tower in name or "projector" in name]
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_towers_are_found_without_items_in_the_data(kind, tmp_path):
     file = write(tmp_path, text_rows(4))

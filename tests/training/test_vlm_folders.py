@@ -81,14 +81,24 @@ def losses_in_one_process(config, steps=STEPS, sampler=None):
     return losses
 
 
-def test_a_vlm_folder_is_trained_resumed_and_exported(tmp_path):
-    file = configuration(tmp_path)
-    assert main(["train", str(file), "--set", "run.steps=2"]) == 0
-    assert main(["train", str(file)]) == 0
-    config = load_config(file)
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses == pytest.approx(losses_in_one_process(config), rel=1e-5)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, ray_cluster):
+    """Return the configuration of a run that was resumed once, with evaluations of texts."""
+    folder = tmp_path_factory.mktemp("trained")
+    file = configuration(folder)
+    evaluate = {
+        "every": 4, "samples": 4, "generate": {"max_tokens": 6}, "metrics": ["anls", "perplexity"],
+    }
+    own = [f"run.evaluate={json.dumps(evaluate)}", f"data.heldout={tiny('idefics3')[1]}"]
+    command = ["train", str(file), *(part for value in own for part in ("--set", value))]
+    assert main([*command, "--set", "run.steps=2"]) == 0
+    assert main(command) == 0
+    return file
+
+
+def test_a_vlm_folder_is_trained_resumed_and_exported(trained, tmp_path):
+    config = load_config(trained)
+    assert losses(trained.parent) == pytest.approx(losses_in_one_process(config), rel=1e-5)
     model = build_model(config)
     assert isinstance(model, PretrainedVlm)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
@@ -175,18 +185,13 @@ def test_a_vlm_run_resumes_under_another_layout(tmp_path):
     assert losses(tmp_path) == pytest.approx(losses_in_one_process(config), rel=1e-5)
 
 
-def test_texts_are_generated_in_training_and_by_the_command(tmp_path, capsys):
+def test_texts_are_generated_in_training_and_by_the_command(trained, capsys):
     folder, data = tiny("idefics3")
-    file = configuration(tmp_path)
-    evaluate = {
-        "every": 4, "samples": 4, "generate": {"max_tokens": 6}, "metrics": ["anls", "perplexity"],
-    }
-    own = [f"run.evaluate={json.dumps(evaluate)}", f"data.heldout={data}"]
-    assert main(["train", str(file), *(part for value in own for part in ("--set", value))]) == 0
-    config = load_config(file)
-    rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "texts" in r]
-    assert [(row["step"], row["texts"]) for row in rows] == [(0, 4), (4, 4)]
-    assert rows[1]["heldout_perplexity"] < rows[0]["heldout_perplexity"]
+    run = trained.parent / "run"
+    config = load_config(trained)
+    rows = [r for r in read_metrics(run / "metrics.jsonl") if "texts" in r]
+    assert [(row["step"], row["texts"]) for row in rows] == [(0, 4), (2, 4), (4, 4)]
+    assert rows[-1]["heldout_perplexity"] < rows[0]["heldout_perplexity"]
     model = build_model(config)
     assert isinstance(model, PretrainedVlm)
     checkpoint = CheckpointStore(config.run.storage_path).newest()
@@ -194,7 +199,7 @@ def test_texts_are_generated_in_training_and_by_the_command(tmp_path, capsys):
     load_into_model(model, checkpoint.folder)
     samples = {row["id"]: row for row in map(json.loads, Path(data).read_text().splitlines())}
     processor = AutoProcessor.from_pretrained(folder)
-    lines = (tmp_path / "run/evaluations/step-00000004.jsonl").read_text().splitlines()
+    lines = (run / "evaluations/step-00000004.jsonl").read_text().splitlines()
     for row in map(json.loads, lines):
         messages, pictures = samples[row["id"]]["messages"][:-1], samples[row["id"]]["images"]
         due = written(model.materialize().eval(), processor, messages, Path(data).parent, pictures)
@@ -203,8 +208,8 @@ def test_texts_are_generated_in_training_and_by_the_command(tmp_path, capsys):
     capsys.readouterr()
     picture = Path(data).parent / "images/0-0.png"
     assert main([
-        "generate", str(file), "--prompt", "What is in the picture?", "--item", f"image={picture}",
-        "--max-tokens", "6",
+        "generate", str(trained), "--prompt", "What is in the picture?",
+        "--item", f"image={picture}", "--max-tokens", "6",
     ]) == 0  # fmt: skip
     asked = samples["sample-0"]["messages"][:-1]
     due = written(
@@ -293,6 +298,7 @@ def test_a_folder_and_a_file_are_enough(tmp_path, capsys):
     folder, data = tiny("idefics3")
     out = tmp_path / "run"
     arguments = ["train", "--model", folder, "--data", data, "--out", str(out)]
+    arguments += ["--set", "planning.ranks=1"]
     assert main([*arguments, "--set", "run.steps=2"]) == 0
     written = yaml.safe_load((out / "run.yaml").read_text())
     assert written["model"]["path"] == folder
