@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import checkpoint_tensors, curve, heldout_rows
+from tiny_run import STEPS, checkpoint_tensors, curve, heldout_rows
 from transformers import AutoModelForCausalLM
 
 from raymm.storage.checkpoint import CheckpointStore
@@ -44,36 +44,27 @@ def test_a_bf16_run_resumes_and_is_exported(ray_cluster, raymm, make_config, tmp
     assert model.state_dict()[name].equal(again[f"llm/module.{name}"])
 
 
-def test_averages_resume_and_are_exported(ray_cluster, raymm, inputs, make_config, tmp_path):
-    """Check that averages do not change the training itself."""
-    changes = {
-        "run.steps": 4, "run.keep_checkpoints": 4, "run.eval_every": 2,
+def test_averages_are_evaluated_and_exported(finished, raymm, inputs, make_config, tmp_path):
+    """Check that averages do not change the training itself.
+
+    Resumption is tested in :mod:`test_averages_in_phases`.
+    """
+    config, run = make_config({
+        "run.eval_every": STEPS, "run.eval_shuffled": False,
         "data.heldout": str(inputs / "heldout.jsonl"),
-    }
-    ema = {"decay": 0.5, "evaluate": True}
-    config, run = make_config({**changes, "optimizer.ema": ema}), tmp_path / "run"
+        "optimizer.ema": {"decay": 0.5, "evaluate": True},
+    }), tmp_path / "run"
     assert raymm("train", config)[0] == 0
     stored, losses = checkpoint_tensors(run), heldout_rows(run)
     averaged = {name for name in stored if name.endswith("/ema")}
     moments = {name for name in stored if name.endswith("/exp_avg_sq")}
     assert averaged >= {name.replace("exp_avg_sq", "ema") for name in moments} and moments
-    whole = curve(run)
-    for folder in CheckpointStore(run).committed():
-        if folder.name != "step-00000002":
-            shutil.rmtree(folder)
-    assert raymm("train", config)[0] == 0
-    assert curve(run) == whole and heldout_rows(run) == losses
-    again = checkpoint_tensors(run)
-    assert all(again[name].equal(tensor) for name, tensor in stored.items())
-
-    plain = make_config({**changes, "run.storage_path": str(tmp_path / "plain")}, "plain.yaml")
-    assert raymm("train", plain)[0] == 0
-    assert curve(tmp_path / "plain") == whole
-    assert heldout_rows(tmp_path / "plain")[-1]["heldout_loss"] != losses[-1]["heldout_loss"]
+    assert curve(run) == curve(finished.path)
+    assert heldout_rows(finished.path)[-1]["heldout_loss"] != losses[-1]["heldout_loss"]
 
     assert raymm("export", config, "--out", str(tmp_path / "out"), "--ema")[0] == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/language_model")
     name = "model.layers.0.mlp.up_proj.weight"
     assert model.state_dict()[name].equal(stored[f"optimizer/llm/module.{name}/ema"])
-    code, text = raymm("export", plain, "--out", str(tmp_path / "none"), "--ema")
+    code, text = raymm("export", finished.config, "--out", str(tmp_path / "none"), "--ema")
     assert code == 2 and "has no averaged weights" in text

@@ -1,10 +1,14 @@
 """``raymm profile`` on a tiny run: written files, output, and rejected input."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 from PIL import Image
+from tiny_run import STEPS, change, settings, write_config
 
+from raymm.cli.main import main
 from raymm.cli.profile import parse_lengths, profile_rows
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
@@ -16,16 +20,18 @@ from raymm.profiling.layers import profile_model
 from raymm.scheduler.costs.layer_costs import layer_work
 
 
-@pytest.fixture
-def profiled(raymm, make_config, tmp_path, ray_cluster):
+@pytest.fixture(scope="module")
+def profiled(inputs, tmp_path_factory, ray_cluster):
     """Run the command once; return its config, output and table."""
-    config = make_config({"model.encoders.vision.train": "frozen"})
-    target = tmp_path / "new" / "profile.json"
-    code, output = raymm(
-        "profile", config, "--out", str(target), "--lengths", "16,48", "--repeats", "2"
-    )
-    assert code == 0, output
-    return load_config(config), output, load_table(target), target
+    folder = tmp_path_factory.mktemp("profiled")
+    values = settings(inputs, folder / "run", STEPS)
+    change(values, "model.encoders.vision.train", "frozen")
+    config = write_config(values, folder / "config.yaml")
+    target = folder / "new" / "profile.json"
+    command = ["profile", config, "--out", str(target), "--lengths", "16,48", "--repeats", "2"]
+    with redirect_stdout(StringIO()) as output:
+        assert main(command) == 0
+    return load_config(config), output.getvalue(), load_table(target), target
 
 
 def test_profile_measures_saves_prints_and_draws(profiled):

@@ -1,9 +1,11 @@
 """A resumed run has the numbers of an uninterrupted one."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import checkpoint_tensors, curve, heldout_rows
+from tiny_run import checkpoint_tensors, curve, heldout_rows, remove_checkpoints
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.storage.checkpoint import CheckpointStore
@@ -32,7 +34,7 @@ def test_two_halves_equal_an_uninterrupted_run_bitwise(finished, raymm, make_con
     {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ranks": [0, 1]}}},
     {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}},
     {"language_model": {"tp": 2, "cp": 2}, "encoders": {"vision": {"tp": 2, "dp": 2}}},
-    {"language_model": {"dp": 2, "cp": 2, "sharding": "fsdp"},
+    {"language_model": {"dp": 2, "sharding": "fsdp"},
      "encoders": {"vision": {"dp": 2, "sharding": "fsdp"}}},
 ], ids=["stages", "copies", "pieces", "fsdp"])  # fmt: skip
 def test_another_layout_resumes_from_the_same_checkpoint(
@@ -42,22 +44,23 @@ def test_another_layout_resumes_from_the_same_checkpoint(
 
     Parameters and optimizer state are the same, rounding differs.
     """
-    run = finished.copy_until(tmp_path / "run", 8)
+    run = finished.copy_until(tmp_path / "run", 10)
     config = make_config({"parallel": layout})
     code, _ = raymm("train", config)
     assert code == 0
     steps = list(zip(curve(run), curve(finished.path), strict=True))
-    assert all(mine == original for mine, original in steps[:8])
-    for mine, original in steps[8:]:
+    assert all(mine == original for mine, original in steps[:10])
+    for mine, original in steps[10:]:
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("pieces", [
-    {"language_model": {"tp": 2, "dp": 2, "sharding": "zero1"},
-     "encoders": {"vision": {"cp": 2, "sharding": "zero1"}}},
     {"language_model": {"dp": 3, "sharding": "fsdp"},
      "encoders": {"vision": {"pp": 2, "dp": 2, "sharding": "fsdp"}}},
-], ids=["pieces", "fsdp"])  # fmt: skip
+    {"language_model": {"tp": 2, "dp": 2, "sharding": "zero1"},
+     "encoders": {"vision": {"cp": 2, "sharding": "zero1"}}},
+], ids=["fsdp", "pieces"])  # fmt: skip
 def test_a_sharded_checkpoint_resumes_under_any_layout(
     finished, raymm, make_config, tmp_path, pieces
 ):
@@ -66,7 +69,7 @@ def test_a_sharded_checkpoint_resumes_under_any_layout(
     The checkpoint is read under the standard layout, and exported.
     """
     run = tmp_path / "run"
-    code, _ = raymm("train", make_config({"parallel": pieces}), "--set", "run.steps=5")
+    code, _ = raymm("train", make_config({"parallel": pieces}), "--set", "run.steps=3")
     assert code == 0
     folder = CheckpointStore(run).latest()
     manifest = read_manifest(folder)
@@ -79,9 +82,9 @@ def test_a_sharded_checkpoint_resumes_under_any_layout(
     for name, tensor in exported.items():
         found = stored.read({f"llm/module.{name}": None})
         assert torch.equal(found[f"llm/module.{name}"], tensor)
-    code, _ = raymm("train", make_config())
+    code, _ = raymm("train", make_config(), "--set", "run.steps=5")
     assert code == 0
-    for mine, original in zip(curve(run), curve(finished.path), strict=True):
+    for mine, original in zip(curve(run), curve(finished.path)[:5], strict=True):
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
 
 
@@ -154,8 +157,8 @@ def test_running_statistics_are_restored(raymm, make_config, inputs, tmp_path, r
         "run.steps": 4,
     })
     assert raymm("train", config)[0] == 0
-    (tmp_path / "run").rename(tmp_path / "whole")
-    assert raymm("train", config, "--set", "run.steps=2")[0] == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    remove_checkpoints(tmp_path / "run", after=2)
     assert raymm("train", config)[0] == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     assert_same_state(tmp_path / "run", tmp_path / "whole")

@@ -44,9 +44,4 @@ def test_cached_features_do_not_change_a_run(tmp_path, capsys):
     without = run("without", "none")
     assert run("first", "disk") == without
     assert f"features of vision are kept in {tmp_path / 'features'}" in capsys.readouterr().out
-    files = sorted((tmp_path / "features").glob("vision-*/??/*.features"))
-    assert files
-    times = [file.stat().st_mtime_ns for file in files]
-    files[0].write_bytes(files[0].read_bytes()[:-1] + b"x")
-    assert run("again", "disk") == without
-    assert [file.stat().st_mtime_ns for file in files][1:] == times[1:]
+    assert [*(tmp_path / "features").glob("vision-*/??/*.features")]
