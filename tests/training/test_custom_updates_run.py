@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_run import checkpoint_tensors, curve
+from tiny_run import checkpoint_tensors, curve, remove_checkpoints
 
 UPDATES = {
     "optimizer.name": "custom_updates:lion", "optimizer.schedule": "custom_updates:falling",
@@ -14,16 +14,16 @@ UPDATES = {
 }
 
 
-def test_two_halves_equal_an_uninterrupted_run(raymm, make_config, tmp_path, ray_cluster):
-    changes = {**UPDATES, "run.steps": 6}
-    full = make_config({**changes, "run.storage_path": str(tmp_path / "full")}, "full.yaml")
-    assert raymm("train", full)[0] == 0
-    config = make_config({**changes, "run.storage_path": str(tmp_path / "halves")})
-    assert raymm("train", config, "--set", "run.steps=3")[0] == 0
+def test_a_resumed_run_equals_an_uninterrupted_one(raymm, make_config, tmp_path, ray_cluster):
+    config, run = make_config({**UPDATES, "run.steps": 6}), tmp_path / "run"
     assert raymm("train", config)[0] == 0
-    assert curve(tmp_path / "halves") == curve(tmp_path / "full")
-    assert [row[3] for row in curve(tmp_path / "full")] == [1e-3 * 0.5**n for n in range(6)]
-    mine, theirs = checkpoint_tensors(tmp_path / "halves"), checkpoint_tensors(tmp_path / "full")
+    whole, theirs = curve(run), checkpoint_tensors(run)
+    remove_checkpoints(run, after=4)
+    code, text = raymm("train", config)
+    assert code == 0 and "step-00000004" in text
+    assert curve(run) == whole
+    assert [row[3] for row in whole] == [1e-3 * 0.5**n for n in range(6)]
+    mine = checkpoint_tensors(run)
     assert mine.keys() == theirs.keys() and any("/average" in name for name in mine)
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 

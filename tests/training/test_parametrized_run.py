@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import LLAMA, SIGLIP, curve
+from tiny_run import LLAMA, SIGLIP, curve, remove_checkpoints
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from transformers import (
     LlamaConfig,
@@ -66,9 +66,9 @@ def train(folder, steps, layout):
 
 
 def test_a_parametrized_run_resumes_and_is_exported(tmp_path, ray_cluster):
-    train(tmp_path / "whole", 4, PIPELINE)
-    whole = curve(tmp_path / "whole")
-    train(tmp_path / "run", 2, PIPELINE)
+    train(tmp_path / "run", 4, PIPELINE)
+    whole = curve(tmp_path / "run")
+    remove_checkpoints(tmp_path / "run", after=2)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     train(tmp_path / "run", 4, PIPELINE)
     assert curve(tmp_path / "run") == whole

@@ -32,7 +32,7 @@ def test_whole_devices_are_measured_for_the_plan(
     config = make_config({"model.encoders.vision.train": "frozen"})
     target = tmp_path / "new" / "surfaces.json"
     code, text = raymm(
-        "profile", "--multiplex", config, "--out", str(target), "--gpus", "4", "--repeats", "2"
+        "profile", "--multiplex", config, "--out", str(target), "--gpus", "2", "--repeats", "1"
     )
     assert code == 0, text
     batch = load_config(config).data.batch_size
@@ -42,7 +42,7 @@ def test_whole_devices_are_measured_for_the_plan(
     assert set(measured.tokens) == {"vision", "llm"}
     assert [s.name for s in surfaces] == ["vision", "llm"]
     for surface in surfaces:
-        assert surface.degrees == tuple(d for d in (1, 2, 4) if d <= batch)
+        assert surface.degrees == (1, 2)
         # The file itself records that no share of a device was measured.
         assert surface.quotas == (10,) and surface.bandwidth == (0.0,)
         assert all(row[0] > 0 for row in surface.seconds)
