@@ -75,13 +75,12 @@ def test_averages_follow_frozen_modules(ray_cluster, raymm, make_config, tmp_pat
         for name, average in due.items():
             torch.testing.assert_close(actual[name].detach(), average, rtol=0, atol=2e-5, msg=name)
 
-    # A run resumes bit for bit from the middle of a phase and from its end.
-    for last in (4, 3):
-        for folder in CheckpointStore(run).committed():
-            if str(folder)[-8:] > f"{last:08d}":
-                shutil.rmtree(folder)
-        assert raymm("train", config)[0] == 0
-        assert curve(run) == whole
-        again = checkpoint_tensors(run)
-        assert set(again) == set(stored)
-        assert all(again[name].equal(tensor) for name, tensor in stored.items())
+    # A run resumes bit for bit from the middle of a phase.
+    for folder in CheckpointStore(run).committed():
+        if str(folder)[-8:] > "00000003":
+            shutil.rmtree(folder)
+    assert raymm("train", config)[0] == 0
+    assert curve(run) == whole
+    again = checkpoint_tensors(run)
+    assert set(again) == set(stored)
+    assert all(again[name].equal(tensor) for name, tensor in stored.items())

@@ -116,7 +116,7 @@ def test_a_killed_multiplexed_run_resumes_bitwise(inputs, raymm, tmp_path, mappi
 
     The message names the rank. It resumes from a checkpoint, and in place from a snapshot.
     """
-    values = settings(inputs, tmp_path / "run", STEPS)
+    values = settings(inputs, tmp_path / "run", 6)
     change(values, "parallel", {"plan": mapping})
     config = write_config(values, tmp_path / "whole.yaml")
     code, _ = raymm("train", config, "--set", f"run.storage_path={tmp_path / 'whole'}")
@@ -145,6 +145,7 @@ def test_options_of_pipelines_are_refused(raymm, make_config, tmp_path, mapping,
     assert code == 2 and "multiplexed mapping" in printed
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("style", "said"), [("multiplexed", "mapping: "), ("auto", "times as")])
 def test_raymm_plans_in_the_requested_style(
     raymm, make_config, tmp_path, ray_cluster, style, said
