@@ -46,7 +46,7 @@ from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
 from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.model_classes import find_model_class
-from raymm.actors.weights.model_part import is_within
+from raymm.actors.weights.model_part import PartSource, is_within
 from raymm.actors.weights.new_rows_source import NewRowsSource
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
@@ -166,7 +166,8 @@ class PretrainedVlm(Model):
         self._roots: dict[str, RootForm] = {}
         # Cuts of the language model, by (language model frozen, projector frozen).
         self._cuts: dict[tuple[bool, bool], tuple[CutInfo | None, bool]] = {}
-        self._blocks: dict[str, int] = {}  # by module
+        # By module, and by what is frozen in it, since a source keeps what it has built.
+        self._sources: dict[tuple[str, bool, bool], PartSource] = {}
 
     def _with_adapters(self, seed: int) -> ModuleSource:
         source = self.source
@@ -218,12 +219,11 @@ class PretrainedVlm(Model):
     def tower_spec(self, name: str) -> TowerSpec:
         """Return the spec of a tower for the ranks."""
         tower = self.tower(name)
-        source = tower_source(
-            self._adapted, tower, self.is_frozen(name), self.is_frozen(PROJECTOR)
-        )
-        if name not in self._blocks:
-            self._blocks[name] = num_blocks(source.skeleton())
-        spec = tower_spec(source, tower, self._blocks[name])
+        key = name, self.is_frozen(name), self.is_frozen(PROJECTOR)
+        if key not in self._sources:
+            self._sources[key] = tower_source(self._adapted, tower, *key[1:])
+        source = self._sources[key]
+        spec = tower_spec(source, tower, num_blocks(source.skeleton()))
         return replace(spec, disable_dropout=self._disables_dropout)
 
     @property
@@ -364,12 +364,11 @@ class PretrainedVlm(Model):
 
     def language_spec(self) -> VlmLanguageSpec:
         """Return the spec of everything but the towers for the ranks."""
-        source = language_source(
-            self._adapted, self.towers, self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR)
-        )
-        if LANGUAGE_MODEL not in self._blocks:
-            self._blocks[LANGUAGE_MODEL] = num_blocks(source.skeleton())
-        spec = language_spec(LANGUAGE_MODEL, source, self.towers, self._blocks[LANGUAGE_MODEL])
+        key = LANGUAGE_MODEL, self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR)
+        if key not in self._sources:
+            self._sources[key] = language_source(self._adapted, self.towers, *key[1:])
+        source = self._sources[key]
+        spec = language_spec(LANGUAGE_MODEL, source, self.towers, num_blocks(source.skeleton()))
         return replace(
             spec, packing=self.packing, mixture=self.mixture, preference=self.preference,
             token_loss=self.token_loss,
