@@ -57,9 +57,10 @@ def raymm(variables, folder, *arguments):
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(900)  # three commands import everything and start Ray
 def test_a_model_and_rows_train_by_their_ids(hub, commits, tmp_path):
     variables = environment(hub, tmp_path / "home")
-    command = ["train", "--model", MODEL, "--data", ROWS]
+    command = ["train", "--model", MODEL, "--data", ROWS, "--set", "planning.ranks=1"]
     done = raymm(variables, tmp_path, *command, "--set", "run.steps=1")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "tiny-vlm"
