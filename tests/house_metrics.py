@@ -53,6 +53,7 @@ def metrics() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def members() -> dict[str, list[str]]:
     """Return the counted members of each measure."""
     return {

@@ -46,6 +46,7 @@ def models(rows):
     return get
 
 
+@pytest.mark.cells(10)
 @pytest.mark.parametrize("name", TARGETS)
 def test_rows_are_equal_to_the_reference(name, rows, models):
     folder, every = rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -18,10 +19,15 @@ from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.step_graph import full_samples
 
 
-@pytest.mark.cells(3)
+@cache
+def plans_of(model: str):
+    return searched(model, None)
+
+
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "ofasys"])
 def test_plans_between_the_styles_are_never_slower_and_run(model):
-    starts, search = searched(model, None)
+    starts, search = plans_of(model)
     assert all(search.best.seconds <= option.seconds for option in starts.values())
     plan = search.best.plan
     program = full_program(plan)
@@ -40,7 +46,7 @@ def test_a_plan_between_the_styles_wins_where_neither_fits_well():
     One encoder alternates with the other's pipeline, and replicas of the language model's stages
     share samples.
     """
-    starts, search = searched("valm_ms", None)
+    starts, search = plans_of("valm_ms")
     assert list(starts) == ["pipelined"]  # the unsharded language model fits nowhere
     assert search.best.seconds < 0.95 * starts["pipelined"].seconds
     assert len(search.best.plan.replicas("llm")) > 1
@@ -48,7 +54,7 @@ def test_a_plan_between_the_styles_wins_where_neither_fits_well():
 
 def test_a_plan_between_the_styles_equals_one_process(ray_cluster):
     """Run stages that take no time, on six ranks: replicas that share samples, stages, guests."""
-    _, search = searched("valm_ms", None)
+    _, search = plans_of("valm_ms")
     profile = search.best.plan.profile
     quick = replace(profile, modules={
         name: tuple(replace(c, forward=0.0, backward_input=0.0, backward_weight=0.0) for c in cost)

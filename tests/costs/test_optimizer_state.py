@@ -75,6 +75,7 @@ def measured(stage, config: OptimizerConfig, module: StageId, dtype: str) -> int
     return sum(tensor.nbytes for tensor in held if tensor.dim())
 
 
+@pytest.mark.cells(16)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_as_planned(name, dtype):

@@ -21,11 +21,12 @@ from raymm.model.vlm import from_pretrained
 TOLERANCE = 0.1
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     "name",
     [
-        "Gemma3ForConditionalGeneration",  # a config of parts does not contain an image's tokens
         "GlmAsrForConditionalGeneration",  # convolutions, one of them with a stride
+        "Gemma3ForConditionalGeneration",  # a config of parts does not contain an image's tokens
         "DeepseekVLHybridForConditionalGeneration",  # two encoders with many convolutions
         "Idefics3ForConditionalGeneration",  # cannot run without values
     ],

@@ -46,6 +46,7 @@ def counted_by_torch(kind, trained, step):
     return counter.get_total_flops() - 2 * head.numel() * left_out * (2 + head.requires_grad)
 
 
+@pytest.mark.cells(6)
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "qwen2_5_vl", "mistral3", "qwen2_audio"])
 @pytest.mark.parametrize("frozen", [(), ("tower",), ("language_model",)])
 def test_a_steps_flops_equal_torchs_count(kind, frozen, monkeypatch):

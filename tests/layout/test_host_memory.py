@@ -46,6 +46,7 @@ CASES = {
 TOKENS, ROWS = 8, 2
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("case", CASES)
 def test_copies_have_the_planned_bytes(ray_cluster, tmp_path, case) -> None:
     """Compare with a real checkpoint, in memory and in files, and with a real snapshot."""

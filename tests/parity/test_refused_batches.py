@@ -119,7 +119,7 @@ def test_steps_of_several_threads_do_not_mix(running):
             assert list(together) == alone
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(wb.changes(), min_size=1, max_size=2), split=st.booleans())
 def test_any_batch_is_rejected_or_has_the_reference_loss(running, steps, split):
     model, parallel, loss = running

@@ -400,6 +400,7 @@ def assert_within(plan: Plan, limit: int) -> None:
     assert plan.memory_limit in (None, limit)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("ranks", "frozen"), [(1, True), (2, False)])
 def test_every_style_returns_plans_within_the_limit(ranks, frozen):
     """Use limits near the fastest mapping's need: slightly below, another one or none runs."""
@@ -425,6 +426,7 @@ def test_every_style_returns_plans_within_the_limit(ranks, frozen):
     assert 0 < refused < 4
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("ranks", "memory"), [(2, None), (4, None), (3, 3.0)])
 def test_plans_between_styles_are_not_slower_than_either(ranks, memory):
     """Check that the plan's file contains the predictions used by the search."""

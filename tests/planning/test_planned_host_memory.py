@@ -81,7 +81,8 @@ def test_a_plan_needs_what_its_ranks_need(case, device) -> None:
     assert sum(need.checkpoint for need in planned.needs) > 0
 
 
-@pytest.mark.parametrize("family", ["Llava", "Gemma3"])
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("family", ["Gemma3", "Llava"])
 def test_a_whole_model_needs_what_its_ranks_need(family) -> None:
     name = f"{family}ForConditionalGeneration"
     model_class = getattr(transformers, name)

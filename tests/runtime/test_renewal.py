@@ -105,7 +105,7 @@ def pids(parallel) -> list[int]:
     return [rank["pid"] for rank in parallel.group.pids()]
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replacing_a_killed_rank_changes_no_loss(start, layout):
@@ -132,7 +132,7 @@ def test_replacing_a_killed_rank_changes_no_loss(start, layout):
     assert losses(parallel, range(2, 6)) == whole[2:]
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exception_of_a_stage_ends_only_the_step(start, layout):
@@ -148,7 +148,7 @@ def test_an_exception_of_a_stage_ends_only_the_step(start, layout):
     assert first + rest == losses(start(layout), range(3))
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["pipeline", "tensors and tokens", "fsdp"])
 def test_a_spare_replaces_a_lost_rank_and_is_replaced(start, layout):

@@ -22,7 +22,7 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.training import run_checkpoints
 from raymm.training.run_checkpoints import RunCheckpoints
 
-KILLS = 12
+KILLS = 5
 
 
 class Told(Callback):

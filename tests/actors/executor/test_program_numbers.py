@@ -229,7 +229,7 @@ def check(
 
 
 @given(cases(), st.integers(1, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_mappings(case, microbatches):
     graph, mapping, batch = case
     plan = mapped_plan(graph, mapping, microbatches)
@@ -279,13 +279,13 @@ def split_plans(draw: st.DrawFn) -> tuple[Plan, list[int]]:
 
 
 @given(split_plans())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_pipelines(case):
     check(*case)
 
 
 @given(split_plans(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_any_number_of_rows_of_a_sample(case, draws):
     """Use source modules, such as image encoders; no work or message is wasted."""
     plan, sizes = case

@@ -49,14 +49,15 @@ def handed_over(stage, inputs):
     return [t.detach() for t in message.tensors], dict(message.side), grads
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
-        ("LlavaForConditionalGeneration", 0),  # reads the output of the second to last block
         ("Mistral3ForConditionalGeneration", 1),  # concatenated images of any size
-        ("Idefics3ForConditionalGeneration", 0),  # rows of images, padded with zeros
         ("Qwen3VLForConditionalGeneration", 0),  # patches in one tensor; features of three layers
+        ("Idefics3ForConditionalGeneration", 0),  # rows of images, padded with zeros
         ("VoxtralForConditionalGeneration", 0),
+        ("LlavaForConditionalGeneration", 0),  # reads the output of the second to last block
     ],
 )
 def test_cached_features_replace_items(tmp_path, monkeypatch, name, dim):

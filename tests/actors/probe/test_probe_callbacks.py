@@ -55,6 +55,7 @@ def run(spec, bounds, inputs):
     return message.tensors[0]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("callbacks", [
     {"postprocess_module": scaled_by_brightness},
     {"postprocess_projector": shifted_by_brightness},

@@ -89,6 +89,7 @@ def test_a_tower_that_keeps_state_is_named(monkeypatch):
     check(model, "llm")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [
     "LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration", "MllamaForConditionalGeneration",

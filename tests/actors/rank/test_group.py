@@ -184,7 +184,7 @@ def test_a_killed_process_of_a_rank_is_named(ray_cluster):
     prepared = parallel.prepare([microbatch(2)])
     parallel.submit(prepared).result()
     victim = parallel.group.pids()[3]["pid"]
-    under_way = [parallel.submit(prepared) for _ in range(300)]
+    under_way = [parallel.submit(prepared) for _ in range(60)]
     under_way[0].result()
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(
@@ -215,6 +215,7 @@ HUNG = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", HUNG)
 def test_a_rank_that_hangs_is_named_and_its_stacks_are_kept(ray_cluster, tmp_path, how):

@@ -79,7 +79,7 @@ def timed_stage(by_keyword: bool, frozen: bool) -> EncoderStage:
     return EncoderStage(spec, 0, 3, encoder, projector)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_times_are_attributed_to_their_layers(fake_clock, by_keyword, frozen):
@@ -120,7 +120,7 @@ def text(rows: int, length: int, **sample_index: list[int]) -> dict:
     }
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_language_model_has_every_cost(autocast, frozen):
@@ -142,6 +142,7 @@ def test_plain_text_leaves_the_merge_out_for_that_request_only():
     assert profiler.measure(request, repeats=1).tokens == 13
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_activations_grow_with_length_without_weights(frozen):
     profiler = ModuleProfiler(partial(language_stage, frozen), "cpu", "bfloat16", True, 1)

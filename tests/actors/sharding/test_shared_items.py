@@ -174,6 +174,7 @@ def check(case: Case, results) -> None:
             assert relative(total, gradient) <= TOLERANCE, name
 
 
+@pytest.mark.cells(6)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["siglip", "clip", "vit", "whisper", "pixtral"])
 def test_whole_encoder_with_and_without_projector(processes, name, ranks):
@@ -182,6 +183,7 @@ def test_whole_encoder_with_and_without_projector(processes, name, ranks):
         check(case, processes.run(run_shared, ranks, case=case))
 
 
+@pytest.mark.cells(6)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["siglip", "clip", "vit", "whisper", "pixtral"])
 def test_stages_send_only_local_tokens(processes, name, ranks):

@@ -266,6 +266,7 @@ def run_encoder(case: str, bounds: list[int], group: Any = None) -> dict[str, An
     return {"outputs": outputs, "gradients": gradients(stages)}
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("bounds", [[0, 2], [0, 1, 2]])
 @pytest.mark.parametrize("case", ENCODERS)
 def test_encoders(processes: RankProcesses, case: str, bounds: list[int]) -> None:

@@ -141,6 +141,7 @@ def test_states_without_length_stay_separate():
         check_joins([hf.DynamicCache(config=config) for _ in range(2)], pm.build(pm.llama(), 1))
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_finished_texts_are_dropped(name):
     """Check texts that continue together or separately, and texts in training."""

@@ -111,6 +111,7 @@ def outcome(kind: str, folder: Path, row: dict, token: str) -> str:
     return "accepted" if math.isfinite(loss) else f"accepted, with a loss of {loss}"
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_row_passes_the_checks_and_fails_in_the_forward(kind, tmp_path):
     column, items = item_of(kind)

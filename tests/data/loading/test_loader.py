@@ -145,6 +145,7 @@ def test_a_pass_continues_after_an_unusable_step(make_config, tmp_path):
     assert empty == ["s1", "s7"] and len(reference) > 2
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_training_skips_steps_without_usable_samples(make_config, tmp_path, workers):
     """Skip such steps; the next step reports their samples, and a resumed run repeats them."""

@@ -61,6 +61,7 @@ def source(format: str, path: str) -> dict:
     return {"path": path, "columns": columns}
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("format", ["json", "parquet", "tar"])
 @pytest.mark.parametrize("where", ["s3", "web"])
 def test_every_format_gives_the_same_steps_by_url(make_config, tmp_path, s3, web, format, where):

@@ -68,7 +68,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(JSON, max_size=8), st.sampled_from([None, 1]), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_arrays_are_read_in_blocks_of_any_size(tmp_path_factory, values, indent, block):
     path = tmp_path_factory.mktemp("array") / "d.json"
     path.write_text(json.dumps(values, indent=indent, ensure_ascii=False), encoding="utf-8",
@@ -384,7 +384,7 @@ LINE = st.one_of(
 
 
 @given(st.lists(LINE, max_size=6), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_bytes_are_a_reader_or_a_data_error(tmp_path_factory, content, skip):
     path = tmp_path_factory.mktemp("any") / "d.jsonl"
     path.write_bytes(b"\n".join(content))

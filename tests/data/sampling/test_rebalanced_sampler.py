@@ -66,7 +66,7 @@ def assert_epochs(steps, count):
 LOOKS = st.sets(st.integers(0, 24), max_size=6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(st.integers(10, 90), st.integers(1, 5), LOOKS)
 def test_every_sample_once_whenever_plans_change(count, groups, looks):
     steps, decisions = steered(sampler_of(count, groups), None, 25, looks)
@@ -76,7 +76,7 @@ def test_every_sample_once_whenever_plans_change(count, groups, looks):
         assert json.loads(json.dumps(after)) == after and after != earlier[1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(st.integers(10, 90), LOOKS, st.integers(0, 24))
 def test_from_any_state_the_decisions_repeat_the_steps(count, looks, stop):
     """Simulate a kill: earlier decisions are in the state, later ones in the log."""
@@ -88,7 +88,7 @@ def test_from_any_state_the_decisions_repeat_the_steps(count, looks, stop):
     assert list(islice(sampler_of(count, decisions=decisions).batches(), 25)) == whole
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(st.integers(20, 90), LOOKS, st.integers(0, 12), st.integers(1, 6), st.integers(1, 4))
 def test_other_groups_or_replicas_take_the_rest(
     count, looks, stop, groups, replicas
@@ -105,7 +105,7 @@ def test_other_groups_or_replicas_take_the_rest(
     assert all(len(f) == replicas for one in costs for f in one["copies"].values())
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(st.integers(20, 90), LOOKS, st.integers(0, 12))
 def test_without_rebalancing_the_rest_is_planned_by_units(count, looks, stop):
     first, _ = steered(sampler_of(count), None, stop + 1, looks)

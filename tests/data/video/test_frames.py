@@ -59,7 +59,7 @@ def test_frames_are_those_of_decoding_everything(format, gop, uneven, sampling):
     assert len(result.frames) <= sampling.max_frames
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.floats(0.01, 10_000), samplings)
 def test_times(seconds, sampling):
     times = sampling.times(seconds)

@@ -29,6 +29,7 @@ def gather(group, sizes):
     return whole.detach(), own.grad, weight.grad
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 2), (1, 1, 0), (1, 0, 0), (2, 1)])
 def test_items_and_gradients(processes, sizes):
     results = processes.run(gather, len(sizes), sizes=sizes)

@@ -260,7 +260,7 @@ def test_loss_in_processes(processes: RankProcesses, tokens: int, dtype: torch.d
     check_loss(processes.run(share_of_loss, 3, **case), **case)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any).map(tuple),
     st.integers(0, 9),

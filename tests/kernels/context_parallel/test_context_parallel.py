@@ -122,7 +122,7 @@ def patterns_on_a_rank(group, names, length, heads, seed, recompute) -> list[str
     return problems
 
 
-@pytest.mark.cells(3)
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("ranks", "length", "heads"),
     [(2, 400, (4, 2)), (3, 600, (3, 3)), (4, 1000, (4, 4)), (4, 203, (8, 1)), (1, 100, (2, 1))],

@@ -263,7 +263,7 @@ def _device() -> torch.device:
 
 
 # The fewest blocks that every kernel still splits.
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("pattern", "length", "blocks"),
     [

@@ -144,7 +144,7 @@ def too_far(answers: list[dict[str, tuple[float, float]]]) -> list:
     return [one for found in answers for one in found.items() if not one[1][0] <= TOLERANCE]
 
 
-@pytest.mark.cells(8)
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize(
@@ -168,6 +168,7 @@ def test_every_method(processes, family, method):
     assert too_far(answers) == []
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("family", MODELS)
 def test_batches_with_different_masks_add_up(processes, family):
     """Accumulate three microbatches in flight at once, with the model's own checkpointing, too."""

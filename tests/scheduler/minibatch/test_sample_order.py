@@ -36,7 +36,7 @@ def objective(group, sizes):
     return total
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.integers(1, 7))
 def test_the_order_is_near_the_optimum(seed, count):
     sizes = sizes_of(count, seed)

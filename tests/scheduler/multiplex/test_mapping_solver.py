@@ -164,7 +164,7 @@ def test_the_gap_is_reported_if_exact_is_infeasible() -> None:
 
 
 @given(st.integers(0, 400))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_interruption_returns_the_best_so_far(after: int) -> None:
     problem = random_problem(2, "star", 10, 8)
     left = [after]

@@ -31,7 +31,7 @@ def least_straddling(widths: tuple[int, ...], rooms: tuple[int, ...]) -> int:
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_no_rank_spans_nodes_unnecessarily(data):
     """Compare with all assignments, if degrees are powers of two."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -53,6 +54,7 @@ class AfterPlans(SearchControl):
             self.action()
 
 
+@cache
 def whole_search() -> tuple[float, int]:
     """Return the seconds of the best plan, and the number of tried plans."""
     control = SearchControl()

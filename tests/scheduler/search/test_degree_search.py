@@ -38,7 +38,7 @@ PROFILE = CostProfile({"llm": (BLOCK,) * 4})
 SMALL = {"layouts": ("modality_parallel",), "chunks": (), "schedules": ("1f1b",)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     models(most_encoders=2, llm_layers=3), st.integers(0, 5), st.sampled_from([1, 2, 4, 6]),
     st.one_of(st.none(), st.integers(20, 200)),

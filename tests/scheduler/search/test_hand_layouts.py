@@ -163,6 +163,7 @@ def test_finds_an_encoder_on_the_first_rank_of_uneven_stages(schedule: str) -> N
     assert found(*model, 4, 8).best.seconds <= hand_seconds(plan) * (1 + 1e-9)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_finds_replicas_of_pipelines_that_share_ranks(schedule: str) -> None:
     model = model_of({"vision": (0.3, 4, False)}, 16)

@@ -100,7 +100,7 @@ def test_ten_thousand_ranks_have_a_plan():
     choices = {name: DegreeChoices(powers[:4], powers[:3], powers) for name in ("vision", "llm")}
     problem = PlanProblem(
         graph, profile, 10_240, 1024, memory_limit=60_000, degrees=choices,
-        network=Network(Link(1e-5, 1e7), Link(1e-4, 1e6), 8),
+        network=Network(Link(1e-5, 1e7), Link(1e-4, 1e6), 8), schedules=("1f1b",),
     )
     best = propose(problem).best
     assert best.plan.num_processes <= 10_240 and best.plan.num_microbatches == 1024

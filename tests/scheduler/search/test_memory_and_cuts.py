@@ -178,7 +178,7 @@ def test_the_planner_keeps_activations_that_fit() -> None:
     assert best(1000, None).seconds < 0.85 * best(1000, True).seconds
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("limit", [900, 1000, 1100, 1300])
 def test_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Use tight memory: a second search has only the remaining candidates, and finds none better.

@@ -194,7 +194,7 @@ def test_guarantees_of_every_option(
             assert re.search(r"^rank \d+ \(.+\) needs [\d,]+ bytes: .*limit is [\d,]+ by", reason)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     models(llm_layers=3), st.integers(0, 2), st.integers(1, 9), st.sampled_from(["cpu", "H100"]),
     st.sampled_from([0.25, 1.0, 8.0]), st.one_of(st.none(), st.integers(50, 300)),

@@ -116,7 +116,7 @@ def everything(problem: StyleProblem):
 
 
 @given(style_problems())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_the_style_search_equals_brute_force(problem):
     seconds = list(everything(problem))
     if not seconds:
@@ -137,7 +137,7 @@ def test_the_style_search_equals_brute_force(problem):
     style_problems(), st.integers(5, 9), st.sampled_from(["cpu", "H100"]),
     st.permutations(["1f1b", "zero_bubble", "gpipe"]), st.integers(1, 2),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_best_plan_is_never_slower_than_its_1f1b(problem, count, device, schedules, node):
     """Use more microbatches than may be in flight, messages, and any order of schedules."""
     profile = replace(next(iter(problem.profiles.values())), device=device)
@@ -155,7 +155,7 @@ def test_the_best_plan_is_never_slower_than_its_1f1b(problem, count, device, sch
 
 
 @given(style_problems(), st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_the_style_search_is_never_slower_than_its_start(problem, stopped):
     """Check local moves, too, an immediate end, and reproducibility."""
     try:
