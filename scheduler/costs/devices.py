@@ -73,7 +73,9 @@ class Links:
 
     def between(self, processes: Iterable[int]) -> Link:
         """Return the slowest link that a group of processes needs."""
-        return self.among({self.node(process) for process in processes})
+        nodes = map(self.node, processes)
+        first = next(nodes, None)
+        return self.across_nodes if any(node != first for node in nodes) else self.within_node
 
     def among(self, nodes: Collection[int]) -> Link:
         """Return the slowest link that processes on these nodes need."""
