@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from benchmarks import compare_planners
+from benchmarks import _common, compare_planners
 from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
 from raymm.cli.option_arguments import parse_counts
@@ -89,7 +89,8 @@ def test_a_benchmark_compares_plans_with_other_planners(make_config, monkeypatch
     compare_planners.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     baselines = PIPELINES if style == "pipelined" else MAPPINGS
-    assert set(result) == {"machine", "raymm", *(baseline.name for baseline in baselines)}
+    names = {"raymm", *(baseline.name for baseline in baselines)}
+    assert set(result) == {*_common.origin(), "machine", *names}
 
 
 def test_a_given_layout_is_evaluated_unchanged(raymm, make_config, tmp_path, wide):
