@@ -14,6 +14,7 @@ from benchmarks.valm_configs import (
 from raymm.scheduler.costs.layer_costs import layer_work
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind, sizes", [("llm", LLM), ("vision", VISION), ("audio", AUDIO)])
 def test_sizes_are_the_papers(kind, sizes):
     for size, (layers, hidden, *_, stated) in sizes.items():

@@ -100,7 +100,7 @@ def test_there_are_recipes():
 
 
 @pytest.mark.usefixtures("blank_pictures")
-@pytest.mark.cells(2)  # the other pages run in make test-sweep
+@pytest.mark.cells(1)  # the other pages run in make test-sweep
 @pytest.mark.parametrize("page", sorted(RECIPES))
 @pytest.mark.timeout(900)
 def test_a_recipe_runs_and_prints_what_it_shows(page, ray_cluster, tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ def raymm(variables, folder, *arguments):
 
 
 @pytest.mark.ray
+@pytest.mark.sweep  # its parts are tested below, and commands in test_first_command
 @pytest.mark.timeout(900)  # three commands import everything and start Ray
 def test_a_model_and_rows_train_by_their_ids(hub, commits, tmp_path):
     variables = environment(hub, tmp_path / "home")

@@ -46,6 +46,7 @@ def data_of(train, kind="idefics3", **more):
     }
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("reference", "train"), [("base", ADAPTED), ("initial", {})])
 def test_a_run_on_pairs_equals_one_process_and_resumes(tmp_path, reference, train):
     rows = rows_of("idefics3")

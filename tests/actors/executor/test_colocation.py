@@ -143,6 +143,7 @@ def same(one, other) -> bool:
     )
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("present", [BOTH, SOME], ids=["both", "some"])
 @pytest.mark.parametrize(
     "options",

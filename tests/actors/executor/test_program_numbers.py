@@ -279,7 +279,7 @@ def split_plans(draw: st.DrawFn) -> tuple[Plan, list[int]]:
 
 
 @given(split_plans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_pipelines(case):
     check(*case)
 

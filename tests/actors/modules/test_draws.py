@@ -208,6 +208,7 @@ def noisy(**options):
     return MultimodalModule({"tower": encoder}, llm(hf.Phi3Config, pad_token_id=0, **dropout))
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"recompute": True}, {"schedule": "zero_bubble"}, {"layers": "all"},

@@ -35,6 +35,7 @@ WHOLE = (283, (64, 128), None), (500, (128, 128), None)
 
 
 # Tiles by tensor descriptors and by addresses, alternating.
+@pytest.mark.cells(24)
 @pytest.mark.parametrize(
     ("pattern", "length", "blocks", "processors", "descriptors"),
     [

@@ -26,6 +26,7 @@ from tests.scheduler.multiplex.mapping_problems import (
 )
 
 
+@settings(max_examples=4)
 @given(problems(most=4, pools=(1, 2, 3), steps=(2,)))
 def test_exact_is_the_best_of_all(problem) -> None:
     least = brute_force_mapping(problem)
