@@ -73,7 +73,7 @@ test: ruff
 	$(PYTEST) -m "not system and not sweep"
 
 test-system: ruff
-	$(PYTEST) -m system
+	$(PYTEST) -m "system and not sweep"
 
 test-sweep: ruff
 	$(PYTEST) -m sweep

@@ -27,6 +27,7 @@ def raymm(*arguments: str, cwd: Path) -> str:
 
 @pytest.mark.ray
 @pytest.mark.system
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_made_and_trained_by_two_commands(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -35,6 +35,7 @@ NO_ANSWER = r"the Ray cluster's server \(GCS\) at .* has not answered for"
 @pytest.mark.ray
 @pytest.mark.system
 @pytest.mark.timeout(600)
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(("server", "mark", "signals", "code", "said"), [
     ("gcs_server", STEP, 1, 143, r"stopped by SIGTERM after step \d+ of 100000: saved in "),
     ("gcs_server", STEP, 0, 1, NO_ANSWER),
