@@ -205,5 +205,7 @@ def test_concurrent_jobs_equal_a_local_run_and_can_be_stopped(
     # and colours.)
     own = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+\t.*$", "", text, flags=re.M)
     assert [char for char in own if not char.isprintable() and char != "\n"] == []
-    assert re.findall(r"^step +(\d+)/12  loss", text, re.M) == ["5", "10", "12"]
+    # A slow machine also prints steps that come after a silence.
+    printed = re.findall(r"^step +(\d+)/12  loss", text, re.M)
+    assert [step for step in printed if step in ("5", "10", "12")] == ["5", "10", "12"]
     assert "note: `ray job stop` kills a job after 3 s" in text
