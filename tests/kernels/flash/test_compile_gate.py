@@ -43,7 +43,7 @@ def test_no_spills(dtype):
 
 
 def test_stored_results_are_current():
-    """Check that results are stored anew after a change of a kernel, a local variable's name or
+    """Check that results are stored again after a change of a kernel, a local variable's name or
     Triton. Otherwise every run of the tests compiles all kernels, for minutes."""
     remedy = "run `python tests/kernels/{}.py --record`"
     wanted = [launch for dtype in HEAD_DIMS for launch in launches(dtype)]
