@@ -139,11 +139,12 @@ def run(
 
 
 def summary(classes: dict[str, dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return classes and runs with the number of classes per kind and result."""
+    """Return classes and runs with the number of classes per result, in total and per kind."""
     found = Counter((one["kind"], one["result"]) for one in classes.values())
     kinds = dict.fromkeys(one["kind"] for one in classes.values())
     counts = {kind: {r: found[kind, r] for r in (*RESULTS, NOT_TRIED)} for kind in kinds}
-    return {"counts": counts, "runs": runs, "classes": classes}
+    total = {r: sum(of_kind[r] for of_kind in counts.values()) for r in (*RESULTS, NOT_TRIED)}
+    return {**total, "counts": counts, "runs": runs, "classes": classes}
 
 
 def named(families: list[Family], names: Iterable[str]) -> list[Family]:
