@@ -77,7 +77,7 @@ def cut(layers: int, stages: int, draw: st.DrawFn) -> Ranges:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ModuleGraph, CostProfile, int, list[Plan]]:
-    """Draw a model, a number of devices, and valid plans for them. There is no memory limit: within
+    """Draw a model, a number of devices, and valid plans for them. Memory is unlimited: within
     a tight one, unequal stages of an encoder can be a few percent faster under zero bubble."""
     encoders = {
         name: (draw(st.sampled_from([0.1, 0.3, 1.0])), draw(st.integers(2, 4)), draw(st.booleans()))
