@@ -77,6 +77,8 @@ def draw_loss(
             gap.draw(lowest)
         lowest.axhline(0.0, color="#BBBBBB", linewidth=0.8, zorder=1)
         _finish(lowest, steps, gap_labels, GAP_HEIGHT, "shuffled − right (nats)")
+        # Otherwise the numbers of small differences push the label out of the picture.
+        lowest.ticklabel_format(axis="y", scilimits=(-2, 3))
         upper.tick_params(labelbottom=False)
     lowest.set_xlabel("step", fontsize=9, color=TEXT)
     return save_figure(figure, target)
