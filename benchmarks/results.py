@@ -254,10 +254,10 @@ PARTS = {
 FIGURES = (
     (
         "gradients of a cut model equal those of the uncut model to 1e-5",
-        "{exactness[table][rows][0][3]} of {exactness[table][rows][0][2]} language models and "
-        "{exactness[table][rows][1][3]} of {exactness[table][rows][1][2]} encoders of "
-        "transformers, {exactness[table][rows][0][6]} and {exactness[table][rows][1][6]} wrong; "
-        "the others rejected by name or not applicable",
+        "{families[counts][language model][exact]} language models and "
+        "{families[counts][encoder][exact]} encoders of transformers, "
+        "{families[wrong]} wrong; {families[refused]} classes are rejected by name, "
+        "{families[not_applicable]} not applicable",
         "families",
     ),
     (
