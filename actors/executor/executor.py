@@ -97,6 +97,7 @@ class Executor:
         observer: FiniteObserver | None = None,
         every: Collection[tuple[str, str]] = (),
         ports: Mapping[Edge, EdgePorts] | None = None,
+        spans: Mapping[StageId, int] | None = None,
     ) -> None:
         self._stages, self._ports = stages, ports
         self._edges, self._every = tuple(edges), frozenset(every)
@@ -120,7 +121,11 @@ class Executor:
             None if autocast is None else partial(torch.autocast, self._device.type, autocast),
             sum_gradient, agree,
         )
-        self._actions = {name: StageActions(name, stage, around) for name, stage in stages.items()}
+        spans = spans or {}
+        self._actions = {
+            name: StageActions(name, stage, around, spans.get(name, 1))
+            for name, stage in stages.items()
+        }
 
     def compile(
         self, instructions: Sequence[Instruction], issues: Sequence[Issue] = (),

@@ -13,6 +13,7 @@ import torch
 
 from raymm.actors.adapters.lora import without_adapters
 from raymm.actors.executor.compiled_program import Task, between_modules
+from raymm.actors.executor.microbatch_groups import GroupRun, group_of, joined_inputs
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.executor.step_state import Leaves, Received, StepState
@@ -30,6 +31,7 @@ from raymm.actors.modules.message_samples import (
 )
 from raymm.actors.modules.module_state import ForwardBuffers, inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
+from raymm.errors import ModelError
 from raymm.kernels.shared_draws import SharedDraws
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.plan.stage import StageId
@@ -68,8 +70,10 @@ class StageActions:
         draws: True if the stage draws random numbers; None until its first forward has shown it.
     """
 
-    def __init__(self, name: StageId, stage: StageModule, around: StageContext) -> None:
-        self._name, self._stage, self._around = name, stage, around
+    def __init__(
+        self, name: StageId, stage: StageModule, around: StageContext, span: int = 1
+    ) -> None:
+        self._name, self._stage, self._around, self._span = name, stage, around, span
         self._buffers = ForwardBuffers(stage)
         # By activation slot, from a checkpointed forward until its recomputation.
         self._before: dict[int, list[tuple[torch.nn.Module, str, torch.Tensor]]] = {}
@@ -142,12 +146,43 @@ class StageActions:
     def _run(self, task: Task, with_grad: bool) -> Forward:
         """Return the stage's forward, which returns the leaves that need gradients and the
         output."""
+        forward = self._run_alone(task, with_grad)
+        return forward if self._span == 1 else self._run_group(task, with_grad, forward)
+
+    def _run_group(
+        self, task: Task, with_grad: bool,
+        forward: Callable[[StepState, Received, dict[str, Any]], tuple[Leaves, Message]],
+    ) -> Forward:
+        """Return a forward that computes all microbatches of the group if it runs first."""
+        stage, microbatch, span = task.stage, task.microbatch, self._span
+
+        def grouped(step: StepState, received: Received) -> tuple[Leaves, Message]:
+            rows = step.inputs[stage]
+            members = group_of(rows, microbatch, span)
+            key = stage, members
+            if key not in step.groups:
+                inputs, counts = joined_inputs([rows[member] or {} for member in members])
+                output = forward(step, received, inputs)[1]
+                step.groups[key] = GroupRun(stage.module, output, counts, with_grad)
+            run = step.groups[key]
+            part = run.parts[members.index(microbatch)]
+            if not with_grad and run.last_use():
+                del step.groups[key]
+            return [], part
+
+        return grouped
+
+    def _run_alone(
+        self, task: Task, with_grad: bool
+    ) -> Callable[..., tuple[Leaves, Message]]:
         stage, microbatch, run = task.stage, task.microbatch, self._stage.run
         samples = task.samples
         names = [(p.name, with_grad and p.needs_gradient) for p in task.producers]
         around, in_parts = self._around.precision, _in_parts(task)
 
-        def forward(step: StepState, received: Received) -> tuple[Leaves, Message]:
+        def forward(
+            step: StepState, received: Received, inputs: dict[str, Any] | None = None
+        ) -> tuple[Leaves, Message]:
             leaves: Leaves = []
             named: dict[str, Message] = {}
             if in_parts:
@@ -160,8 +195,9 @@ class StageActions:
                         message = Message(tensors, message.side, message.names)
                         leaves.append(message)
                     named[name] = message
-            meta, rows = step.meta, step.inputs.get(stage)
-            inputs = rows[microbatch] if rows else None
+            meta = step.meta
+            if inputs is None:
+                inputs = step.stage_inputs(stage, microbatch)
             ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
             offsets = meta.offsets[microbatch] if meta.offsets else {}
             context = MicrobatchContext(
@@ -195,7 +231,7 @@ class StageActions:
             return self._stage.run(inputs, named, context)
         draws = module_draws(
             meta.seed, meta.step, self._name.module, context.microbatch,
-            observed=drawn is None, batch=meta.batch,
+            observed=drawn is None or self._span > 1, batch=meta.batch,
         )
         draws.enter("stage")
         in_parts = getattr(self._stage, "is_shared", False) or context.samples
@@ -204,9 +240,15 @@ class StageActions:
             output = self._stage.run(
                 inputs, named, context._replace(draws=draws, sample_count=count)
             )
+        draws.end()
         if drawn is None:
-            draws.end()
             self.draws = draws.drawn
+        if self._span > 1 and draws.drawn:
+            raise ModelError(
+                f"{self._name.module!r} draws random numbers (dropout), and its microbatch_factor "
+                "is above 1, which would change them; accepted: a module without dropout, or "
+                "microbatch_factor 1"
+            )
         return output
 
     def _hand_on(self, task: Task) -> Callable[[StepState, Message], None]:
@@ -250,6 +292,7 @@ class StageActions:
         ports = [c.ports for c in task.consumers]
         plain = all(carried is None for carried in ports)
         hand_back, in_two = self._hand_back(task), task.op is Op.BACKWARD_INPUT
+        span = self._span
 
         def backward(step: StepState) -> None:
             (leaves, output), step.saved[slot] = step.saved[slot], None
@@ -283,6 +326,12 @@ class StageActions:
             else:
                 _accumulate(tensors, gradients)
                 received = tuple([leaf.grad for leaf in flat])
+                if span > 1:
+                    members = group_of(step.inputs[task.stage], task.microbatch, span)
+                    run = step.groups[task.stage, members]
+                    if run.last_use():
+                        del step.groups[task.stage, members]
+                        _accumulate(*run.gradients())
             hand_back(step, [
                 torch.zeros_like(leaf) if gradient is None
                 # A view of a larger gradient (of merged inputs) would keep all of it alive.

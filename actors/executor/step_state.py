@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.executor.microbatch_groups import GroupRun
 from raymm.actors.executor.split_backward import DeferredWeights
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.modules.message import Message, Routed, SourceSums
@@ -26,11 +27,13 @@ class StepState:
         saved: leaves and output of forwards that wait for their backward.
         received: inputs of forwards that wait for their recomputation.
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
+        groups: groups of microbatches, by stage and microbatches, that share a forward and a
+            backward.
     """
 
     __slots__ = (
-        "by_source", "deferred", "inputs", "learns", "losses", "messages", "meta", "received",
-        "routed", "saved", "scores",
+        "by_source", "deferred", "groups", "inputs", "learns", "losses", "messages", "meta",
+        "received", "routed", "saved", "scores",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +46,7 @@ class StepState:
         self.saved: list[Any] = [None] * activations
         self.received: list[Received | None] = [None] * activations
         self.deferred: list[DeferredWeights | None] = [None] * activations
+        self.groups: dict[tuple[StageId, tuple[int, ...]], GroupRun] = {}
         self.losses: dict[tuple[StageId, int], torch.Tensor] = {}
         self.routed: dict[tuple[StageId, int], Routed] = {}
         self.by_source: dict[tuple[StageId, int], SourceSums] = {}

@@ -102,12 +102,14 @@ class TrainingDraws(NamedTuple):
         on_host_in_blocks: True if a block does.
         refused: reason why draws for some rows of a batch may differ from those of one process, or
             empty.
+        drawn: True if a forward draws any numbers.
     """
 
     skips_blocks: bool = False
     on_host: bool = False
     on_host_in_blocks: bool = False
     refused: str = ""
+    drawn: bool = False
 
 
 def training_draws(
@@ -136,7 +138,8 @@ def training_draws(
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise _not_run(model, error) from error
     skips = blocks is not None and skips_blocks(model, blocks, run)
-    return TrainingDraws(skips, anywhere, inside, _refused_shape(model, two_rows, tokens))
+    refused = _refused_shape(model, two_rows, tokens)
+    return TrainingDraws(skips, anywhere, inside, refused, drawn=True)
 
 
 def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -> str:

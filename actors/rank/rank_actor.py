@@ -215,6 +215,7 @@ class RankActor(StoredRank):
             task_tracker=self.task_tracker,
             observer=self._optimizer.observer,
             every=self._spec.every,
+            spans=self._spec.spans,
             ports=self._spec.ports,
         )
 

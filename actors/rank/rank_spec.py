@@ -60,6 +60,8 @@ class RankSpec:
             ``timeout_s``.
         every: pairs (producer, consumer) of modules where the consumer reads all samples.
         ports: ports that messages carry, for edges that carry or withhold any.
+        spans: groups of microbatches that share a forward
+            (:func:`raymm.scheduler.plan.microbatch_groups.group_spans`).
         features: folder for the features of each stage that stores them.
         seed: seed of the run, for stochastic rounding.
     """
@@ -84,6 +86,7 @@ class RankSpec:
     timeout_s: float = 300.0
     nccl_timeout_s: float | None = None
     every: tuple[tuple[str, str], ...] = ()
+    spans: dict[StageId, int] = field(default_factory=dict)
     ports: dict[Edge, EdgePorts] = field(default_factory=dict)
     features: dict[StageId, FeatureFolder] = field(default_factory=dict)
     seed: int = 0

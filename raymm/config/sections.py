@@ -70,6 +70,7 @@ class LayoutSection(Section):
     layers: Tuple[int] | None = None
     ranks: Tuple[int] | None = None
     quota: float | None = None
+    microbatch_factor: Degree = 1
 
 
 class ParallelSection(Section):

@@ -23,6 +23,7 @@ from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import AnySpec, skeletons
 from raymm.model.model import Model
 from raymm.scheduler.costs.recomputation import KEEP, OFFLOAD
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
@@ -188,7 +189,7 @@ def _offloaded(plan: Plan) -> tuple[int, ...]:
         )
         for stage, cost in stage_costs(plan).items()
     }
-    return activation_peaks(full_program(plan), moved)
+    return activation_peaks(full_program(plan), moved, group_spans(plan))
 
 
 def node_needs(needs: Sequence[HostNeed], nodes: Sequence[str]) -> dict[str, NodeNeed]:

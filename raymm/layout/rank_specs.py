@@ -13,6 +13,7 @@ from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
 from raymm.layout.stage_builders import StageBuilders, stage_builders
 from raymm.model.model import Model
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.port_routes import sent_ports
 from raymm.scheduler.plan.process_grid import Process, Processes
@@ -72,6 +73,7 @@ def rank_specs(
             builders={s.id: builders.build[s.id] for s in plan.rank_stages(process.rank)},
             edges=tuple(edges[process.rank]),
             every=plan.graph.every,
+            spans=group_spans(plan),
             ports={edge: ports[edge] for edge in edges[process.rank] if edge in ports},
             connections=connections[number],
             process_groups=_process_groups(processes, process),

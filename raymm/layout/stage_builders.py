@@ -132,9 +132,9 @@ def _shared(plan: Plan, module: Module, spec: AnySpec) -> AnySpec:
             spec = module.share_tokens(spec)
     shares_samples = first.split == SAMPLES and len(replicas) > 1
     if shares_samples:
-        _check_norms(spec, _SPLIT_NORMS.format(name))
+        check_norms(spec, _SPLIT_NORMS.format(name))
     if first.fsdp > 1:
-        _check_norms(spec, _SHARDED_NORMS.format(name))
+        check_norms(spec, _SHARDED_NORMS.format(name))
         with refused(f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'"):
             spec = module.share_rows(spec)
     if first.cp > 1 or first.fsdp > 1 or shares_samples:
@@ -190,7 +190,7 @@ def _check_training_draws(module: Module, stage: Stage, draws: TrainingDraws) ->
         raise PlanError(f"{module.name!r} cannot share samples ({planned}): {draws.refused}")
 
 
-def _check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
+def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     """Raise a PlanError, which begins with ``planned``, if a module has a batch norm in training
     mode, whose statistics need all samples."""
     if any(

@@ -13,6 +13,7 @@ from raymm.data import MicrobatchMeta
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.planning.plan import rank_names
 from raymm.scheduler.graph.direction import posted_receives
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op, Program
@@ -62,7 +63,7 @@ class RunReport:
             costs = self._predicting_costs()
             predicted = simulate(
                 self._program(meta), costs, posted=self._posted,
-                group_seconds=group_seconds(self._plan, costs),
+                group_seconds=group_seconds(self._plan, costs), spans=group_spans(self._plan),
             )
             names = rank_names(self._plan)
             timelines = [("predicted", predicted), ("measured", measured)]

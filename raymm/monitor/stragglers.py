@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from raymm.monitor.observed_run import WARM_UP_STEPS
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
-from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.program.timeline import Timeline, spread
 from raymm.scheduler.schedule.stage_costs import op_seconds
 
 # A rank is a straggler if it takes TIMES as long as expected, relative to the other ranks, for
@@ -53,6 +54,7 @@ class StragglerFinder:
         self._seen += 1
         if self._seen <= WARM_UP_STEPS:
             return None
+        timeline = spread(timeline, group_spans(self._plan))
         if self._plan.profile is None and self._seen <= WARM_UP_STEPS + BASELINE_STEPS:
             self._note(timeline)
             return None

@@ -35,6 +35,7 @@ from raymm.errors import DataError, ModelError, PlanError
 from raymm.kernels.choice.choice import agreed
 from raymm.kernels.flash.gpu.launch_configs import LARGEST_HEAD_DIM
 from raymm.layout.compile_check import check_compiled
+from raymm.layout.group_check import check_groups
 from raymm.layout.host_memory import check_hosts, host_needs, offloads
 from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
@@ -130,6 +131,7 @@ class ParallelModel(ParallelModule):
         model.check_loss()
         check_loss(model, plan)
         check_fits(plan)
+        check_groups(model, plan, options.features or ())
         if options.compile is not None:
             check_compiled(model, plan, options.kernels)
         check_optimizer(options.optimizer, plan, options.autocast is not None)
@@ -217,7 +219,10 @@ class ParallelModel(ParallelModule):
         """
         def places(plan: Plan) -> dict[StageId, tuple]:
             return {
-                s.id: (s.layers, s.rank, s.degrees, s.sharding, s.ep, s.layer_options, s.quota)
+                s.id: (
+                    s.layers, s.rank, s.degrees, s.sharding, s.ep, s.layer_options, s.quota,
+                    s.microbatch_factor,
+                )
                 for s in plan.stages
             }
 

@@ -70,6 +70,8 @@ class ParallelSpec:
         quota: share of the multiprocessors for the module's stages where they share a rank with
             stages of another module with a quota, with which they run concurrently. Quotas of such
             modules must not exceed 1 in total. None for taking turns on the whole device.
+        microbatch_factor: number of microbatches that share one forward and one backward of the
+            module, an encoder of one stage. Divides the step's microbatches of each replica.
 
     Raises:
         PlanError: a field is invalid. Names the field and accepted values; errors of
@@ -89,6 +91,7 @@ class ParallelSpec:
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     quota: float | None = None
+    microbatch_factor: int = 1
 
     def __post_init__(self) -> None:
         check_quota("quota", self.quota)
@@ -102,7 +105,7 @@ class ParallelSpec:
             raise PlanError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
         if self.pp == 0:
             raise PlanError("pp is 0; a module needs at least one stage")
-        for name in ("pp", "chunks", "dp", "cp", "tp", "ep"):
+        for name in ("pp", "chunks", "dp", "cp", "tp", "ep", "microbatch_factor"):
             check_number(name, getattr(self, name))
         if self.max_dp is not None:
             self._check_range(self.max_dp)
@@ -153,6 +156,7 @@ class ParallelSpec:
         fsdp = self.dp if self.sharding == "fsdp" else 1
         return {
             "cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp, "ep": self.ep,
+            "microbatch_factor": self.microbatch_factor,
         }
 
     @property
@@ -213,7 +217,8 @@ class MultimodalParallelSpec:
     def _degrees(self, spec: ParallelSpec) -> list[int]:
         return [
             dp for dp in range(spec.dp, (spec.max_dp or spec.dp) + 1)
-            if self.num_microbatches % replace(spec, dp=dp, max_dp=None).module_replicas == 0
+            if self.num_microbatches
+            % (spec.microbatch_factor * replace(spec, dp=dp, max_dp=None).module_replicas) == 0
         ]
 
     def plan(self, model: Model) -> Plan:

@@ -15,12 +15,13 @@ import numpy as np
 
 from raymm.scheduler.minibatch.measured_costs import Column, group_units
 from raymm.scheduler.minibatch.problem import SampleSizes
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.stage_samples import Samples, filled_samples
-from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.program.timeline import Timeline, spread
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 
@@ -65,7 +66,7 @@ class StepForecast:
         result = np.zeros((microbatches, len(number)))
         for key in self._spent:
             self._spent[key] *= self._keep
-        for span in timeline.compute():
+        for span in spread(timeline, group_spans(self.plan)).compute():
             stage = self.plan.by_id[span.stage]
             share = stage.replica if stage.split == SAMPLES else 0
             column = number.get((stage.module, share))
@@ -118,7 +119,10 @@ class StepForecast:
             for row in seconds.tolist()
         ]
         program = self._program(present, samples)
-        return simulate(program, {}, microbatch_costs=costs, posted=self.plan.posted_receives)
+        return simulate(
+            program, {}, microbatch_costs=costs, posted=self.plan.posted_receives,
+            spans=group_spans(self.plan),
+        )
 
     def _program(
         self, present: Sequence[tuple[str, ...]], samples: Sequence[Samples]

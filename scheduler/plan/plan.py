@@ -16,6 +16,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.strict_json import json_value
+from raymm.scheduler.plan.factor_check import check_factors
 from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.port_routes import EdgePorts, edge_ports
@@ -86,6 +87,7 @@ class Plan:
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
+        check_factors(self.graph, self._replicas, self.num_microbatches, self.schedule)
         limits = self.activation_limits
         if limits is not None and len(limits) != len(ranks):
             raise PlanError(

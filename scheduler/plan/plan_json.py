@@ -74,6 +74,7 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
         typed({"split": "microbatches", **data}, "split", str),
         data.get("slot"),  # the plan checks it
         typed({"ep": 1, **data}, "ep", int),
+        typed({"microbatch_factor": 1, **data}, "microbatch_factor", int),
     )
 
 

@@ -80,6 +80,8 @@ class Stage:
             the experts.
         slot: time slot in schedule ``"slots"``: ranks run their slots forward in this order, then
             backward in reverse, and the stages of one slot concurrently.
+        microbatch_factor: number of consecutive microbatches of a replica that share a forward and
+            a backward of the module (:mod:`raymm.scheduler.plan.microbatch_groups`).
     """
 
     module: str
@@ -97,6 +99,7 @@ class Stage:
     split: str = "microbatches"
     slot: int | None = None
     ep: int = 1
+    microbatch_factor: int = 1
 
     @cached_property
     def degrees(self) -> Degrees:

@@ -108,6 +108,27 @@ class Timeline:
         )
 
 
+def spread(timeline: Timeline, spans: Mapping[StageId, int]) -> Timeline:
+    """Return a measured timeline in which all microbatches of a group that share a forward and a
+    backward (:func:`raymm.scheduler.plan.microbatch_groups.group_spans`) took equally long, to
+    derive costs per microbatch. Starts are unchanged, so that spans may overlap."""
+    if not spans:
+        return timeline
+    groups: dict[tuple[StageId, str, int], list[float]] = {}
+    for span in timeline.compute():
+        if span.stage in spans:
+            key = span.stage, span.op, span.microbatch // spans[span.stage]
+            groups.setdefault(key, []).append(span.end - span.start)
+
+    def even(span: Span) -> Span:
+        if span.stage not in spans or span.op not in COMPUTE:
+            return span
+        seconds = groups[span.stage, span.op, span.microbatch // spans[span.stage]]
+        return span._replace(end=span.start + statistics.fmean(seconds))
+
+    return Timeline(tuple(map(even, timeline.spans)), timeline.num_ranks)
+
+
 def chrome_trace(
     timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
 ) -> dict[str, Any]:

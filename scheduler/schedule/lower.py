@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
@@ -115,4 +116,4 @@ def one_f_one_b_limits(
 ) -> tuple[int, ...]:
     """Return the bytes of activations per rank that need no more memory than the plan's 1F1B
     program."""
-    return equal_limits(plan, activation_peaks(baseline, sizes), sizes)
+    return equal_limits(plan, activation_peaks(baseline, sizes, group_spans(plan)), sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raymm.errors import PlanError
@@ -11,6 +11,7 @@ from raymm.scheduler.costs.device_memory import (
     idle_share,
     system_bytes,
 )
+from raymm.scheduler.plan.microbatch_groups import group_sizes, group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
@@ -21,14 +22,22 @@ from raymm.scheduler.schedules.base import Task
 GIB = 2**30
 
 
-def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int:
+def peak_bytes(
+    tasks: Sequence[Task], sizes: Mapping[StageId, StageCost],
+    spans: Mapping[StageId, int] | None = None,
+) -> int:
     """Return the peak bytes of activations of one rank for its tasks, in order.
 
     A forward keeps its activations until its backward (until B_w if it is split). A checkpointed
     forward keeps its inputs, and its activations from the recomputation on. During their backward,
     layers also hold recomputed activations, one layer at a time, and temporary memory. In a group,
-    all tasks begin before any ends. Messages in flight are not counted.
+    all tasks begin before any ends. Messages in flight are not counted. ``spans`` are groups of
+    microbatches (:func:`~raymm.scheduler.plan.microbatch_groups.group_spans`): the first forward of
+    a group keeps the activations of all of them until the group's last backward.
     """
+    spans = spans or {}
+    left = group_sizes(spans, [(t.stage, t.microbatch) for t in tasks if t.op in _FORWARDS])
+    counts = dict(left)
     held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0
     last = -1
@@ -37,6 +46,13 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
             total, remade, freed, last = total - freed, 0, 0, group
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
+        if stage in spans:
+            key = (stage, microbatch // spans[stage])
+            if op is Op.BACKWARD:
+                left[key] -= 1
+            if left[key] if op is Op.BACKWARD else key in held:
+                continue  # another task of the group computes
+            size = size.joined(counts[key])
         if op is Op.FORWARD or op is Op.RECOMPUTE:
             added = size.activation_bytes
         elif op is Op.FORWARD_CHECKPOINTED:
@@ -54,12 +70,19 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
     return peak
 
 
-def activation_peaks(program: Program, sizes: Mapping[StageId, StageCost]) -> tuple[int, ...]:
+_FORWARDS = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED})
+
+
+def activation_peaks(
+    program: Program, sizes: Mapping[StageId, StageCost],
+    spans: Mapping[StageId, int] | None = None,
+) -> tuple[int, ...]:
     """Return :func:`peak_bytes` of each rank of a program. ``sizes`` has the bytes of every
     stage."""
     return tuple(
         peak_bytes(
-            [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE], sizes
+            [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE], sizes,
+            spans,
         )
         for rank in program.ranks
     )
@@ -90,7 +113,7 @@ class RankMemory:
 
 def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
     """Return the memory of each rank under a program, for a plan with a profile."""
-    return memory_of(plan, activation_peaks(program, stage_costs(plan)))
+    return memory_of(plan, activation_peaks(program, stage_costs(plan), group_spans(plan)))
 
 
 def beside_activations(costs: Sequence[StageCost]) -> int:
@@ -125,7 +148,9 @@ def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
     device = "" if plan.profile is None else plan.profile.device
     needs = []
     for rank, peak in enumerate(peaks):
-        costs = [sizes[stage.id] for stage in plan.rank_stages(rank)]
+        costs = [
+            sizes[stage.id].joined(stage.microbatch_factor) for stage in plan.rank_stages(rank)
+        ]
         activations = peak + max((cost.forward_bytes for cost in costs), default=0)
         messages = sum(cost.message_bytes for cost in costs)
         # Stages are updated one after another.

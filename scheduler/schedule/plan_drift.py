@@ -10,10 +10,11 @@ from statistics import median
 from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, group_end
-from raymm.scheduler.program.timeline import Span, Timeline
+from raymm.scheduler.program.timeline import Span, Timeline, spread
 from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds
 
 # Number of steps after which the weight of a measurement is halved.
@@ -132,6 +133,7 @@ def device_costs(
     """Return the median seconds per (stage, compute op) on a whole device, from a measured step,
     for use in the simulator. Times on quotas are converted by surfaces, as in the simulator;
     without surfaces, they are scaled by the quota."""
+    timeline = spread(timeline, group_spans(plan))
     on_quota = group_seconds(plan)
     if on_quota is None:
         return timeline.costs()

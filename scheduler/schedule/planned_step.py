@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from raymm.errors import USER_CODE_RAISES, InternalError, PlanError
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
 from raymm.scheduler.program.check_program import check_program
@@ -169,7 +170,7 @@ class PlannedStep(ListScheduler):
         if transfers is None:
             transfers = {edge: Transfer(0.0, delay) for edge, delay in self.delays.items()}
         return simulate(
-            self.program, self.costs, transfers=transfers,
+            self.program, self.costs, transfers=transfers, spans=group_spans(self.plan),
             group_seconds=group_seconds(self.plan, self.costs), posted=self.plan.posted_receives,
         ).makespan
 
@@ -177,11 +178,13 @@ class PlannedStep(ListScheduler):
         """Return the peak bytes of activations of each rank."""
         if not self._needs_simulator and self.listed is not None:
             return self.activation_peaks(self.listed)
-        return activation_peaks(self.program, self.sizes)
+        return activation_peaks(self.program, self.sizes, group_spans(self.plan))
 
     @cached_property
     def _needs_simulator(self) -> bool:
-        """True if only the simulator can time modules that run side by side."""
-        return any(stage.quota is not None for stage in self.plan.stages) and (
+        """True if only the simulator can time modules that run side by side or share forwards of
+        several microbatches."""
+        on_quota = any(stage.quota is not None for stage in self.plan.stages) and (
             group_seconds(self.plan) is not None
         )
+        return on_quota or bool(group_spans(self.plan))

@@ -29,6 +29,7 @@ def simulate(
     microbatch_costs: Mapping[tuple[StageId, Op, int], float] | None = None,
     group_seconds: GroupSeconds | None = None,
     posted: int = 1,
+    spans: Mapping[StageId, int] | None = None,
 ) -> Timeline:
     """Simulate a program.
 
@@ -51,6 +52,9 @@ def simulate(
             until it is received. With more, that many receives exist when the step begins, and each
             RECV posts another before it waits; for its sender, a message with a posted receive is
             no longer in flight.
+        spans: groups of microbatches that share a forward and a backward
+            (:func:`~raymm.scheduler.plan.microbatch_groups.group_spans`). The first forward and the
+            last backward of a group take the time of all; the others take none.
 
     Returns:
         Compute spans and waits for messages. Collective instructions take no time.
@@ -59,6 +63,8 @@ def simulate(
         InternalError: the program deadlocks.
     """
     seconds = _Seconds(costs, microbatch_costs or {}, group_seconds)
+    if spans:
+        seconds = seconds._replace(of_microbatch=_joined(program, seconds, spans))
     arguments = seconds, Transfer(0.0, latency), transfers or {}
     timeline, waiting, delayed = _simulate(program, *arguments, MESSAGE_BOUND, 1)
     if waiting is not None:
@@ -141,6 +147,23 @@ class _Seconds(NamedTuple):
         key = instruction.stage, instruction.op
         seconds = self.of_microbatch.get((*key, instruction.microbatch))
         return self.of_op.get(key, 0.0) if seconds is None else seconds
+
+
+def _joined(
+    program: Program, seconds: _Seconds, spans: Mapping[StageId, int]
+) -> dict[tuple[StageId, Op, int], float]:
+    """Return the seconds of each microbatch, with those of groups in one task per group."""
+    result = dict(seconds.of_microbatch)
+    groups: dict[tuple[StageId, Op, int], list[Instruction]] = defaultdict(list)
+    for rank in program:
+        for i in rank:
+            if i.op in COMPUTE and i.stage in spans:
+                groups[i.stage, i.op, i.microbatch // spans[i.stage]].append(i)
+    for (stage, op, _), tasks in groups.items():
+        total = sum(map(seconds.of, tasks))
+        result |= {(stage, op, i.microbatch): 0.0 for i in tasks}
+        result[stage, op, tasks[-1 if op is Op.BACKWARD else 0].microbatch] = total
+    return result
 
 
 class _Messages:

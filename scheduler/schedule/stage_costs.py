@@ -77,6 +77,17 @@ class StageCost:
     message_bytes: int = 0
     update_bytes: int = 0
 
+    def joined(self, count: int) -> StageCost:
+        """Return the cost with the activations, temporary memory and joined inputs and outputs of
+        ``count`` microbatches that share a forward and a backward."""
+        if count == 1:
+            return self
+        return replace(
+            self, activation_bytes=count * self.activation_bytes,
+            remade_bytes=count * self.remade_bytes, forward_bytes=count * self.forward_bytes,
+            message_bytes=self.message_bytes + count * (self.input_bytes + self.output_bytes),
+        )
+
     def seconds(self) -> dict[Op, float]:
         """Return the seconds per compute op, including ops that the stage does not need."""
         return {

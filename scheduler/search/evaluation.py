@@ -10,6 +10,7 @@ from functools import partial
 from raymm.errors import NoPlanError, PlanError
 from raymm.plural import plural
 from raymm.scheduler.plan.equal_part import EqualPart
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
@@ -114,7 +115,7 @@ def step_timeline(plan: Plan, network: Network, program: Program | None = None) 
     program = full_program(plan) if program is None else program
     return simulate(
         program, op_seconds(plan), transfers=network.transfers(plan),
-        group_seconds=group_seconds(plan), posted=plan.posted_receives,
+        group_seconds=group_seconds(plan), posted=plan.posted_receives, spans=group_spans(plan),
     )
 
 
