@@ -196,8 +196,8 @@ class StageActions:
                         leaves.append(message)
                     named[name] = message
             meta = step.meta
-            if inputs is None:
-                inputs = step.stage_inputs(stage, microbatch)
+            if inputs is None and (rows := step.inputs.get(stage)):
+                inputs = rows[microbatch]
             ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
             offsets = meta.offsets[microbatch] if meta.offsets else {}
             context = MicrobatchContext(
@@ -240,15 +240,15 @@ class StageActions:
             output = self._stage.run(
                 inputs, named, context._replace(draws=draws, sample_count=count)
             )
-        draws.end()
-        if drawn is None:
-            self.draws = draws.drawn
-        if self._span > 1 and draws.drawn:
-            raise ModelError(
-                f"{self._name.module!r} draws random numbers (dropout), and its microbatch_factor "
-                "is above 1, which would change them; accepted: a module without dropout, or "
-                "microbatch_factor 1"
-            )
+        grouped = self._span > 1
+        if drawn is None or grouped:
+            draws.end()
+            if grouped and draws.drawn:
+                raise ModelError(
+                    f"{self._name.module!r} draws random numbers (dropout), which depend on the "
+                    "microbatch; accepted: none, or microbatch_factor 1"
+                )
+            self.draws = drawn or draws.drawn
         return output
 
     def _hand_on(self, task: Task) -> Callable[[StepState, Message], None]:

@@ -14,7 +14,7 @@ from raymm.scheduler.costs.device_memory import (
 from raymm.scheduler.plan.microbatch_groups import group_sizes, group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import COMPUTE, Op, Program
+from raymm.scheduler.program.program import COMPUTE, FORWARDS, Op, Program
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES
 from raymm.scheduler.schedules.base import Task
@@ -36,7 +36,7 @@ def peak_bytes(
     a group keeps the activations of all of them until the group's last backward.
     """
     spans = spans or {}
-    left = group_sizes(spans, [(t.stage, t.microbatch) for t in tasks if t.op in _FORWARDS])
+    left = group_sizes(spans, [(t.stage, t.microbatch) for t in tasks if t.op in FORWARDS])
     counts = dict(left)
     held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0
@@ -68,9 +68,6 @@ def peak_bytes(
         total += added
         peak = max(peak, total)
     return peak
-
-
-_FORWARDS = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED})
 
 
 def activation_peaks(

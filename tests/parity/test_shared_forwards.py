@@ -30,23 +30,25 @@ def step(audio: bool = True) -> list[dict]:
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize(
-    ("audio", "frozen", "schedule", "dp"),
+    ("schedule", "vision", "audio"),
     [
-        (False, False, "1f1b", 1), (False, True, "zero_bubble", 1), (True, False, "1f1b", 2),
-        (True, False, "gpipe", 1),
+        ("1f1b", {}, None), ("zero_bubble", {"frozen": True}, None), ("1f1b", {"dp": 2}, 4),
+        ("gpipe", {"tp": 2}, 4), ("1f1b", {"cp": 2}, None),
+        ("1f1b", {"dp": 2, "sharding": "fsdp"}, None),
     ],
-)
-def test_groups_equal_one_process(ray_cluster, audio, frozen, schedule, dp):
-    model = model_of(audio, frozen)
+)  # fmt: skip
+def test_groups_equal_one_process(ray_cluster, schedule, vision, audio):
+    frozen = vision.pop("frozen", False)
+    model = model_of(audio is not None, frozen)
     if frozen:
         model.freeze(encoders=True, projectors=True, llm=False)
     oracle = oracle_of(model)
-    spec = ParallelSpec(microbatch_factor=2, dp=dp)
-    layout = MultimodalParallelSpec(
-        {"vision": spec} | ({"audio": ParallelSpec(microbatch_factor=4)} if audio else {}),
-        ParallelSpec(pp=2), 4, schedule,
-    )
+    factors = {"vision": ParallelSpec(microbatch_factor=2, **vision)}
+    if audio:
+        factors["audio"] = ParallelSpec(microbatch_factor=audio)
+    layout = MultimodalParallelSpec(factors, ParallelSpec(pp=2), 4, schedule)
+    microbatches = step(audio is not None)
     with layout.apply(model, optimizer=OPTIMIZER) as parallel:
-        check_gradients(parallel, oracle, step(audio))
-        check_gradients(parallel, oracle, step(audio)[1:], step(audio)[:1])  # fewer than planned
-        check_training(parallel, oracle, [[step(audio)], [step(audio)[::-1]]])
+        check_gradients(parallel, oracle, microbatches)
+        check_gradients(parallel, oracle, microbatches[1:], microbatches[:1])  # fewer than planned
+        check_training(parallel, oracle, [[microbatches], [microbatches[::-1]]])
