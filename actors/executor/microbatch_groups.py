@@ -1,18 +1,17 @@
 """One forward and one backward of a stage for a group of microbatches.
 
 The inputs of the group are concatenated by items, and every microbatch gets its items of the
-output as separate leaves. Their gradients are concatenated once the last of them is complete.
+output. Gradients add up in the group's output until the last microbatch's is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from raymm.actors.modules.message import Message
-from raymm.errors import ModelError
 
 Row = Mapping[str, Any] | None
 
@@ -39,52 +38,34 @@ def _signature(row: Row) -> object:
     )
 
 
-def joined_inputs(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:
-    """Return the concatenated inputs of the microbatches of a group, and the items of each."""
-    counts = [
-        next(len(value) for value in row.values() if isinstance(value, torch.Tensor))
-        for row in rows
-    ]
-    first = rows[0]
+def joined_inputs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the concatenated inputs of the microbatches of a group."""
     return {
         name: torch.cat([row[name] for row in rows]) if isinstance(value, torch.Tensor) else value
-        for name, value in first.items()
-    }, counts
+        for name, value in rows[0].items()
+    }
 
 
 class GroupRun:
     """Output of a group's forward, until its backward.
 
+    Args:
+        split: returns the messages of the microbatches, given that of the group.
+        with_grad: True if a backward follows.
+
     Attributes:
         parts: output of each microbatch.
-
-    Raises:
-        ModelError: the output does not have one row per item.
     """
 
     def __init__(
-        self, module: str, output: Message, counts: Sequence[int], with_grad: bool
+        self, output: Message, split: Callable[[Message], list[Message]], with_grad: bool
     ) -> None:
-        total = sum(counts)
-        if output.side or output.loss is not None or any(
-            len(tensor) != total for tensor in output.tensors
-        ):
-            shapes = [tuple(tensor.shape) for tensor in output.tensors]
-            raise ModelError(
-                f"{module!r} returns features of shapes {shapes} for {total} items; with "
-                "microbatch_factor above 1, accepted: one row per item (items, tokens, width)"
-            )
-        self._output = output.tensors
-        self._open = len(counts)
-        tensors = [tensor.detach().split(list(counts)) for tensor in output.tensors]
-        self.parts = [
-            output._replace(tensors=tuple(
-                # A separate leaf, which does not record that it is a view.
-                part.detach().requires_grad_(with_grad and tensor.requires_grad)
-                for part, tensor in zip(parts, output.tensors, strict=True)
-            ))
-            for parts in zip(*tensors, strict=True)
-        ]
+        self._outputs = output.tensors
+        self._leaves = tuple([
+            t.detach().requires_grad_(with_grad and t.requires_grad) for t in output.tensors
+        ])
+        self.parts = split(output._replace(tensors=self._leaves))
+        self._open = len(self.parts)
 
     def last_use(self) -> bool:
         """Count a microbatch that no longer needs the group; return True for the last one."""
@@ -92,15 +73,9 @@ class GroupRun:
         return not self._open
 
     def gradients(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the outputs that need a gradient, with the gradients, and release both. An output
-        without any gradient is left out."""
-        outputs, gradients = [], []
-        for number, output in enumerate(self._output):
-            leaves = [part.tensors[number] for part in self.parts]
-            if any(leaf.grad is not None for leaf in leaves):
-                outputs.append(output)
-                gradients.append(torch.cat([
-                    torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
-                ]))
-        self._output, self.parts = (), []
-        return tuple(outputs), tuple(gradients)
+        """Return the outputs that have a gradient, with the gradients."""
+        pairs = [
+            (output, leaf.grad) for output, leaf in zip(self._outputs, self._leaves, strict=True)
+            if leaf.grad is not None
+        ]
+        return tuple([output for output, _ in pairs]), tuple([grad for _, grad in pairs])

@@ -161,9 +161,10 @@ class StageActions:
             members = group_of(rows, microbatch, span)
             key = stage, members
             if key not in step.groups:
-                inputs, counts = joined_inputs([rows[member] or {} for member in members])
-                output = forward(step, received, inputs)[1]
-                step.groups[key] = GroupRun(stage.module, output, counts, with_grad)
+                items = [rows[member] or {} for member in members]
+                output = forward(step, received, joined_inputs(items))[1]
+                split = partial(self._stage.split_items, items)
+                step.groups[key] = GroupRun(output, split, with_grad)
             run = step.groups[key]
             part = run.parts[members.index(microbatch)]
             if not with_grad and run.last_use():

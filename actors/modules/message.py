@@ -154,6 +154,13 @@ class StageModule(nn.Module):
         """
         raise NotImplementedError
 
+    def split_items(
+        self, inputs: Sequence[Mapping[str, torch.Tensor]], message: Message
+    ) -> list[Message]:
+        """Return the messages of several microbatches, given the message of one forward for all of
+        their items."""
+        raise NotImplementedError
+
 
 # Maps the return value of a forward to the part that other modules read, as one tensor.
 Read = Callable[[Any], torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -304,6 +304,26 @@ class EncoderStage(Stage):
         if self._unfinished:
             return message_of(output, {}, call.side, self.optional)
         return self._finished(output, call, context)
+
+    def split_items(
+        self, inputs: Sequence[Mapping[str, torch.Tensor]], message: Message
+    ) -> list[Message]:
+        """Return the messages of several microbatches, whose features have a row per item.
+
+        Raises:
+            ModelError: the message does not have one row per item.
+        """
+        counts = [min(len(v) for v in rows.values() if torch.is_tensor(v)) for rows in inputs]
+        if message.side or any(len(tensor) != sum(counts) for tensor in message.tensors):
+            shapes = [tuple(tensor.shape) for tensor in message.tensors]
+            raise ModelError(
+                f"{self.spec.name!r} returns features of shapes {shapes} for {sum(counts)} items; "
+                "accepted with microbatch_factor above 1: one row per item (items, tokens, width)"
+            )
+        return [
+            message._replace(tensors=tensors)
+            for tensors in zip(*[t.split(counts) for t in message.tensors], strict=True)
+        ]
 
     def _finished(self, output: Any, call: Call, context: MicrobatchContext) -> Message:
         """Return the message of the module's last stage.

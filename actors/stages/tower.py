@@ -13,7 +13,12 @@ from torch import nn
 from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.features.root_features import FEATURE, RootCall, RootForm
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.sharding.vlm.item_rows import each_item, gather_parts, items_of_share
+from raymm.actors.sharding.vlm.item_rows import (
+    each_item,
+    gather_parts,
+    items_of_share,
+    share_lengths,
+)
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, later_inputs
 from raymm.actors.stages.features import Form
 from raymm.actors.stages.item_shares import ITEMS, ItemShares
@@ -96,6 +101,20 @@ class TowerStage(EncoderStage):
             shards = [shard[:0] for shard in shards]
         gathered = gather_parts(shards, self._items.exchange)
         return Message(*form.of_parts(gathered, form_side, self.spec.layers))
+
+    def split_items(
+        self, inputs: Sequence[Mapping[str, torch.Tensor]], message: Message
+    ) -> list[Message]:
+        form, layers = self.spec.form, self.spec.layers
+        assert form is not None  # a probed tower
+        parts = form.parts(message.tensors, message.side, layers)
+        entries = [{n: v for n, v in rows.items() if n != "sample_index"} for rows in inputs]
+        lengths = share_lengths(self.spec.name, entries, list(map(len, parts)))
+        shares = [part.split(rows) for part, rows in zip(parts, lengths, strict=True)]
+        return [
+            Message(*form.of_parts(share, message.side, layers))
+            for share in zip(*shares, strict=True)
+        ]
 
 
 def features_of_items(

@@ -10,8 +10,9 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.errors import PlanError
-from raymm.layout.stage_builders import check_norms, skeletons
+from raymm.layout.stage_builders import skeletons
 from raymm.model.model import Model
+from raymm.model.module import EncoderModule, TowerModule
 from raymm.scheduler.plan.plan import Plan
 
 
@@ -27,9 +28,8 @@ def check_groups(model: Model, plan: Plan, cached: Collection[str] = ()) -> None
         module = model.module(name)
         spec = module.spec
         planned = f"microbatch_factor of {name!r} is {stage.microbatch_factor}; the module"
-        if type(spec) is not EncoderSpec:
-            raise PlanError(f"{planned} must be an encoder of a MultimodalModule")
-        check_norms(spec, planned)
+        if not isinstance(module, EncoderModule | TowerModule):
+            raise PlanError(f"{planned} must be an encoder of a MultimodalModule or a VLM's tower")
         callbacks = spec.preprocess, spec.postprocess_module, spec.postprocess_projector
         for refused, reason in (
             (name in cached, "cached features"),

@@ -132,11 +132,19 @@ def _shared(plan: Plan, module: Module, spec: AnySpec) -> AnySpec:
             spec = module.share_tokens(spec)
     shares_samples = first.split == SAMPLES and len(replicas) > 1
     if shares_samples:
-        check_norms(spec, _SPLIT_NORMS.format(name))
-    if first.fsdp > 1:
-        check_norms(spec, _SHARDED_NORMS.format(name))
-        with refused(f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'"):
-            spec = module.share_rows(spec)
+        _check_norms(spec, _SPLIT_NORMS.format(name))
+    factor = f"microbatch_factor of {name!r} is {first.microbatch_factor}"
+    for applies, planned, norms in (
+        (first.fsdp > 1, f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'",
+         _SHARDED_NORMS.format(name)),
+        (first.microbatch_factor > 1, f"{factor}; accepted: 1", f"{factor}, and the module"),
+    ):
+        if applies:
+            _check_norms(spec, norms)
+            with refused(planned):
+                spec = module.share_rows(spec)
+    if first.microbatch_factor > 1 and getattr(spec, "zeros_left_out", False):
+        raise PlanError(f"{factor}; accepted: 1, because padding items of the module are left out")
     if first.cp > 1 or first.fsdp > 1 or shares_samples:
         draws = module.draws(spec, first, cuts_rows=first.fsdp > 1 or shares_samples)
         _check_training_draws(module, first, draws)
@@ -190,7 +198,7 @@ def _check_training_draws(module: Module, stage: Stage, draws: TrainingDraws) ->
         raise PlanError(f"{module.name!r} cannot share samples ({planned}): {draws.refused}")
 
 
-def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
+def _check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     """Raise a PlanError, which begins with ``planned``, if a module has a batch norm in training
     mode, whose statistics need all samples."""
     if any(

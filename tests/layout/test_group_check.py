@@ -7,6 +7,7 @@ import pytest
 import torch
 from graph_models import reading
 from stage_hooks import Squashed
+from test_vlms_on_ray import whole
 from torch import nn
 
 from raymm.actors.adapters.lora_config import LoraConfig
@@ -14,7 +15,9 @@ from raymm.errors import PlanError
 from raymm.layout.group_check import check_groups
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
+from raymm.runtime.options import RuntimeOptions
+from raymm.runtime.parallel_model import ParallelModel
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, vlm_plan
 
 WIDTH = pm.llama().hidden_size
 
@@ -47,10 +50,10 @@ def model_of(encoder=None, projector=None, **options) -> MultimodalModule:
     return MultimodalModule({"vision": vision}, ModalityModule(pm.llama()))
 
 
-def check(model: MultimodalModule, factor: int = 2, cached=()) -> None:
+def check(model: MultimodalModule, factor: int = 2, **options) -> None:
     vision = ParallelSpec(microbatch_factor=factor)
     plan = MultimodalParallelSpec({"vision": vision}, ParallelSpec(), 4).plan(model)
-    check_groups(model, plan, cached)
+    ParallelModel.check_plan(model, plan, RuntimeOptions(**options))
 
 
 @pytest.mark.parametrize(("options", "reason"), [
@@ -85,7 +88,7 @@ def test_frozen_batch_norms_are_accepted():
 def test_cached_features_and_hooks_are_refused():
     model = model_of()
     with pytest.raises(PlanError, match="cached features"):
-        check(model, cached={"vision"})
+        check(model, features={"vision": None})
     model.add_stage_hook("vision", Squashed())
     with pytest.raises(PlanError, match="hooks"):
         check(model)
@@ -97,3 +100,10 @@ def test_a_graph_node_is_refused():
     plan = dag_plan(dag, {source: ParallelSpec(microbatch_factor=2)}, 4)
     with pytest.raises(PlanError, match="must be an encoder of a MultimodalModule"):
         check_groups(dag, plan)
+
+
+def test_a_tower_that_leaves_out_padding_is_refused():
+    model, microbatches = whole("Idefics3ForConditionalGeneration")
+    plan = vlm_plan(model, {"vision": ParallelSpec(microbatch_factor=2)}, 2)
+    with pytest.raises(PlanError, match="padding items"):
+        ParallelModel.check_plan(model, plan, RuntimeOptions())

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.actors.sharding.sample_rows import shares
-from raymm.actors.sharding.vlm.item_rows import items_of_share, rows_per_item
+from raymm.actors.sharding.vlm.item_rows import items_of_share, rows_per_item, share_lengths
 from raymm.actors.sharding.vlm.token_share import zigzag
-from raymm.errors import DataError
+from raymm.errors import DataError, ModelError
 from raymm.model.ragged import check_rows, split_rows
 from raymm.model.vlm_batch import TextShares
 
@@ -98,3 +98,13 @@ def test_text_too_short_for_all_processes_is_refused(data):
         check(batch)
         if tokens > 1:
             zigzag(fewest, tokens)
+
+
+def test_outputs_of_joined_items_are_split_by_items_or_patches():
+    shares = [
+        {"pixel_values": torch.zeros(patches, 2), "image_grid_thw": torch.ones(items, 3)}
+        for patches, items in ((8, 1), (16, 3))
+    ]
+    assert share_lengths("vision", shares, [4, 6, 24]) == [[1, 3], [2, 4], [8, 16]]
+    with pytest.raises(ModelError, match="features of 'vision' have 5 rows"):
+        share_lengths("vision", shares, [5])

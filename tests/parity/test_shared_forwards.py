@@ -3,10 +3,11 @@
 import parity_models as pm
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from test_vlms_on_ray import check, whole
 
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, vlm_plan
 
 
 def model_of(audio: bool = True, frozen: bool = False) -> MultimodalModule:
@@ -52,3 +53,14 @@ def test_groups_equal_one_process(ray_cluster, schedule, vision, audio):
         check_gradients(parallel, oracle, microbatches)
         check_gradients(parallel, oracle, microbatches[1:], microbatches[:1])  # fewer than planned
         check_training(parallel, oracle, [[microbatches], [microbatches[::-1]]])
+
+
+@pytest.mark.cells(1)
+@pytest.mark.parametrize(
+    "name", ["Qwen3VLForConditionalGeneration", "LlavaForConditionalGeneration"]
+)
+def test_towers_equal_the_models_own_forward(ray_cluster, name):
+    model, microbatches = whole(name)
+    step = [*microbatches, microbatches[0], microbatches[0]][:4]
+    specs = {"vision": ParallelSpec(microbatch_factor=2), "llm": ParallelSpec(pp=2)}
+    check(model, vlm_plan(model, specs, 4), step)

@@ -81,6 +81,31 @@ def items_of_share(
     return _taken(name, entries, [items[n] for n in share or range(1)]), len(share)
 
 
+def share_lengths(
+    name: str, shares: Sequence[Entries], totals: Sequence[int]
+) -> list[list[int]]:
+    """Return the rows of each share in several outputs for the items of all shares, given the
+    ``totals`` of rows. An output has a row per item, or rows in proportion to those of the items in
+    the longest entry (patches).
+
+    Raises:
+        ModelError: an output has another number of rows.
+    """
+    items = [min(map(len, share.values())) for share in shares]
+    rows = [max(map(len, share.values())) for share in shares]
+    result = []
+    for total in totals:
+        weights = items if total == sum(items) else rows
+        if any(total * weight % sum(weights) for weight in weights):
+            raise ModelError(
+                f"features of {name!r} have {total} rows for microbatches of {items} items and "
+                f"{rows} rows; accepted with microbatch_factor above 1: a row per item, or rows "
+                "in proportion to those of the items"
+            )
+        result.append([total * weight // sum(weights) for weight in weights])
+    return result
+
+
 def each_item(
     name: str, entries: Entries, zeros_left_out: bool = False
 ) -> list[dict[str, torch.Tensor]]:
