@@ -78,7 +78,10 @@ def mixing_layers(
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.setdefault(layer, (args, kwargs))
 
-    layers = dict.fromkeys(each for block in blocks for each in block.modules())
+    layers = dict.fromkeys(
+        each for block in blocks for each in islice(block.modules(), 1, None)
+        if type(each) is not nn.Linear
+    )
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         run()
@@ -88,7 +91,6 @@ def mixing_layers(
         for hook in hooks:
             hook.remove()
     mixing = {each for each in calls if _carries_over(each, *calls[each], start)}
-    mixing -= set(blocks)
 
     def outer(layer: nn.Module) -> set[str]:
         class_names = [{type(c).__name__} if c in mixing else outer(c) for c in layer.children()]
@@ -208,19 +210,20 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
         )
 
 
-def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
+def probe_shared_tokens(
+    source: ModuleSource, has_mask: bool, mixers: Collection[str]
+) -> None:  # fmt: skip
     """Check that a sample's tokens can be split over processes (context parallelism).
 
-    Only attention, and layers that get all tokens (:func:`find_mixers`), may depend on other
-    tokens, and positions must follow ``position_ids``. Without ``has_mask``, the model's own mask
-    must be causal.
+    Only attention, and the ``mixers`` (:func:`find_mixers`), which get all tokens, may depend on
+    other tokens, and positions must follow ``position_ids``. Without ``has_mask``, the model's own
+    mask must be causal.
 
     Raises:
         ProbeError: see :func:`probe_mask`; or tokens in another order give another result.
     """
     ability = "have cp above 1"
     name, model = _model_with_masks(source, ability)
-    mixers = find_mixers(source)
     probe_mask(source, mixers)
     embeds, order = _embeddings(model), torch.arange(_TOKENS).roll(3).flip(0)
     back = order.argsort()

@@ -14,7 +14,9 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,6 +35,8 @@ _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_d
 _TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _SPECIAL = re.compile(r"token_(id|index)$")
 _NOISE = 0.02
+# The smallest copy of the source that was tried last, by its skeleton.
+_latest: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 # Limit for copies at full size: 2 GB each, with a few copies at a time.
 _MOST_PARAMETERS = 500_000_000
 
@@ -49,10 +53,27 @@ def small_model(source: ModuleSource) -> nn.Module:
 def small_models(source: ModuleSource) -> Iterator[nn.Module]:
     """Yield small copies, the smallest first, and last one of full size, if it is not too large.
 
+    Random weights of a wide model take seconds, so the smallest copy of the latest source is kept.
+    Callers get copies of it, which they may change.
+
     Raises:
         ProbeError: no copy can be made.
     """
     skeleton = source.skeleton()
+    if skeleton in _latest:
+        yield copy.deepcopy(_latest[skeleton])
+        yield from islice(_made_models(source, skeleton), 1, None)
+        return
+    for number, model in enumerate(_made_models(source, skeleton)):
+        if number == 0:
+            _latest.clear()
+            # A module that keeps a tensor computed from its parameters cannot be copied.
+            with contextlib.suppress(*USER_CODE_RAISES):
+                _latest[skeleton] = copy.deepcopy(model)
+        yield model
+
+
+def _made_models(source: ModuleSource, skeleton: nn.Module) -> Iterator[nn.Module]:
     if not isinstance(skeleton, PreTrainedModel):
         yield _ready(source.as_made(_random_copy(skeleton)))
         return

@@ -237,8 +237,9 @@ class LanguageModule(_Probed):
         return replace(spec, cut=probe_language_model(spec.source, arguments))
 
     def share_tokens(self, spec: Any) -> Any:
-        probe_shared_tokens(spec.source, spec.mask is not None)
-        return spec if spec.mixers else replace(spec, mixers=find_mixers(spec.source))
+        mixers = spec.mixers or find_mixers(spec.source)
+        probe_shared_tokens(spec.source, spec.mask is not None, mixers)
+        return replace(spec, mixers=mixers)
 
     def share_rows(self, spec: Any) -> Any:
         return spec
