@@ -8,8 +8,6 @@ of all. This holds in any order of tasks, because the module needs nothing but i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 
@@ -22,16 +20,3 @@ def group_spans(plan: Plan) -> dict[StageId, int]:
         stage.id: stage.microbatch_factor * len(plan.replicas(stage.module))
         for stage in plan.stages if stage.microbatch_factor > 1
     }
-
-
-def group_sizes(
-    spans: Mapping[StageId, int], tasks: list[tuple[StageId, int]]
-) -> dict[tuple[StageId, int], int]:
-    """Return the number of microbatches of each (stage, group), given the (stage, microbatch) of
-    all forwards."""
-    sizes: dict[tuple[StageId, int], int] = {}
-    for stage, microbatch in tasks:
-        if stage in spans:
-            key = stage, microbatch // spans[stage]
-            sizes[key] = sizes.get(key, 0) + 1
-    return sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from raymm.scheduler.costs.device_memory import (
     idle_share,
     system_bytes,
 )
-from raymm.scheduler.plan.microbatch_groups import group_sizes, group_spans
+from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, Op, Program
@@ -36,8 +37,11 @@ def peak_bytes(
     a group keeps the activations of all of them until the group's last backward.
     """
     spans = spans or {}
-    left = group_sizes(spans, [(t.stage, t.microbatch) for t in tasks if t.op in FORWARDS])
-    counts = dict(left)
+    counts = Counter(
+        (t.stage, t.microbatch // spans[t.stage])
+        for t in tasks if t.stage in spans and t.op in FORWARDS
+    )
+    left = counts.copy()
     held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0
     last = -1

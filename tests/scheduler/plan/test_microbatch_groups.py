@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.errors import PlanError
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
@@ -16,7 +17,7 @@ from raymm.scheduler.plan.stage import Stage, StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, Op, Program
 from raymm.scheduler.schedule.lower import full_program, lower, one_f_one_b_limits
-from raymm.scheduler.schedule.memory import activation_peaks
+from raymm.scheduler.schedule.memory import activation_peaks, rank_memory
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost
 
@@ -170,6 +171,16 @@ def slow_peak(rank, sizes, spans) -> int:
                 held += len(forwards) * sizes[key[0]].activation_bytes
         peak = max(peak, held)
     return peak
+
+
+def test_memory_has_the_activations_of_a_group():
+    layer = LayerCost(1.0, 1.0, 1.0, activation_bytes=100, parameter_bytes=4, output_bytes=10)
+    peaks = {}
+    for factor in (1, 2, 4):
+        plan = plan_of({"a": factor}, 8, edges=(("a", "llm"),))
+        plan = replace(plan, profile=CostProfile({"a": (layer,), "llm": (layer,)}))
+        peaks[factor] = rank_memory(plan, full_program(plan))[0].activations
+    assert peaks == {1: 220, 2: 440, 4: 880}  # two groups of 100 + 10 per microbatch in flight
 
 
 def test_a_group_waits_for_nothing_but_its_own_data():
