@@ -30,8 +30,6 @@ def check_factors(
             continue
         producers = [producer for producer, consumer in graph.edges if consumer == node.name]
         count = len(replicas[node.name])
-        schedule = find_schedule(schedule_name)
-        trains = any(node.trainable)
         for refused, reason, accepted in (
             (bool(producers), f"receives from {', '.join(producers)}", "a module without inputs "
              "from other modules"),
@@ -39,11 +37,10 @@ def check_factors(
             (len(stages) > count, f"has {len(stages) // count} stages", "one stage (pp 1)"),
             (stage.split != "microbatches", f"splits {stage.split}", "split 'microbatches'"),
             (any(s.quota is not None for s in stages), "has a quota", "no quota"),
-            (schedule.uses_slots, f"runs under schedule {schedule_name!r}", "another schedule"),
+            (find_schedule(schedule_name).uses_slots, f"runs under schedule {schedule_name!r}",
+             "another schedule"),
             (any(s.recompute for s in stages), "is recomputed as a whole",
              "recompute false, or recompute_layers"),
-            (trains and schedule.splits_backward, "is trained under schedule "
-             f"{schedule_name!r}, which splits the backward in two", "1f1b, or a frozen module"),
             (num_microbatches % (factor * count) > 0,
              f"has {num_microbatches} microbatches in {count} replicas",
              "a number of microbatches that factor * dp divides"),

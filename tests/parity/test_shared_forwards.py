@@ -33,7 +33,7 @@ def step(audio: bool = True) -> list[dict]:
 @pytest.mark.parametrize(
     ("schedule", "vision", "audio"),
     [
-        ("1f1b", {}, None), ("zero_bubble", {"frozen": True}, None), ("1f1b", {"dp": 2}, 4),
+        ("zero_bubble", {}, None), ("zero_bubble", {"frozen": True}, None), ("1f1b", {"dp": 2}, 4),
         ("gpipe", {"tp": 2}, 4), ("1f1b", {"cp": 2}, None),
         ("1f1b", {"dp": 2, "sharding": "fsdp"}, None),
     ],
