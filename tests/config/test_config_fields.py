@@ -109,7 +109,7 @@ def test_optimizer(field, value):
 @pytest.mark.parametrize(("field", "value"), [
     ("pp", 0), ("pp", True), ("dp", -1), ("tp", 1.0), ("cp", "2"), ("chunks", 0), ("quota", 2.0),
     ("quota", float("nan")), ("layers", (0,)), ("layers", (True,)), ("ranks", (-1,)),
-    ("ranks", (0.0,)), ("sharding", "zero2"),
+    ("ranks", (0.0,)), ("sharding", "zero2"), ("microbatch_factor", 0),
 ])
 def test_layouts(field, value):
     with pytest.raises(PlanError, match=field):
