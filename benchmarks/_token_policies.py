@@ -9,8 +9,13 @@ import numpy as np
 
 from benchmarks.baselines.baseline import Baseline
 from raymm.scheduler.context_parallel import swaps as token_swaps
-from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
-from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bound, descending
+from raymm.scheduler.context_parallel.distribution import (
+    Policy,
+    TokenDistribution,
+    any_counts_bound,
+    descending,
+    distribute,
+)
 
 
 def contiguous(
@@ -18,7 +23,7 @@ def contiguous(
 ) -> tuple[np.ndarray, int]:
     """Assign one contiguous range per rank (ring attention's policy).
 
-    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
     counts = _counts(len(work), ranks, long_first=False)
     return np.repeat(np.arange(ranks), counts), any_counts_bound(work, ranks)
@@ -29,7 +34,7 @@ def zigzag(
 ) -> tuple[np.ndarray, int]:
     """Assign one range from the head and its mirror from the tail; balances only causal masks.
 
-    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
     # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one additional block.
     each = len(work) // (2 * ranks)
@@ -50,7 +55,7 @@ def random(
 ) -> tuple[np.ndarray, int]:
     """Assign random blocks, the same number to every rank.
 
-    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
     order = np.random.default_rng(seed).permutation(len(work))
     if pinned >= 0:  # to the front, where ranks have one additional block
@@ -67,7 +72,7 @@ def lpt(
     """Assign the heaviest block first to the least loaded rank, without regard to token counts.
 
     The policy of Cornstarch v1, App. A (Graham 1969). Arguments and result follow
-    :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
     return token_swaps.lpt(work, descending(work), ranks), any_counts_bound(work, ranks)
 
@@ -77,7 +82,7 @@ def paper_lpt(
 ) -> tuple[np.ndarray, int]:
     """Apply :func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed.
 
-    Arguments and result follow :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
+    Arguments and result follow :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
     return token_swaps.lpt(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
 

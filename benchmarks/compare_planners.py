@@ -21,7 +21,7 @@ from benchmarks.baselines.baseline import Baseline, solutions
 from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
 from raymm.cli.option_arguments import add_option_arguments, read_options
-from raymm.cli.plan_styles import planned_precision
+from raymm.cli.plan import planned_precision
 from raymm.config.build import build_model
 from raymm.config.planning_options import AUTO, MULTIPLEXED, PlanOptions
 from raymm.config.sections import load_config

@@ -49,8 +49,7 @@ from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
-from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
-from raymm.scheduler.context_parallel.equal_counts import balanced
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.traffic import choose_method, method_bytes
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK, active_key_blocks
 

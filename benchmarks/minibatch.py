@@ -50,7 +50,7 @@ from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.costs import CostModel
-from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
+from raymm.scheduler.minibatch.methods import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 

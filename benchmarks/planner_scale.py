@@ -25,9 +25,9 @@ from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.evaluation import busiest_rank
-from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
+from raymm.scheduler.search.planner import find_plans
 
 DEVICE, DTYPE, PER_NODE = "H100", "bf16", 8
 TOKENS, LABELS, IMAGES, IMAGE_TOKENS = 8192, 4096, 4, 1025

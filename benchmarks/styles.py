@@ -40,7 +40,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
+from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.roofline import ModuleWork
 from raymm.scheduler.multiplex.solver.solve import solve
@@ -48,9 +48,9 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.evaluation import Option, evaluate
-from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
+from raymm.scheduler.search.planner import find_plans
 from raymm.scheduler.styles.blocks import StyleProblem
 from raymm.scheduler.styles.style_search import StyleSearch, search_between
 

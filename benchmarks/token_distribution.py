@@ -34,8 +34,7 @@ from benchmarks._token_policies import POLICIES
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
-from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
-from raymm.scheduler.context_parallel.equal_counts import balanced
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 TEXT, TOKENS = 1024, {1: 1196, 2: 3000}  # per sample: text; image (kind 1), audio (kind 2)

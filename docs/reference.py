@@ -18,9 +18,14 @@ import raymm
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.config.model_section import LoraSection
-from raymm.config.optimizer_section import OptimizerSection, UpdateSection
 from raymm.config.planning_options import PlanningOptions
-from raymm.config.sections import LayoutSection, PlanningSection, TrainConfig
+from raymm.config.sections import (
+    LayoutSection,
+    OptimizerSection,
+    PlanningSection,
+    TrainConfig,
+    UpdateSection,
+)
 from raymm.data import DataConfig
 from raymm.data.samples.limits import Limits
 from raymm.runtime.specs import ParallelSpec

@@ -239,8 +239,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "evaluation": (
         "raymm/evaluation/best_evaluation.py", "raymm/evaluation/heldout.py",
-        "raymm/evaluation/table.py", "raymm/evaluation/text_evaluation.py",
-        "raymm/evaluation/text_metrics.py",
+        "raymm/evaluation/text_evaluation.py",
     ),
     "generation": (
         "actors/stages/texts", "raymm/cli/generate.py", "raymm/runtime/generation.py",

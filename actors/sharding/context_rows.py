@@ -2,7 +2,7 @@
 
 The distribution is a function of the masks, so processes agree without messages. Sequences are
 padded so that every process has equally many blocks. Under custom mask policies, counts may differ
-by a few blocks (:mod:`raymm.scheduler.context_parallel.uneven_counts`); messages have room for the
+by a few blocks (:mod:`raymm.scheduler.context_parallel.distribution`); messages have room for the
 maximum.
 
 Legend: ``B`` samples, ``T`` tokens.
@@ -96,7 +96,7 @@ def pad_layout(layout: torch.Tensor, processes: int) -> torch.Tensor:
 def message_tokens(length: int, processes: int, pairs: int) -> int:
     """Return the token capacity of a process's messages to the next stage; see
     :func:`shard_tokens`."""
-    from raymm.scheduler.context_parallel.uneven_counts import most_blocks
+    from raymm.scheduler.context_parallel.distribution import most_blocks
 
     block, total = block_size(length, processes), padded_length(length, processes)
     if not block_token_work(block, pairs):

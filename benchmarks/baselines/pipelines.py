@@ -25,9 +25,9 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.evaluation import Candidates, Proposal
-from raymm.scheduler.search.find_plans import find_plans, has_rank_each, space_of
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.partition import Ranges
+from raymm.scheduler.search.planner import find_plans, has_rank_each, space_of
 from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import StageSpace
 

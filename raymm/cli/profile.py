@@ -1,24 +1,33 @@
-"""``raymm profile``: measure the cost of each layer of a configured run."""
+"""``raymm profile``: measure the cost of each layer of a configured run, or scaling surfaces."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from raymm.errors import PlanError
 from raymm.files.output import Output
+from raymm.files.run_files import write_whole
+from raymm.plural import plural
 from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph
+
+if TYPE_CHECKING:
+    from raymm.profiling.surfaces import SurfaceProfile
 
 # Maximum relative difference in time of layers of the same shape that share a row.
 _SAME_WITHIN = 0.25
 _TIMES = ("forward", "backward_input", "backward_weight")
 _SIZES = ("activation_bytes", "parameter_bytes")
+DEFAULT_GPUS = 8
+# Suffixes of the files next to the surfaces.
+BESIDE_SURFACES = (".colocations.json", ".interference.json")
 
 
 def add_profile_arguments(command: argparse.ArgumentParser) -> None:
@@ -64,9 +73,7 @@ def run_profile(args: argparse.Namespace) -> None:
         raise PlanError(f"--gpus is {args.gpus}; it must be at least 1")
     if args.lengths and args.multiplex:
         raise PlanError("--lengths cannot be used with --multiplex, which uses the data's lengths")
-    companions = (".png",)
-    if args.multiplex:
-        from raymm.cli.profile_surfaces import BESIDE_SURFACES as companions
+    companions = BESIDE_SURFACES if args.multiplex else (".png",)
     output = Output.file("--out", args.out, *companions)
     output.check()
     config = load_config(args.config, args.overrides)
@@ -85,8 +92,6 @@ def run_profile(args: argparse.Namespace) -> None:
     model.require(MEASURED_COSTS)
     model = cast(MultimodalModule, model)  # only models by parts have measured costs
     if args.multiplex:
-        from raymm.cli.profile_surfaces import run_surfaces
-
         run_surfaces(args, config, model, output)
         return
     microbatch = full_microbatch(config.data, model.encoder_names)
@@ -164,3 +169,75 @@ def _alike(a: LayerCost, b: LayerCost) -> bool:
         return False
     total_a, total_b = (sum(getattr(c, name) for name in _TIMES) for c in (a, b))
     return abs(total_a - total_b) <= _SAME_WITHIN * max(total_a, total_b)
+
+
+def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> None:
+    """Measure, print and save surfaces to ``output``. If modules were measured side by side,
+    ``*.colocations.json`` and the fitted ``*.interference.json`` are written next to it.
+
+    Raises:
+        DataError, PlanError, ClusterError: names what is wrong.
+    """
+    from raymm.costs.full_microbatch import full_microbatch
+    from raymm.profiling.surfaces import profile_surfaces
+    from raymm.runtime.cluster import connected, pick_device
+    from raymm.runtime.options import resolve_precision
+    from raymm.scheduler.costs.interference import colocations_to_json
+    from raymm.scheduler.costs.surface import surfaces_to_json
+
+    microbatch = full_microbatch(config.data, model.encoder_names)
+    with connected():
+        device = pick_device(args.device or config.run.device, config.resources.for_device)
+        profile = profile_surfaces(
+            model, microbatch, batch=config.data.batch_size,
+            gpus=args.gpus if args.gpus is not None else config.planning.ranks or DEFAULT_GPUS,
+            repeats=args.repeats, device=device,
+            precision=resolve_precision(config.run.precision, device),
+            resources=config.resources.for_device(device), threads=config.resources.threads,
+            ranks_per_node=config.planning.ranks_per_node,
+        )
+    console = Console()
+    console.print(surfaces_table(profile))
+    with output.writing():
+        texts = {output.target: surfaces_to_json(profile.surfaces, profile.conditions)}
+        colocations, interference = map(output.target.with_suffix, BESIDE_SURFACES)
+        if profile.colocations:
+            texts[colocations] = colocations_to_json(profile.colocations)
+        if profile.fit is not None:
+            texts[interference] = profile.fit.model.to_json()
+        for file, text in texts.items():
+            write_whole(file, text)
+    if profile.fit is not None:
+        console.print(
+            f"interference fitted to {profile.fit.samples} colocations: R2 {profile.fit.r2:.2f}, "
+            f"error {profile.fit.error:.1%} on average, {profile.fit.worst_error:.1%} at worst",
+            highlight=False, soft_wrap=True,
+        )
+    for note in profile.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    for file in texts:
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def surfaces_table(profile: SurfaceProfile) -> Table:
+    """Return a table of every module's milliseconds by degree and quota."""
+    from raymm.scheduler.schedule.memory import GIB
+
+    table = Table(
+        title=f"forward and backward of {plural(profile.conditions.batch, 'sample')} on "
+        f"{profile.conditions.device}, ms",
+        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
+    )
+    steps = profile.surfaces[0].steps
+    quotas = sorted({q for surface in profile.surfaces for q in surface.quotas})
+    for name in ("module", "GPUs", *(f"{q / steps:.0%}" for q in quotas), "GiB"):
+        table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
+    for surface in profile.surfaces:
+        for i, degree in enumerate(surface.degrees):
+            times = dict(zip(surface.quotas, surface.seconds[i], strict=True))
+            table.add_row(
+                surface.name if not i else "", str(degree),
+                *(f"{1e3 * times[q]:.3g}" if q in times else "-" for q in quotas),
+                f"{surface.memory_bytes[i] / GIB:.3f}",
+            )
+    return table

@@ -327,7 +327,7 @@ def _solve_flops(system: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) 
 class _Mixing(TorchDispatchMode):
     """Counts the FLOPs of products of two activations, such as scans of state-space layers and
     chunks of linear attention. Products with parameters, and with values computed only from
-    parameters and buffers, are counted by their shapes (:mod:`raymm.costs.matmul_count`)."""
+    parameters and buffers, are counted by their shapes (:mod:`raymm.costs.layer_count`)."""
 
     _FLOPS: Mapping[Any, Callable[..., int]] = {
         **flop_registry, torch.ops.aten.linalg_solve_triangular: _solve_flops

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -28,11 +32,11 @@ from raymm.data import (
 )
 from raymm.data.loading.builder import none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.errors import SampleError
+from raymm.data.samples.media import media_name, open_media
+from raymm.errors import USER_CODE_RAISES, SampleError
 from raymm.evaluation.best_evaluation import PREFIX, TEXTS, BestEvaluation
 from raymm.evaluation.heldout import HeldoutLoss
-from raymm.evaluation.table import WrittenText, write_table
-from raymm.evaluation.text_metrics import measured
+from raymm.files.run_files import write_whole
 from raymm.packages import import_object
 from raymm.runtime.generation import (
     Prompt,
@@ -40,6 +44,18 @@ from raymm.runtime.generation import (
     WritingRules,
     check_generates,
     generate,
+)
+
+# Threshold of ANLS: a less similar text scores 0 (Biten et al., Scene Text Visual Question
+# Answering, 2019, eq. 1).
+LEAST_SIMILARITY = 0.5
+Metric = Callable[[str, str], float]
+FOLDER = "evaluations"
+THUMBNAIL = 160  # pixels of the longer side
+_STYLE = (
+    "body{font:14px sans-serif}table{border-collapse:collapse}td,th{border:1px solid #ccc;"
+    "padding:4px 8px;text-align:left;vertical-align:top;white-space:pre-wrap}"
+    "td:first-child{max-width:12em;overflow-wrap:anywhere}td:nth-child(n+3){min-width:10em}"
 )
 
 
@@ -230,3 +246,108 @@ def prompt_before(
         },
     )
     return Prompt({**parts, "text": text}, prompt_meta, keep)
+
+
+def exact_match(text: str, answer: str) -> float:
+    """Return 1 if the texts are equal except for surrounding white space, else 0."""
+    return float(text.strip() == answer.strip())
+
+
+def anls(text: str, answer: str) -> float:
+    """Return the normalised Levenshtein similarity of characters, ignoring case and surrounding
+    white space; 0 below :data:`LEAST_SIMILARITY`."""
+    text, answer = text.strip().lower(), answer.strip().lower()
+    longest = max(len(text), len(answer))
+    similarity = 1.0 if not longest else 1 - edits(text, answer) / longest
+    return similarity if similarity >= LEAST_SIMILARITY else 0.0
+
+
+def word_errors(text: str, answer: str) -> tuple[int, int]:
+    """Return the number of word insertions, deletions and substitutions, and the number of words in
+    the answer."""
+    words = answer.split()
+    return edits(text.split(), words), len(words)
+
+
+def edits(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the Levenshtein distance: the number of insertions, deletions and substitutions of
+    elements."""
+    row = list(range(len(second) + 1))
+    for number, element in enumerate(first, 1):
+        diagonal, row[0] = row[0], number
+        for column, second_element in enumerate(second, 1):
+            diagonal, row[column] = row[column], min(
+                row[column] + 1, row[column - 1] + 1, diagonal + (element != second_element)
+            )
+    return row[-1]
+
+
+def measured(name: str, function: Metric | None, pairs: Sequence[tuple[str, str]]) -> float:
+    """Return a metric over (text, answer) pairs; 0 for no pairs. ``name`` is ``"exact_match"``,
+    ``"anls"``, ``"wer"``, or that of a custom metric, which is ``function``."""
+    if name == "wer":
+        counts = [word_errors(*pair) for pair in pairs]
+        return sum(errors for errors, _ in counts) / max(sum(words for _, words in counts), 1)
+    function = function or {"exact_match": exact_match, "anls": anls}[name]
+    return sum(float(function(*pair)) for pair in pairs) / max(len(pairs), 1)
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """Generated text of a sample, with its prompt and reference answer."""
+
+    id: str
+    prompt: str
+    text: str
+    answer: str
+
+
+def write_table(
+    folder: Path, step: int, texts: Sequence[WrittenText], samples: Mapping[str, Sample],
+    metrics: Mapping[str, float],
+) -> Path:
+    """Write the texts after ``step`` steps to ``evaluations/step-N.html`` and ``.jsonl`` in
+    ``folder``, the folder of the run; return the path of the page. Pictures come from ``samples``,
+    by id."""
+    out = folder / FOLDER
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"step-{step:08d}"
+    write_whole(out / f"{name}.jsonl", "".join(json.dumps(vars(t)) + "\n" for t in texts))
+    rows = [
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in (
+            html.escape(text.id), _pictures(samples.get(text.id)),
+            *map(html.escape, (text.prompt, text.text, text.answer)),
+        )) + "</tr>"
+        for text in texts
+    ]
+    facts = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+    heads = "".join(f"<th>{h}</th>" for h in ("sample", "media", "prompt", "written", "answer"))
+    page = out / f"{name}.html"
+    write_whole(page, (
+        f"<!doctype html><meta charset=utf-8><title>{name}</title><style>{_STYLE}</style>"
+        f"<h1>after step {step}: {html.escape(facts)}</h1><table><tr>{heads}</tr>"
+        + "\n".join(rows) + "</table>\n"
+    ))
+    return page
+
+
+def _pictures(sample: Sample | None) -> str:
+    cells = []
+    for item in (item for items in (sample.media if sample else {}).values() for item in items):
+        frame = item[0] if isinstance(item, tuple) else item
+        try:
+            with open_media(frame) as file:
+                cells.append(_thumbnail(file.read()))
+        except USER_CODE_RAISES:  # a sound, or a file that is not a readable picture
+            cells.append(html.escape(Path(media_name(item)).name))
+    return "<br>".join(cells)
+
+
+def _thumbnail(data: bytes) -> str:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        out = io.BytesIO()
+        image.convert("RGBA").save(out, "PNG")
+    return f'<img src="data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}">'

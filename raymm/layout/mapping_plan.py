@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raymm.model.model import Model
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.plan.plan import Plan
 
 

@@ -7,8 +7,7 @@ from functools import singledispatch
 from typing import Any, TypeVar
 
 from raymm.costs.named_devices import CPU, cluster_device
-from raymm.costs.step_flops import StepFlops
-from raymm.costs.vlm_step_flops import VlmStepFlops
+from raymm.costs.step_flops import StepFlops, VlmStepFlops
 from raymm.data import MicrobatchMeta
 from raymm.errors import ModelError, PlanError
 from raymm.model.features import FLOPS

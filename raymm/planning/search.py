@@ -18,8 +18,8 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_nodes import straddling
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option
-from raymm.scheduler.search.find_plans import find_plans, has_rank_each
 from raymm.scheduler.search.module_degrees import degrees_of
+from raymm.scheduler.search.planner import find_plans, has_rank_each
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 

@@ -18,8 +18,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.callbacks.callback import Callback
-from raymm.callbacks.handler import CallbackHandler
-from raymm.callbacks.named import run_callbacks
+from raymm.callbacks.handler import CallbackHandler, run_callbacks
 from raymm.config.cache_section import CacheSection
 from raymm.config.sections import RunConfig
 from raymm.costs.named_devices import device_names, precision_notes

@@ -4,21 +4,116 @@ Attention work differs between blocks (:mod:`raymm.scheduler.context_parallel.wo
 work of a layer costs the same for every token. ``balanced``, the default, gives every rank equally
 many tokens *and* equal attention work. Cornstarch's LPT (v2 §3.2.1) balances attention only and can
 leave one rank with many more tokens than another. If equal counts leave one rank with too much work
-in total, counts may differ by a block or two
-(:mod:`raymm.scheduler.context_parallel.uneven_counts`).
+in total (the last block of ``raymm.kernels.mask.patterns.causal_blockwise``, tokens that see
+everything), counts may differ by a block or two (:func:`relieve`), and memory hardly changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from raymm.errors import PlanError
 from raymm.scheduler.context_parallel import swaps as token_swaps
-from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bound, balanced
-from raymm.scheduler.context_parallel.uneven_counts import relieve
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
+
+# ``balanced`` stops within this relative distance of its lower bound,
+TOLERANCE = 5e-5
+# or after this many comparisons, about a millisecond.
+BUDGET = 300_000
+Policy = Callable[[np.ndarray, int, int, int], tuple[np.ndarray, int]]
+"""Function of (work, ranks, pinned, seed) that returns the (blocks,) rank of every block and a
+lower bound of the largest work of a rank. ``work`` is (blocks,) integers in any unit. ``pinned`` is
+a block that must go to a rank with one block more, or -1. ``seed`` is for random policies."""
+MORE_BLOCKS = 1
+"""Blocks that a rank may have above the largest equal count. More than one gains next to nothing,
+because many ranks share the blocks that a rank gives up (``python -m benchmarks.token_time``)."""
+LEAST_GAIN = 0.02
+"""Uneven counts are used only if they lower the largest cost by at least this fraction, because
+shapes then differ between ranks."""
+
+
+def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.ndarray, int]:
+    """Balance counts and work: LPT with equal cardinality, then exchanges between ranks. The result
+    is deterministic and takes milliseconds.
+
+    Args:
+        work: (blocks,) int64, work per block.
+        pinned: a block that must go to a rank with one block more, or -1.
+
+    Returns:
+        The (blocks,) rank of every block, and a lower bound of the largest work of a rank.
+    """
+    order = descending(work)
+    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
+    bound = _equal_counts_bound(work, order, ranks)
+    token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
+    if len(work) and loads.max() > bound * (1 + TOLERANCE):
+        bound = int(_crowded_bound(_heaviest(work, order), ranks, bound))
+    return token_swaps.ranks_of(members, counts, len(work)), bound
+
+
+def descending(work: np.ndarray) -> np.ndarray:
+    """Return the blocks by descending work; blocks of equal work keep their order."""
+    if not len(work):
+        return np.zeros(0, dtype=np.int64)
+    below = work.max() - work
+    return np.argsort(below.astype(np.uint16) if below.max() < 1 << 16 else below, kind="stable")
+
+
+@njit(cache=True)
+def _crowded_bound(before, ranks, bound):
+    """Return a lower bound of the largest work for counts equal to within one, which is tight if
+    few blocks are heavy. ``before`` is the (blocks + 1,) int64 cumulative work of the heaviest
+    blocks.
+
+    Take the ``k * ranks + h`` heaviest blocks (h from 1 to ranks). If every rank has at least k of
+    them and g ranks have more, these g ranks have at least ``g * k + h``, and other blocks fill up
+    their counts. The lightest blocks of both kinds bound their total work, which is at most g times
+    the largest work. The bound is the minimum over g; g is at most h, or one more block per rank is
+    enough.
+    """
+    blocks = before.shape[0] - 1
+    least_count = blocks // ranks
+    for top in range(1, blocks + 1):
+        k = (top - 1) // ranks
+        h = top - k * ranks
+        least = before[blocks]
+        for g in range(h, 0, -1):
+            heavy = g * k + h
+            light = max(0, g * least_count - heavy)
+            work = before[top] - before[top - heavy] + before[blocks] - before[blocks - light]
+            if work <= bound * g:  # the usual case: this top does not improve the bound
+                least = bound
+                break
+            least = min(least, -(-work // g))
+        bound = max(bound, least)
+    return bound
+
+
+def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
+    """Return a lower bound of the largest work for counts equal to within one. For every k, some
+    rank has k + 1 of the k * ranks + 1 heaviest blocks, and other blocks that fill up its count;
+    its work is at least that of the lightest blocks of both kinds."""
+    cumulative = _heaviest(work, order)
+    heavy = np.arange(0, len(work), ranks)  # k * ranks
+    k = np.arange(len(heavy))
+    lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
+    least = cumulative[heavy + 1] - cumulative[heavy - k] + cumulative[-1] - cumulative[lightest]
+    return max(any_counts_bound(work, ranks), int(least.max(initial=0)))
+
+
+def _heaviest(work: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return the (blocks + 1,) cumulative work by descending work, starting with 0."""
+    return np.concatenate([[0], np.cumsum(work[order])])
+
+
+def any_counts_bound(work: np.ndarray, ranks: int) -> int:
+    """Return a lower bound of the largest work of a rank, for any counts."""
+    return max(-(-int(work.sum()) // ranks), int(work.max())) if len(work) else 0
 
 
 @dataclass(frozen=True)
@@ -177,3 +272,35 @@ def _checked_work(work: np.ndarray, token_work: int) -> np.ndarray:
             f"the sum of work must be below {token_swaps.MAX_WORK}, got about {total:.3g}"
         )
     return work
+
+
+def most_blocks(blocks: int, ranks: int) -> int:
+    """Return the largest number of blocks of a rank if counts may differ."""
+    return -(-blocks // ranks) + MORE_BLOCKS
+
+
+def relieve(costs: np.ndarray, ranks: int, rank_of: np.ndarray) -> tuple[np.ndarray, int]:
+    """Give up equal counts if that lowers the largest cost by :data:`LEAST_GAIN`. Return the rank
+    of every block, and a lower bound of the largest cost for up to :func:`most_blocks` blocks per
+    rank.
+
+    Args:
+        costs: (blocks,) int64, total cost of every block: attention and all other work.
+        rank_of: (blocks,) rank of every block with equal counts.
+    """
+    bound = any_counts_bound(costs, ranks)
+    enough = (1 - LEAST_GAIN) * _largest(costs, ranks, rank_of)
+    if enough <= bound:
+        return rank_of, bound
+    # Add blocks of cost 0 as empty places, so that up to most_blocks becomes an equal count.
+    padded = np.zeros(most_blocks(len(costs), ranks) * ranks, dtype=np.int64)
+    padded[: len(costs)] = costs
+    filled, bound = balanced(padded, ranks, -1, 0)
+    uneven = filled[: len(costs)]
+    return (uneven if _largest(costs, ranks, uneven) <= enough else rank_of), bound
+
+
+def _largest(costs: np.ndarray, ranks: int, rank_of: np.ndarray) -> int:
+    loads = np.zeros(ranks, dtype=np.int64)
+    np.add.at(loads, rank_of, costs)
+    return int(loads.max())

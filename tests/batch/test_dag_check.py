@@ -5,7 +5,7 @@ import torch
 from multiplex_models import V, clip_batch, clip_model
 from torch import nn
 
-from raymm.batch.dag_check import DagCheck
+from raymm.batch.batches import DagCheck
 from raymm.errors import DataError, ModelError
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from masked_encoder import Masked
 
-from raymm.batch.tried_inputs import TriedInputs
+from raymm.batch.batches import TriedInputs
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.errors import DataError, ModelError, ProbeError
 from raymm.layout.stage_builders import stage_builders

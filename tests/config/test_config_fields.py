@@ -9,7 +9,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.config.model_config import model_config
+from raymm.config.build import model_config
 from raymm.config.sections import TrainConfig
 from raymm.errors import ClusterError, ConfigError, PlanError
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.config.optimizer_section import OptimizerSection
+from raymm.config.sections import OptimizerSection
 
 SCHEDULES = ("constant", "linear", "cosine")
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForMultimodalLM
 from examples.vlm.kinds import KINDS
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.config.vlm import example_batch
-from raymm.costs import vlm_step_flops
-from raymm.costs.vlm_step_flops import VlmStepFlops
+from raymm.costs import step_flops
+from raymm.costs.step_flops import VlmStepFlops
 from raymm.data import DataConfig, local_steps
 from raymm.model.vlm import from_pretrained
 from raymm.monitor.throughput import Throughput
@@ -54,7 +54,7 @@ def test_a_steps_flops_equal_torchs_count(kind, frozen, monkeypatch):
     names = [tower if name == "tower" else name for name in frozen]
     model, step = described(kind, dict.fromkeys(names, "frozen"))
     # Eager attention computes masked pairs, too.
-    monkeypatch.setattr(vlm_step_flops, "visible_pairs", lambda length, _: length * length)
+    monkeypatch.setattr(step_flops, "visible_pairs", lambda length, _: length * length)
     counts = VlmStepFlops(model).of(step.meta)
     assert set(counts) == {tower, "llm"} and min(counts.values()) > 0
     due = counted_by_torch(kind, set().union(*model.trained.values()), step)
@@ -64,8 +64,8 @@ def test_a_steps_flops_equal_torchs_count(kind, frozen, monkeypatch):
 def test_pairs_that_are_masked_do_not_count(monkeypatch):
     model, step = described("gemma3", {})
     counted = VlmStepFlops(model).of(step.meta)["llm"]
-    assert [vlm_step_flops.visible_pairs(4, window) for window in (None, 2, 8)] == [10, 7, 10]
-    monkeypatch.setattr(vlm_step_flops, "visible_pairs", lambda length, _: length * length)
+    assert [step_flops.visible_pairs(4, window) for window in (None, 2, 8)] == [10, 7, 10]
+    monkeypatch.setattr(step_flops, "visible_pairs", lambda length, _: length * length)
     assert counted < VlmStepFlops(model).of(step.meta)["llm"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.evaluation.text_metrics import anls, edits, exact_match, measured, word_errors
+from raymm.evaluation.text_evaluation import anls, edits, exact_match, measured, word_errors
 
 TEXTS = st.text("ab c", max_size=7)
 

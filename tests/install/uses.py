@@ -14,7 +14,7 @@ from typing import Any
 
 from examples.vlm.kinds import KINDS
 from raymm.actors.storage.location import check_location
-from raymm.callbacks.named import named_callbacks
+from raymm.callbacks.handler import named_callbacks
 from raymm.data import DataConfig, check_data
 from raymm.data.conversations.processor import ModelProcessor
 

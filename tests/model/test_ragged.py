@@ -9,8 +9,7 @@ from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.vlm.item_rows import items_of_share, rows_per_item, share_lengths
 from raymm.actors.sharding.vlm.token_share import zigzag
 from raymm.errors import DataError, ModelError
-from raymm.model.ragged import check_rows, split_rows
-from raymm.model.vlm_batch import TextShares
+from raymm.model.vlm_batch import TextShares, check_rows, split_rows
 
 
 @st.composite

@@ -27,8 +27,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
 
 CROSS = [1, 3, 5, 7]
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from raymm.runtime.specs import ParallelSpec, dag_plan
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
 from raymm.scheduler.plan.plan import Plan
 from tests.actors.multiplex_models import (
     ImageBind,

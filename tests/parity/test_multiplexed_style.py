@@ -24,8 +24,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
 
 STEPS = 10
 GPUS = 3

@@ -11,8 +11,8 @@ from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.errors import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.ragged import split_rows
 from raymm.model.vlm import from_pretrained
+from raymm.model.vlm_batch import split_rows
 from raymm.runtime.generation import Prompt, generate
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, vlm_plan

@@ -27,7 +27,7 @@ from trials import EVERY, UNSAVED, Trial
 from raymm import Callback
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.recovery.run_controller import RunController
-from raymm.training.run_checkpoints import RunCheckpoints
+from raymm.training.training_loop import RunCheckpoints
 
 # Seconds until a stopped process continues.
 STOPPED_S = 1.5

@@ -19,8 +19,8 @@ from raymm.callbacks.handler import CallbackHandler
 from raymm.errors import CheckpointError, NotFiniteError, RankFailedError, RunFileError
 from raymm.storage import checkpoint, loading
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.training import run_checkpoints
-from raymm.training.run_checkpoints import RunCheckpoints
+from raymm.training import training_loop
+from raymm.training.training_loop import RunCheckpoints
 
 KILLS = 5
 
@@ -163,7 +163,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatc
     """Check that a successful save in between resets the count, and that a short shortage is
     survived even if the run saves often."""
     ranks.set()
-    monkeypatch.setattr(run_checkpoints, "SHORTAGE_S", 0.0)
+    monkeypatch.setattr(training_loop, "SHORTAGE_S", 0.0)
     said, told = [], Told()
 
     def write(group, method, folder):
@@ -188,7 +188,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run(ranks, tmp_path, monkeypatc
     assert told.steps == [3] and checkpoints.saved == 3 and len(store.committed()) == 1
     lines = [line for line in said if "could not be saved" in line]
     assert len(lines) == 4 and all("The run continues and saves at" in line for line in lines)
-    monkeypatch.setattr(run_checkpoints, "SHORTAGE_S", 60.0)
+    monkeypatch.setattr(training_loop, "SHORTAGE_S", 60.0)
     for step in range(7, 14):
         save(step)
     assert told.steps == [3, 13]

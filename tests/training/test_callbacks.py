@@ -9,7 +9,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from watching_callbacks import CALLS
 
 from raymm.callbacks.callback import scalars
-from raymm.callbacks.named import named_callbacks
+from raymm.callbacks.handler import named_callbacks
 from raymm.callbacks.ray_metrics import METRICS
 from raymm.cli.main import EXIT_REPEATS
 from raymm.errors import ConfigError

@@ -1,6 +1,11 @@
 """Steps of training data, loaded by Ray data workers or built in this process."""
 
+from __future__ import annotations
+
+import os
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +14,7 @@ from itertools import islice, zip_longest
 from typing import Any
 
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
@@ -23,7 +29,10 @@ from raymm.actors.faults.inquiry import (
     kill_from_outside,
     look_from_outside,
 )
+from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.stacks import Address, Look
+from raymm.actors.faults.task_tracker import task
+from raymm.actors.modules.message import SOURCES
 from raymm.data.loading.builder import (
     BuiltStep,
     SampleCheck,
@@ -33,15 +42,15 @@ from raymm.data.loading.builder import (
     none_usable,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.data.loading.object_store import ItemStack, StoredTensors
 from raymm.data.loading.processed import measure_of, step_builder
 from raymm.data.loading.sources import open_split
-from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
 from raymm.data.sampling.batching import Sampler, training_sampler
 from raymm.data.sampling.sampler import EpochSampler, State, flat
-from raymm.errors import DataError, FailureKind, Loss, RunFailedError, SampleError
+from raymm.errors import USER_CODE_RAISES, DataError, FailureKind, Loss, RunFailedError, SampleError
 
 # Steps (data file, samples) during which a data worker of this process has died.
 _died: set[tuple[str, tuple[int, ...]]] = set()
@@ -182,7 +191,7 @@ class StepLoader:
         self._heartbeats = Heartbeats(config.worker_timeout)
         self._pending: deque = deque()
 
-    def __iter__(self) -> "StepLoader":
+    def __iter__(self) -> StepLoader:
         return self
 
     def __next__(self) -> Step:
@@ -214,7 +223,7 @@ class StepLoader:
         self._workers = []
         self._described = []
 
-    def __enter__(self) -> "StepLoader":
+    def __enter__(self) -> StepLoader:
         return self
 
     def __exit__(self, *exception) -> None:
@@ -431,3 +440,109 @@ def _plan(
     in_order = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
     in_order.check(start_state)
     return in_order.one_pass(start_state)
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """Part of a built step that the driver receives; the tensors are further results of the call.
+    """
+
+    meta: list[MicrobatchMeta]
+    skipped: list[Skipped]
+
+
+def part_names(config: DataConfig) -> list[str]:
+    """Return the parts that a microbatch may have, in the order in which they are returned."""
+    return ["text", *(config.modalities if config.processor is None else config.towers)]
+
+
+class DataWorker(ObservedActor):
+    """Actor that builds steps.
+
+    Args:
+        import_path: ``sys.path`` of the driver. Ray passes only the folder of the script, but
+            processor functions may be elsewhere.
+        check: list with a reference to the check of ``StepBuilder``, resolved after the path is
+            set.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        dataset: Dataset,
+        import_path: Sequence[str],
+        shuffled: Sequence[str],
+        check: Sequence[ray.ObjectRef] = (),
+        features: FeatureLookup | None = None,
+    ):
+        super().__init__("cpu")
+        sys.path.extend(path for path in import_path if path and path not in sys.path)
+        torch.set_num_threads(1)
+        checks = ray.get(list(check))
+        self._builder = step_builder(config, dataset, checks[0] if checks else None, features)
+        self._shuffled = tuple(shuffled)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    @task("loading samples")
+    def load(
+        self, indices: Sequence[int] | Sequence[Sequence[int]], groups: int
+    ) -> tuple[StoredStep | DataError | StoredTensors | None, ...]:
+        """Call ``StepBuilder.build``; the call needs ``num_returns = 1 + groups *
+        len(part_names)``.
+
+        Args:
+            groups: largest possible number of microbatches (``most_groups``).
+
+        Returns:
+            The step, then the parts of each microbatch in turn, with None for missing parts. A
+            permanent error is returned in place of the step, because Ray would wrap a raised error.
+            Temporary errors are raised, so that another attempt may succeed.
+        """
+        names = part_names(self._builder.config)
+        stored: list[StoredTensors | None] = [None] * (groups * len(names))
+        try:
+            built = self._builder.build(indices, self._shuffled, stack=ItemStack)
+            for number, microbatch in enumerate(built.microbatches):
+                inputs = self._builder.parts(microbatch)
+                if built.sources:
+                    inputs["text"][SOURCES] = torch.tensor(built.sources[number])
+                for name, tensors in inputs.items():
+                    stored[number * len(names) + names.index(name)] = StoredTensors(tensors)
+            return StoredStep(built.meta, built.skipped), *stored
+        except DataError as error:
+            if failure_kind(error) is FailureKind.RESOURCE:
+                raise
+            error.__cause__ = error.__context__ = None  # may not be picklable
+            return error, *stored
+        except USER_CODE_RAISES as error:
+            if failure_kind(error).passes:
+                raise
+            failure = DataError(f"a data worker failed: {type(error).__name__}: {error}")
+            failure.add_note(traceback.format_exc())
+            return failure, *stored
+
+
+def start_worker(
+    config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str],
+    check: Sequence[ray.ObjectRef] = (), place: Any = None,
+    features: FeatureLookup | None = None,
+) -> ActorHandle:
+    """Start one ``DataWorker``.
+
+    Args:
+        check: reference to the check of every batch; empty for none.
+        place: Ray ``scheduling_strategy`` of reserved resources; None for anywhere.
+    """
+    return (
+        remote_class(DataWorker)
+        .options(
+            num_cpus=config.worker_cpus,
+            max_restarts=0,
+            scheduling_strategy=place,
+            # Several workers decode in parallel; more threads would compete for the same cores.
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
+        )
+        .remote(config, dataset, list(sys.path), tuple(shuffled), list(check), features)
+    )

@@ -14,8 +14,7 @@ import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.stages.tower import is_featured
-from raymm.data.conversations.conversation import Conversation, conversation
-from raymm.data.conversations.messages import template_messages
+from raymm.data.conversations.conversation import Conversation, conversation, template_messages
 from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
 from raymm.data.conversations.template import RenderedChat
 from raymm.data.conversations.text import check_characters, roles_without_labels, text_chat

@@ -45,7 +45,7 @@ MODULES = ("torch", "torch._dynamo", "torch.distributed.tensor", "transformers.m
 RAY_MODULES = (
     "ray", "ray.actor", "ray._private.node", "raymm.actors.rank.rank_actor",
     "raymm.actors.rank.module_profiler",
-    "raymm.data.loading.worker", "raymm.layout.stage_builders", "raymm.batch.check",
+    "raymm.data.loading.loader", "raymm.layout.stage_builders", "raymm.batch.check",
     # Imported by every worker before its first call (ray.util.serialization_addons).
     "pydantic.v1.fields", "pyarrow.json", "starlette.datastructures",
 )

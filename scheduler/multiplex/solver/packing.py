@@ -13,10 +13,18 @@ the least needs of the other modules.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.multiplex.solver.stage_packing import Packed
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.multiplex.mapping import Placement
+from raymm.scheduler.multiplex.problem import bits
 
 PLACEMENT_OPTION = np.dtype([
     ("degree", np.int64),  # 0 ends the options of a module
@@ -115,7 +123,7 @@ LEVEL = np.dtype([
 
 @njit(cache=True)
 def nothing_placed(modules, gpus):
-    """Return a :class:`.stage_packing.Packed` of GPUs without modules."""
+    """Return a :class:`Packed` of GPUs without modules."""
     return Packed(np.zeros((modules, 2), np.int64), np.array([gpus]), np.zeros(1, np.int64))
 
 
@@ -368,12 +376,12 @@ def pack(inputs, before, spread, weights, kept, node_limit):
         spread: True to fill emptier GPUs first.
         weights: (K,) factors of the modules' least needs; modules are placed in descending order of
             the product.
-        kept: a :class:`.stage_packing.Packed` with the modules that stay where they are.
+        kept: a :class:`Packed` with the modules that stay where they are.
         node_limit: largest number of placements to try.
 
     Returns:
         SOLVED, IMPOSSIBLE (proven, given the kept modules) or GAVE_UP; nodes used; and the
-        :class:`.stage_packing.Packed` of all modules, empty unless SOLVED.
+        :class:`Packed` of all modules, empty unless SOLVED.
     """
     modules, pool = inputs.seconds.shape[0], inputs.pool
     options = placement_options(inputs, before)
@@ -419,3 +427,111 @@ def pack(inputs, before, spread, weights, kept, node_limit):
             if classes[modules, t].members >> level & 1:
                 content[t] |= 1 << m
     return result, nodes, Packed(chosen, gpus, content)
+
+
+class InterferenceLaw(NamedTuple):
+    """Eq. 8 for compiled code.
+
+    Attributes:
+        constant, additive, product: e1, e2, e3, float64.
+        own: True if e3 multiplies a module's bandwidth with the sum of the others, not the product.
+        relative: True if a delay is a fraction of the module's seconds alone.
+    """
+
+    constant: float
+    additive: float
+    product: float
+    own: bool
+    relative: bool
+
+    @classmethod
+    def of(cls, model: Interference) -> InterferenceLaw:
+        return cls(
+            float(model.constant), float(model.additive), float(model.product),
+            model.coupling == "own", model.unit == "relative",
+        )
+
+
+class Pool(NamedTuple):
+    """GPUs that a stage's modules share; ``steps`` and ``memory`` (bytes) are per GPU."""
+
+    gpus: int
+    steps: int
+    memory: int
+    law: InterferenceLaw
+
+
+class StageInputs(NamedTuple):
+    """Input of a search for placements of a stage's K modules.
+
+    Attributes:
+        seconds: (K, J, steps + 1) seconds alone, by log2 of the degree and quota.
+        memory: (K, J) int64, bytes on each GPU.
+        bandwidth: (K, steps + 1) share of the bandwidth.
+        entry: (K, J, steps + 1) lower bounds of seconds next to any other module.
+    """
+
+    seconds: np.ndarray
+    memory: np.ndarray
+    bandwidth: np.ndarray
+    entry: np.ndarray
+    pool: Pool
+
+
+class Packed(NamedTuple):
+    """Modules on GPUs; GPUs with the same modules are one class.
+
+    Attributes:
+        chosen: (K, 2) int64, degree and quota of each module; 0 for modules that are not placed.
+        gpus: (C,) int64, number of GPUs of each class.
+        content: (C,) int64, modules on them, as bits.
+    """
+
+    chosen: np.ndarray
+    gpus: np.ndarray
+    content: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class StagePacking:
+    """Named modules on GPUs; ``packed`` has them in the order of ``modules``."""
+
+    modules: tuple[str, ...]
+    packed: Packed
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements with numbered GPUs; classes with most modules come first."""
+        sets: list[list[int]] = [[] for _ in self.modules]
+        _, gpus, content = self.packed
+        first = 0
+        order = sorted(
+            range(len(gpus)), key=lambda c: (-int(content[c]).bit_count(), c)
+        )
+        for c in order:
+            for local in bits(int(content[c])):
+                sets[local].extend(range(first, first + int(gpus[c])))
+            first += int(gpus[c])
+        return tuple(
+            Placement(name, tuple(replica_gpus), int(quota))
+            for name, replica_gpus, quota in zip(
+                self.modules, sets, self.packed.chosen[:, 1], strict=True
+            )
+        )
+
+    @classmethod
+    def of(
+        cls, modules: Sequence[str], placements: Sequence[Placement], gpus: int
+    ) -> StagePacking:
+        """Return the packing of placements, one of each module in ``modules``, on ``gpus`` GPUs
+        including unused ones."""
+        index = {name: i for i, name in enumerate(modules)}
+        chosen = np.zeros((len(modules), 2), np.int64)
+        content = [0] * gpus
+        for placement in placements:
+            chosen[index[placement.module]] = len(placement.gpus), placement.quota
+            for g in placement.gpus:
+                content[g] |= 1 << index[placement.module]
+        classes = Counter(content)
+        packed = Packed(chosen, np.array(list(classes.values())), np.array(list(classes)))
+        return cls(tuple(modules), packed)

@@ -18,8 +18,7 @@ from ortools.sat.python import cp_model
 
 from raymm.errors import NoPlanError
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.sequence_dp import REFINEMENT
-from raymm.scheduler.multiplex.solver.sequences import in_order_within, total_seconds
+from raymm.scheduler.multiplex.solver.sequence_dp import REFINEMENT, in_order_within, total_seconds
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
 
 # Columns added to the linear program at once, and candidates whose bounds are tightened for that.

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.graph.strict_json import number, whole
 from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.solver.greedy import merge_greedily
-from raymm.scheduler.multiplex.solver.local_search import improve
+from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.solver.memory_search import fitted
 from raymm.scheduler.multiplex.solver.partition_columns import best_partition
-from raymm.scheduler.multiplex.solver.sequence_dp import best_sequence
-from raymm.scheduler.multiplex.solver.sequences import (
+from raymm.scheduler.multiplex.solver.sequence_dp import (
     alone_in_slot,
+    best_sequence,
     components,
+    in_order_within,
     mapping_of,
     total_seconds,
 )
-from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
+from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator, StageResult
 
 STRATEGIES = ("auto", "greedy", "exact", "local_search")
+# Number of random changes in one kick out of a local optimum.
+KICKS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -232,3 +235,210 @@ class _Search:
         ways = sorted({self.done.get(p, "in turn") for p in self.best if p.bit_count() > 1})
         method = f"{strategy} ({', '.join(ways) or 'single modules'}{interrupted})"
         return mapping_of(self.evaluator, stages, bound, method)
+
+
+class Evaluator(Protocol):
+    """Interface for the evaluation of stages (StageEval)."""
+
+    problem: MappingProblem
+
+    def result(self, stage: int) -> StageResult:
+        """Return seconds and placements of a stage; results are cached."""
+        ...
+
+    def forget(self) -> None:
+        """Clear the cache."""
+
+    def known_bound(self, stage: int) -> float:
+        ...
+
+
+def merge_greedily(
+    evaluator: Evaluator, within: int | None = None, prune: bool = True, cache: bool = True
+) -> list[int]:
+    """Return the stages of Algorithm 1 as sets of modules, in an order that meets every dependency:
+    start with one stage per module, and apply the merge that saves most until no merge saves time.
+
+    Args:
+        within: modules to map (bits); all by default.
+        prune: EarlyPrune: skip a pair without solving it if a lower bound of the merged stage
+            excludes a larger gain than the best. The bound covers single modules, as in the paper,
+            and all modules together. The result is the same.
+        cache: True to cache solved stages. The result is the same.
+    """
+    problem = evaluator.problem
+    stages = alone_in_slot(problem, within)
+    seconds = {stage: evaluator.result(stage).seconds for stage in stages}
+    while len(stages) > 1:
+        best_gain, best = 0.0, None
+        for first, second in mergeable(problem, stages):
+            merged = first | second
+            unmerged_seconds = seconds[first] + seconds[second]
+            if prune and evaluator.known_bound(merged) >= unmerged_seconds - best_gain:
+                continue
+            if not cache:
+                evaluator.forget()
+            gain = unmerged_seconds - evaluator.result(merged).seconds
+            if gain > best_gain:
+                best_gain, best = gain, (first, second)
+        if best is None:
+            break
+        merged = best[0] | best[1]
+        seconds[merged] = evaluator.result(merged).seconds
+        unmerged = [stage for stage in stages if stage not in best]
+        stages = in_order_within(problem, [*unmerged, merged], within)
+    return stages
+
+
+def mergeable(problem: MappingProblem, stages: list[int]) -> list[tuple[int, int]]:
+    """Return the pairs of stages that can be merged: no dependency leads from one to the other,
+    directly or through other stages."""
+    reach = []
+    for stage in stages:
+        ancestors = 0
+        for m in bits(stage):
+            ancestors |= problem.ancestors[m]
+        reach.append(sum(1 << t for t, predecessor in enumerate(stages) if predecessor & ancestors))
+    # Stages are in order, so in one pass all predecessors are complete.
+    for s in range(len(stages)):
+        for t in bits(reach[s]):
+            reach[s] |= reach[t]
+    return [
+        (stages[s], stages[t])
+        for s in range(len(stages)) for t in range(s + 1, len(stages))
+        if not reach[t] >> s & 1
+    ]
+
+
+def improve(
+    evaluator: StageEvaluator, stages: Sequence[int], within: int, kicks: int, seed: int,
+    better: Callable[[list[int]], None] | None = None, floor: float = 0.0,
+    searches: int | None = None,
+) -> list[int]:
+    """Return faster stages of the modules ``within``, if any are found.
+
+    A step moves a module to another or a separate stage, swaps two modules, or merges two stages.
+    The steps that may save most according to bounds are tried first. If no step saves time, a few
+    random steps are made and the descent restarts.
+
+    Args:
+        stages: initial sets of modules, in order.
+        floor: stop when the seconds are this low.
+        searches: no restarts after this many searches within stages.
+    """
+    rng = random.Random(seed)
+    last = None if searches is None else evaluator.searches + searches
+    best = _descend(evaluator, list(stages), within, better, None)
+    best_seconds = total_seconds(evaluator, best)
+    for _ in range(kicks):
+        if best_seconds <= floor * (1 + ROUNDING) or within.bit_count() < 2:
+            break
+        if last is not None and evaluator.searches > last:
+            break
+        started = _kicked(evaluator.problem, best, within, rng)
+        lowered = _descend(evaluator, started, within, better, best_seconds)
+        seconds = total_seconds(evaluator, lowered)
+        if seconds < best_seconds * (1 - ROUNDING):
+            best, best_seconds = lowered, seconds
+    return best
+
+
+def _descend(
+    evaluator: StageEvaluator, stages: list[int], within: int,
+    better: Callable[[list[int]], None] | None, below: float | None,
+) -> list[int]:
+    """Take improving steps until there are none; call ``better`` with stages faster than
+    ``below``."""
+    if below is None and better is not None:
+        better(stages)
+    while True:
+        better_stages = _best_step(evaluator, stages, within)
+        if better_stages is None:
+            return stages
+        stages = better_stages
+        if better is not None:
+            seconds = total_seconds(evaluator, stages)
+            if below is None or seconds < below:
+                better(stages)
+                below = seconds
+
+
+def _best_step(evaluator: StageEvaluator, stages: list[int], within: int) -> list[int] | None:
+    seconds = {stage: evaluator.result(stage).seconds for stage in stages}
+    candidates = []
+    for replaced, new in steps(evaluator.problem, stages):
+        now = sum(seconds[stage] for stage in replaced)
+        least = sum(evaluator.known_bound(stage) for stage in new)
+        if least < now * (1 - ROUNDING):
+            candidates.append((least - now, replaced, new))
+    candidates.sort()
+    for _, replaced, new in candidates:
+        now = sum(seconds[stage] for stage in replaced)
+        unchanged = [stage for stage in stages if stage not in replaced]
+        ordered = in_order_within(evaluator.problem, [*unchanged, *new], within)
+        if ordered and _below(evaluator, new, now * (1 - ROUNDING)):
+            return ordered
+    return None
+
+
+def _below(evaluator: StageEvaluator, stages: Sequence[int], seconds: float) -> bool:
+    """Return True if the stages take less than ``seconds`` in total. As most do not, cheap probes
+    of the stages come first."""
+    for solve in (False, True):
+        least = [evaluator.known_bound(stage) for stage in stages]
+        for i, stage in enumerate(stages):
+            below = seconds - sum(least[:i]) - sum(least[i + 1 :])
+            result = evaluator.result(stage) if solve else evaluator.probe(stage, below)
+            if not result.seconds < below:
+                return False
+            least[i] = result.seconds if solve else result.bound
+    return True
+
+
+def steps(
+    problem: MappingProblem, stages: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (old stages, new stages) of every step whose new stages have no dependent modules.
+    The order of stages is not checked."""
+    conflicts = {stage: 0 for stage in stages}
+    for stage in stages:
+        for m in bits(stage):
+            conflicts[stage] |= problem.related[m]
+    for stage in stages:
+        for m in bits(stage):
+            module = 1 << m
+            remaining = stage ^ module
+            if remaining:
+                yield (stage,), (remaining, module)
+            for second in stages:
+                if second == stage:
+                    continue
+                if not conflicts[second] & module:
+                    yield (stage, second), (
+                        (remaining, second | module) if remaining else (second | module,)
+                    )
+                if second < stage:
+                    continue
+                for n in bits(second):
+                    if problem.related[m] & second & ~(1 << n):
+                        break
+                    if not problem.related[n] & remaining:
+                        yield (stage, second), (remaining | 1 << n, second ^ 1 << n | module)
+    for i, stage in enumerate(stages):
+        for second in stages[i + 1 :]:
+            if not conflicts[stage] & second and stage.bit_count() > 1 < second.bit_count():
+                yield (stage, second), (stage | second,)
+
+
+def _kicked(
+    problem: MappingProblem, stages: list[int], within: int, rng: random.Random
+) -> list[int]:
+    for _ in range(rng.choice(KICKS)):
+        possible = list(steps(problem, stages))
+        for replaced, new in rng.sample(possible, min(10, len(possible))):
+            unchanged = [stage for stage in stages if stage not in replaced]
+            ordered = in_order_within(problem, [*unchanged, *new], within)
+            if ordered:
+                stages = ordered
+                break
+    return stages

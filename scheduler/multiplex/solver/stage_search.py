@@ -8,8 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.multiplex.solver.packing import IMPOSSIBLE, SOLVED, nothing_placed, pack
-from raymm.scheduler.multiplex.solver.stage_packing import Packed
+from raymm.scheduler.multiplex.solver.packing import (
+    IMPOSSIBLE,
+    SOLVED,
+    Packed,
+    nothing_placed,
+    pack,
+)
 
 
 class SearchEffort(NamedTuple):
@@ -105,7 +110,7 @@ def least_seconds(inputs, grid, bound, effort):
 
     Returns:
         Seconds (infinite if nothing was found), bound (infinite if no placements exist), number of
-        searches, and a :class:`.stage_packing.Packed`.
+        searches, and a :class:`.packing.Packed`.
     """
     packed = nothing_placed(inputs.seconds.shape[0], inputs.pool.gpus)
     best, searches = np.inf, 0
@@ -153,7 +158,7 @@ def least_seconds(inputs, grid, bound, effort):
 
 @njit(cache=True)
 def repack(inputs, packed, effort, seed):
-    """Improve placements, and return the best :class:`.stage_packing.Packed` found.
+    """Improve placements, and return the best :class:`.packing.Packed` found.
 
     First, searches start from scratch with modules in another order. Then the slowest module, some
     of its neighbours and some others are taken out and placed again by the exact search, so that

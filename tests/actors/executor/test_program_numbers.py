@@ -26,7 +26,7 @@ from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.quota import RecordingBackend
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
+from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
 from raymm.scheduler.program.check_program import check_program

@@ -15,7 +15,7 @@ from raymm.actors.probe.experts import own_loss
 from raymm.actors.probe.history import check_history
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.source import ConfigSource
-from raymm.batch.tried_inputs import TriedInputs
+from raymm.batch.batches import TriedInputs
 from raymm.errors import ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule

@@ -16,8 +16,7 @@ from benchmarks.baselines.baseline import solutions
 from raymm.errors import PlanError
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel import swaps as token_swaps
-from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
-from raymm.scheduler.context_parallel.equal_counts import balanced
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 ALL = {"balanced": balanced, **POLICIES}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from raymm.errors import PlanError
 from raymm.kernels.mask import patterns
-from raymm.scheduler.context_parallel.distribution import distribute
-from raymm.scheduler.context_parallel.uneven_counts import LEAST_GAIN, most_blocks
+from raymm.scheduler.context_parallel.distribution import LEAST_GAIN, distribute, most_blocks
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 WORK = st.lists(

@@ -15,7 +15,7 @@ from raymm.scheduler.costs.surface import (
     surfaces_to_json,
 )
 from raymm.scheduler.graph.strict_json import json_value, read_file
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
+from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.plan.plan import Plan

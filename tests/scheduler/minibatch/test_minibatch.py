@@ -15,8 +15,12 @@ from benchmarks._isf import plan_isf
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import WAVE_STEPS, _waves, plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
-from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
-from raymm.scheduler.minibatch.methods import METHODS, plan_minibatches
+from raymm.scheduler.minibatch.methods import (
+    METHODS,
+    plan_length_grouped,
+    plan_minibatches,
+    plan_random,
+)
 from raymm.scheduler.minibatch.metrics import balance, loads, mixing
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 from tests.scheduler.minibatch_data import groups_of, real, sizes

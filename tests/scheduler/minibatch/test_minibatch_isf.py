@@ -16,7 +16,7 @@ from benchmarks._isf import (
 )
 from benchmarks.baselines.baseline import solutions
 from raymm.errors import PlanError
-from raymm.scheduler.minibatch.fixed_size import plan_random
+from raymm.scheduler.minibatch.methods import plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import SampleSizes
 from tests.scheduler.minibatch_data import real, sizes

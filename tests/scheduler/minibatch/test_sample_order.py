@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.scheduler.graph.sample_ranges import share
-from raymm.scheduler.minibatch.balanced import plan_balanced
+from raymm.scheduler.minibatch.balanced import order_for_shares, plan_balanced
 from raymm.scheduler.minibatch.measured_costs import Column, MeasuredCosts, ModuleCost, group_units
 from raymm.scheduler.minibatch.problem import SampleSizes
-from raymm.scheduler.minibatch.sample_order import order_for_shares
 
 MODULES = {"vision": ModuleCost(0.0, 0.3), "text": ModuleCost(0.2, 0.01)}
 SHARED = MeasuredCosts(MODULES, {"vision": (0.5, 1.5), "text": (1.0,) * 3},

@@ -10,9 +10,8 @@ from ortools.sat.python import cp_model
 
 from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.stage_bounds import StageBounds
-from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageResult
-from raymm.scheduler.multiplex.solver.stage_packing import StagePacking
+from raymm.scheduler.multiplex.solver.packing import StagePacking
+from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageBounds, StageResult
 
 
 class CpSatStageEvaluator:

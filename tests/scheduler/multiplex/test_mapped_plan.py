@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raymm.errors import InternalError, PlanError
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
+from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.program.check_program import check_program

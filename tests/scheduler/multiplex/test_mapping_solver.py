@@ -14,10 +14,15 @@ from benchmarks._mapping_instances import KINDS, random_problem
 from raymm.errors import PlanError
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving
-from raymm.scheduler.multiplex.solver.greedy import merge_greedily, mergeable
 from raymm.scheduler.multiplex.solver.partition_columns import best_partition, independent_sets
-from raymm.scheduler.multiplex.solver.sequences import alone_in_slot, components, in_order
-from raymm.scheduler.multiplex.solver.solve import AUTO, STRATEGIES, solve
+from raymm.scheduler.multiplex.solver.sequence_dp import alone_in_slot, components, in_order
+from raymm.scheduler.multiplex.solver.solve import (
+    AUTO,
+    STRATEGIES,
+    merge_greedily,
+    mergeable,
+    solve,
+)
 from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
 from tests.scheduler.multiplex.mapping_problems import (
     brute_force_mapping,

@@ -19,11 +19,11 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
     MultiplexStage,
     Placement,
+    mapped_plan,
     module_seconds,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from benchmarks._mapping_instances import random_problem
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.solver.packing import IMPOSSIBLE
-from raymm.scheduler.multiplex.solver.stage_bounds import StageBounds
-from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
+from raymm.scheduler.multiplex.solver.stage_evaluation import StageBounds, StageEvaluator
 from tests.scheduler.multiplex.mapping_problems import brute_force_stage, problems
 
 

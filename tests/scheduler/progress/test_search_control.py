@@ -14,9 +14,9 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.progress.search_control import EVERY, SearchControl
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
+from raymm.scheduler.search.planner import find_plans
 
 POWERS = (1, 2, 4)
 GRAPH = ModuleGraph((ModuleNode("vision", (True,) * 6), ModuleNode("llm", (True,) * 8)),

@@ -22,10 +22,9 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.degree_search import estimates
 from raymm.scheduler.search.evaluation import Candidates, evaluate
-from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.planner import propose, within_memory
+from raymm.scheduler.search.planner import find_plans, propose, within_memory
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSpace
 from tests.scheduler.random_models import models

@@ -16,10 +16,10 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.evaluation import Proposal, evaluate
-from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import SEARCHED_SCHEDULES, PlanProblem
 from raymm.scheduler.search.partition import Ranges, even_layers
+from raymm.scheduler.search.planner import find_plans
 
 TOLERANCE = 0.01
 NODE = Network(Link(1e-4, 1e4), Link(1e-3, 1e3), 8)

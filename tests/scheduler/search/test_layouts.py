@@ -19,8 +19,8 @@ from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import FORWARDS, Op
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedules.registry import SCHEDULES
-from raymm.scheduler.search.find_plans import time_shared_plans
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_backbone, replicated
+from raymm.scheduler.search.planner import time_shared_plans
 from raymm.scheduler.search.stage_space import StageSpace
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents

@@ -20,9 +20,8 @@ from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.search import planner
 from raymm.scheduler.search.evaluation import Option, evaluate
-from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.planner import propose, within_memory
+from raymm.scheduler.search.planner import find_plans, propose, within_memory
 from raymm.scheduler.search.stage_space import StageSpace
 
 GRAPH_MODULES = ("vision", "llm")

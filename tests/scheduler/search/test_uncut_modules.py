@@ -8,9 +8,8 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.schedule.lower import iteration_time
 from raymm.scheduler.schedule.stage_costs import stage_costs
-from raymm.scheduler.search.find_plans import time_shared_plans
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.planner import propose
+from raymm.scheduler.search.planner import propose, time_shared_plans
 from raymm.scheduler.search.stage_space import StageSpace
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
