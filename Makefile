@@ -81,9 +81,9 @@ test-sweep: ruff
 test-fast: ruff
 	$(PYTEST) -m "not ray and not triton and not system and not sweep"
 
-SMOKE := tests/test_house.py tests/test_references.py tests/config tests/scheduler/graph \
+SMOKE := tests/test_house.py tests/test_references.py tests/raymm/config tests/scheduler/graph \
     tests/scheduler/plan tests/scheduler/program tests/kernels/mask/test_mask.py \
-    tests/data/samples/test_row_forms.py tests/parity/test_reference.py \
+    tests/raymm/data/samples/test_row_forms.py tests/parity/test_reference.py \
     tests/parity/test_mapped_degrees.py tests/training/test_first_command.py
 test-smoke: ruff
 	$(PYTEST) -m "not system and not sweep" $(SMOKE)

@@ -26,10 +26,10 @@ PROMISES = {
         "also on NFS":
             "tests/training/test_run_owner.py::test_a_link_request_repeated_by_nfs_succeeds",
         "Removing a checkpoint removes only the files that its manifest names.":
-            "tests/storage/test_links.py::"
+            "tests/raymm/storage/test_links.py::"
             "test_link_targets_and_other_files_in_a_step_are_kept",
         "A symbolic link is removed and its target is kept.":
-            "tests/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
+            "tests/raymm/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
         "that cannot be written stay in memory and are written, in order, with the first later row":
             "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "The run continues and saves when the next checkpoint is due":
@@ -56,16 +56,16 @@ PROMISES = {
             "tests/training/test_run_owner.py::"
             "test_a_concurrent_command_is_rejected_with_the_owner",
         "a save that begins before the previous one is committed waits":
-            "tests/storage/test_background_save.py::"
+            "tests/raymm/storage/test_background_save.py::"
             "test_a_second_save_waits_and_reports_it",
         "Whichever process is killed at any moment, the newest intact checkpoint is the old one or":
-            "tests/storage/test_background_save.py::"
+            "tests/raymm/storage/test_background_save.py::"
             "test_a_killed_save_leaves_an_intact_checkpoint",
         "The third failure in a row ends the run":
-            "tests/storage/test_background_save.py::"
+            "tests/raymm/storage/test_background_save.py::"
             "test_the_third_failed_save_in_a_row_ends_the_run",
         "a run that resumes on another machine downloads them first":
-            "tests/storage/test_run_folder.py::"
+            "tests/raymm/storage/test_run_folder.py::"
             "test_a_bucket_gets_changes_and_restores_them",
         "Failed requests are retried, after waits of":
             "tests/actors/storage/test_storage_folders.py::"
@@ -76,21 +76,21 @@ PROMISES = {
         "also removes all but the newest intact one, unless a run is active in the folder":
             "tests/training/test_check_command.py::test_pruning_keeps_the_newest_intact_checkpoints",
         "Each tensor is stored in the dtype of the source folder":
-            "tests/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
+            "tests/raymm/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
         "or the command fails and leaves no folder":
-            "tests/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_model_folder.py::"
             "test_a_folder_that_reads_back_differently_is_refused",
         "Exporting an exported folder gives the same bytes.":
-            "tests/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_model_folder.py::"
             "test_an_untrained_model_is_written_byte_for_byte",
         "A folder that has other files in it is renamed":
-            "tests/storage/test_links.py::test_a_linked_run_folder_keeps_its_neighbours",
+            "tests/raymm/storage/test_links.py::test_a_linked_run_folder_keeps_its_neighbours",
         "a run that ends before that ends with an error":
             "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "wait for it, too; a second signal does not":
             "tests/training/test_stop.py::test_a_signal_during_a_save_and_a_second_one",
         "is reported, with the file, and earlier checkpoints stay":
-            "tests/storage/test_background_save.py::"
+            "tests/raymm/storage/test_background_save.py::"
             "test_a_failed_write_is_reported_and_loses_nothing",
         "The second prints which tensors differ, and by how much relative to their norm":
             "tests/training/test_check_command.py::test_differences_are_relative_and_grouped_by_kind",
@@ -100,18 +100,18 @@ PROMISES = {
             "tests/training/test_check_command.py::"
             "test_checkpoints_of_a_run_differ_in_trained_parameters",
         "becomes a folder that stock `peft` loads":
-            "tests/storage/test_adapter_folder.py::"
+            "tests/raymm/storage/test_adapter_folder.py::"
             "test_peft_computes_the_same_with_either_scaling",
         "`bfloat16` or `float16` stores all tensors in that dtype":
-            "tests/storage/test_model_folder.py::test_another_dtype_is_written_on_request",
+            "tests/raymm/storage/test_model_folder.py::test_another_dtype_is_written_on_request",
         "are loaded without quantization and cannot be written in their own format":
-            "tests/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_model_folder.py::"
             "test_an_fp8_folder_is_written_without_quantisation",
         "Other quantized folders are rejected before a run starts":
-            "tests/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_model_folder.py::"
             "test_other_quantised_folders_are_refused_by_method",
         "the exported configuration has `tie_word_embeddings: false`":
-            "tests/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_model_folder.py::"
             "test_a_merged_head_is_not_tied_to_the_embedding",
     },
     "docs/clusters.md": {
@@ -128,7 +128,7 @@ PROMISES = {
             "tests/actors/faults/test_failure_kind.py::"
             "test_rays_own_errors_of_constructors_have_the_kind",
         "retries the step after 1, 5 and 25 seconds":
-            "tests/training/test_failure_policy.py::"
+            "tests/raymm/recovery/test_failure_policy.py::"
             "test_retries_back_off_until_a_step_finishes",
         "by the type of the error and of what it was raised from":
             "tests/actors/faults/test_failure_kind.py::test_kinds_of_real_faults",
@@ -151,13 +151,13 @@ PROMISES = {
         "scripts that it contains are not run":
             "tests/training/test_hub_ids.py::test_a_script_of_a_data_set_is_not_run",
         "with `..` resolved before it is compared":
-            "tests/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
         "is rejected with an error that names the target":
-            "tests/data/samples/test_media_folders.py::"
+            "tests/raymm/data/samples/test_folders.py::"
             "test_a_file_that_is_a_link_is_refused_when_it_is_read",
         "decodes only the codecs that are listed":
-            "tests/data/video/test_frames.py::test_nothing_else_is_opened",
+            "tests/raymm/data/video/test_frames.py::test_nothing_else_is_opened",
         "Checkpoints are read through links":
             "tests/actors/storage/test_plain_file.py::"
             "test_files_are_read_up_to_a_size_and_through_links",
@@ -165,34 +165,34 @@ PROMISES = {
             "tests/training/test_failure.py::"
             "test_repeated_interruptions_do_not_change_the_run",
         "scans with NumPy's format without objects":
-            "tests/data/sampling/test_scan.py::test_nothing_is_unpickled",
+            "tests/raymm/data/sampling/test_scan_cache.py::test_nothing_is_unpickled",
         "settings and safetensors are downloaded, no pickles":
             "tests/training/test_hub_ids.py::test_a_model_and_rows_train_by_their_ids",
         "never with connection options or credentials from the row":
-            "tests/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
         "which gets none of the credentials":
-            "tests/data/readers/test_remote_sources.py::test_a_redirect_gets_no_credentials",
+            "tests/raymm/data/readers/test_remote_sources.py::test_a_redirect_gets_no_credentials",
         "redirects to `http://` are not followed":
-            "tests/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/readers/test_remote_sources.py::"
             "test_servers_that_refuse_are_named_before_anything_starts",
         "Certificates are verified.":
-            "tests/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/readers/test_remote_sources.py::"
             "test_a_certificate_of_another_server_is_refused",
         "must be within the source's folder, with links followed":
-            "tests/data/samples/test_media_folders.py::"
+            "tests/raymm/data/samples/test_folders.py::"
             "test_a_file_that_is_a_link_is_refused_when_it_is_read",
         "hold before anything is decoded":
-            "tests/data/samples/test_media_limits.py::test_large_files_are_refused_unread",
+            "tests/raymm/data/samples/test_headers.py::test_large_files_are_refused_unread",
         "are rejected by their header":
-            "tests/data/samples/test_media_limits.py::test_images_are_refused_by_their_headers",
+            "tests/raymm/data/samples/test_headers.py::test_images_are_refused_by_their_headers",
         "They run in Jinja's sandbox":
-            "tests/data/conversations/test_template_limits.py::"
+            "tests/raymm/data/conversations/test_template.py::"
             "test_templates_cannot_reach_python_objects",
         "no playlist makes it open other files or URLs":
-            "tests/data/video/test_frames.py::test_nothing_else_is_opened",
+            "tests/raymm/data/video/test_frames.py::test_nothing_else_is_opened",
         "makes no frame larger than `data.max_image_pixels`":
-            "tests/data/video/test_frames.py::test_large_frames_are_refused_by_the_header",
+            "tests/raymm/data/video/test_frames.py::test_large_frames_are_refused_by_the_header",
         "find damage, not forgery":
             "tests/training/test_corrupt_checkpoints.py::"
             "test_edits_with_a_valid_checksum_are_rejected_or_read",
@@ -202,26 +202,26 @@ PROMISES = {
         "every overlay of `deploy/` has a `NetworkPolicy`":
             "tests/deploy/test_check.py::test_shipped_files_are_valid",
         "more than a million times for one sample is rejected with that sample":
-            "tests/data/conversations/test_template_limits.py::test_endless_templates_are_refused",
+            "tests/raymm/data/conversations/test_template.py::test_endless_templates_are_refused",
         "is rejected before it is tokenized":
-            "tests/data/samples/test_row_errors.py::test_a_row_with_too_much_text_is_refused",
+            "tests/raymm/data/samples/test_rows.py::test_a_row_with_too_much_text_is_refused",
         "which raymm switches on unless `RAY_AUTH_MODE` is set":
-            "tests/runtime/test_cluster.py::test_an_embedded_ray_requires_a_token",
+            "tests/raymm/runtime/test_cluster.py::test_an_embedded_ray_requires_a_token",
         "have the permissions that the `umask` of the process leaves":
-            "tests/storage/test_run_folder.py::"
+            "tests/raymm/storage/test_run_folder.py::"
             "test_checkpoint_files_follow_the_umask",
         "is read only if it is a regular file, and up to a size":
             "tests/actors/storage/test_plain_file.py::test_only_regular_files_are_read",
         "is reported, and never waited for":
-            "tests/storage/test_odd_checkpoints.py::"
+            "tests/raymm/storage/test_odd_checkpoints.py::"
             "test_an_invalid_checkpoint_is_reported_and_others_are_used",
         "cannot be listed is reported in one line; the others are used":
-            "tests/storage/test_odd_checkpoints.py::test_an_unreadable_folder_is_reported",
+            "tests/raymm/storage/test_odd_checkpoints.py::test_an_unreadable_folder_is_reported",
         "name that leads to another folder is rejected":
             "tests/actors/weights/test_stored_weights.py::"
             "test_an_index_names_files_of_its_folder_only",
         "it removes the link and keeps the link's target":
-            "tests/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
+            "tests/raymm/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
     },
 }
 

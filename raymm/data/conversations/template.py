@@ -55,7 +55,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 @cache
 def _install() -> None:
     """Make transformers compile templates in the limited environment, in this process. The replaced
-    name is private to transformers; ``tests/data/conversations/test_template_limits.py`` fails when
+    name is private to transformers; ``tests/raymm/data/conversations/test_template.py`` fails when
     it changes."""
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -133,7 +133,7 @@ def test_the_limit_of_the_example_fits_in_less_memory() -> None:
 
 def test_an_object_and_a_path_name_a_schedule(monkeypatch, tmp_path) -> None:
     (tmp_path / "my_schedules.py").write_text(
-        "from tests.scheduler.schedules.test_custom_schedule import AnyOrder, one_at_a_time\n"
+        "from tests.scheduler.schedules.test_registry import AnyOrder, one_at_a_time\n"
         "class Serial(AnyOrder):\n"
         "    def __init__(self):\n"
         "        super().__init__(one_at_a_time)\n"

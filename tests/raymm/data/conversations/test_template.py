@@ -10,7 +10,7 @@ from transformers.utils import chat_template_utils
 from raymm.data.conversations import template as template_module
 from raymm.data.conversations.template import MOST_PASSES, ChatTemplate, limited_rendering
 from raymm.errors import SampleError
-from tests.data.conversations.test_trl_labels import (
+from tests.raymm.data.conversations.test_spans import (
     FOLDER,
     SUFFIX,
     TEMPLATES,

@@ -10,7 +10,7 @@ from raymm.files.run_owner import OWNER, RunOwner
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.inspection import inspect_checkpoints
 from raymm.storage.manifest import MANIFEST
-from tests.storage.test_links import write_checkpoint
+from tests.raymm.storage.test_links import write_checkpoint
 
 
 def circle(folder):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raymm.data.conversations.template import ChatTemplate
 from raymm.data.samples.sample import Sample
 from raymm.errors import SampleError
-from tests.data.conversations.test_trl_labels import (
+from tests.raymm.data.conversations.test_spans import (
     CALL,
     FOLDER,
     SUFFIX,
