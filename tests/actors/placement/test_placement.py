@@ -129,11 +129,13 @@ def test_missing_nodes_are_reported(ray_cluster, monkeypatch):
 
 def test_collected_objects_release_placements_in_a_thread(ray_cluster, monkeypatch):
     """Avoid a deadlock: garbage collection may happen within a call of Ray's own."""
-    removed = queue.SimpleQueue()
-    monkeypatch.setattr(
-        placement, "remove_placement_group",
-        lambda group: removed.put(threading.current_thread().name),
-    )
+    removed, release = queue.SimpleQueue(), placement.remove_placement_group
+
+    def remove(group):
+        release(group)
+        removed.put(threading.current_thread().name)
+
+    monkeypatch.setattr(placement, "remove_placement_group", remove)
     held = [placement.Placement([{"CPU": 0.1}], PlacementOptions()) for _ in range(2)]
     held[0].remove()
     assert removed.get_nowait() == "raymm-places"  # the removal has waited for the call
@@ -159,14 +161,18 @@ def test_everything_is_placed_together(ray_cluster):
 
 def test_a_call_that_never_returns_is_not_waited_for(ray_cluster, monkeypatch):
     """Skip calls that hang, such as those to a GCS that is gone."""
-    called, returns = threading.Event(), threading.Event()
+    called, returns, released = threading.Event(), threading.Event(), threading.Event()
+    release = placement.remove_placement_group
 
     def remove(group):
         called.set()
         returns.wait(60)
+        release(group)
+        released.set()
 
     monkeypatch.setattr(placement, "remove_placement_group", remove)
     monkeypatch.setattr(placement, "RELEASE_S", 0.01)
     placement.Placement([{"CPU": 0.1}], PlacementOptions()).remove()
     assert called.wait(10) and not returns.is_set()
     returns.set()
+    assert released.wait(10)
