@@ -80,7 +80,7 @@ def mixing_layers(
 
     layers = dict.fromkeys(
         each for block in blocks for each in islice(block.modules(), 1, None)
-        if type(each) is not nn.Linear
+        if type(each) is not nn.Linear  # which never mixes tokens
     )
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
@@ -210,9 +210,7 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
         )
 
 
-def probe_shared_tokens(
-    source: ModuleSource, has_mask: bool, mixers: Collection[str]
-) -> None:  # fmt: skip
+def probe_shared_tokens(source: ModuleSource, has_mask: bool, mixers: Collection[str]) -> None:
     """Check that a sample's tokens can be split over processes (context parallelism).
 
     Only attention, and the ``mixers`` (:func:`find_mixers`), which get all tokens, may depend on
