@@ -39,6 +39,7 @@ def step(audio: bool = True) -> list[dict]:
     ],
 )  # fmt: skip
 def test_groups_equal_one_process(ray_cluster, schedule, vision, audio):
+    vision = dict(vision)  # a parameter of the test must not change
     frozen = vision.pop("frozen", False)
     model = model_of(audio is not None, frozen)
     if frozen:
