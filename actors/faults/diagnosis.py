@@ -1,19 +1,23 @@
-"""Diagnosis of rank failures from how the ranks' calls ended."""
+"""Diagnosis of rank failures from how the ranks' calls ended, and their error messages."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from raymm.actors.faults.failure import SHOWN_RANKS, accusation, first_line
 from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
 from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry, look_from_outside
-from raymm.actors.faults.stacks import Address
+from raymm.actors.faults.stacks import Address, Look
 from raymm.errors import FailureKind, RankFailedError, RunFailedError
+
+# Number of ranks whose activity an error message lists; files list all ranks.
+_SHOWN_RANKS = 16
+_PLACE = re.compile(r'\s*File "(.+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def death(
     rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
 ) -> Failure:
     """Return the failure of a run whose rank has died, with stacks of the other ranks."""
-    looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
+    looks = look_from_outside(dict(list(addresses.items())[:_SHOWN_RANKS]))
     message = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
     texts = {**stacks, f"rank-{rank}.txt": str(error)}
@@ -86,5 +90,71 @@ def blamed(
     only after the connections to a hung rank are closed. Empty ``culprits`` mean that the cause is
     unknown."""
     looks = look_from_outside(addresses, end=[rank for rank in culprits if rank in addresses])
-    message, texts = accusation(names, inquiry, looks, reason, next(iter(culprits), None))
+    message, texts = _accusation(names, inquiry, looks, reason, next(iter(culprits), None))
     return Failure(message, RankFailedError, frozenset({*inquiry.dead, *culprits}), texts)
+
+
+def _accusation(
+    names: Sequence[str],
+    inquiry: Inquiry,
+    looks: Mapping[int, Look],
+    reason: str,
+    culprit: int | None,
+) -> tuple[str, dict[str, str]]:
+    """Describe the rank at fault (None if unknown), and what every rank was doing.
+
+    Returns:
+        The message, with the rank at fault in its first line if known; and the text of a file per
+        rank.
+    """
+    doing = [f"{name} {_doing(rank, inquiry, looks)}" for rank, name in enumerate(names)]
+    lines = [reason] if culprit is None else [doing[culprit], reason]
+    other_lines = [text for number, text in enumerate(doing) if number != culprit]
+    lines += other_lines[:_SHOWN_RANKS]
+    if len(other_lines) > _SHOWN_RANKS:
+        lines.append(f"and {len(other_lines) - _SHOWN_RANKS} more")
+    texts = {f"rank-{n}.txt": f"{doing[n]}\n{look.stacks}" for n, look in looks.items()}
+    return "\n".join(lines) + records_text(names, looks), texts
+
+
+def _doing(rank: int, inquiry: Inquiry, looks: Mapping[int, Look]) -> str:
+    if rank in inquiry.dead:
+        return f"died: {first_line(inquiry.dead[rank])}"
+    if rank in inquiry.reports:
+        return str(inquiry.reports[rank])
+    return f"does not answer; it is {looks[rank].state if rank in looks else 'out of reach'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the essential line of a Ray error, without its context."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OutOfMemoryError):  # Ray's memory monitor chose this process
+        return " ".join(lines[:2]).partition(" Ray killed")[0]
+    if isinstance(error, RayActorError) and "creation task" in str(error):
+        reason = _raised_at(str(error))
+        if reason.startswith(ModuleNotFoundError.__name__):
+            reason += (
+                ". Ranks can import installed packages, and modules in the working directory, the "
+                "script's folder or PYTHONPATH; they do not see what a program adds to sys.path"
+            )
+        return f"it could not start: {reason}"
+    for line in lines:
+        if "died because" in line or "cause" in line.lower() or "Worker" in line:
+            return line.partition(" Some common causes")[0]
+    return lines[0] if lines else type(error).__name__
+
+
+def _raised_at(traceback: str) -> str:
+    """Return error and location from a traceback: ``"KeyError: 'a', raised in build (model.py, line
+    3)"``."""
+    lines = [line for line in traceback.splitlines() if line.strip()]
+    frames = [n for n, line in enumerate(lines) if _PLACE.match(line)]
+    if not frames:
+        return lines[-1].strip() if lines else "the reason is unknown"
+    # The last location is followed by its source line, markers below it, and the error.
+    error = [line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")]
+    frame = _PLACE.match(lines[frames[-1]])
+    assert frame is not None
+    file, number, function = frame.groups()
+    text = " ".join(line.strip() for line in error) or lines[-1].strip()
+    return f"{text}, raised in {function} ({file}, line {number})"

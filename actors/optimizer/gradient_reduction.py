@@ -354,3 +354,18 @@ def buckets_of(members: Sequence[_Member], limit: int) -> list[_Bucket]:
         bucket.members.append(member)
         filling[kind] = bucket, size + first.nbytes
     return buckets
+
+
+@dataclass(frozen=True)
+class ParameterOwnership:
+    """Duties of a process for parameters that other processes hold, too.
+
+    Attributes:
+        shared: parameters whose gradients are summed, in an order common to all processes.
+        in_grad_norm: parameters that this process, among all processes with identical copies,
+            counts in the gradient norm, and whose optimizer state it writes.
+    """
+
+    shared: tuple[SharedParameter, ...] = ()
+    in_grad_norm: frozenset[tuple[StageId, str]] = frozenset()
+    saves: frozenset[tuple[StageId, str]] = frozenset()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,12 @@ from raymm.actors.optimizer.finite import (
     not_finite,
     parameter_places,
 )
-from raymm.actors.optimizer.gradient_reduction import GradientReduction, ReductionGroup
+from raymm.actors.optimizer.gradient_reduction import (
+    GradientReduction,
+    ParameterOwnership,
+    ReductionGroup,
+)
 from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
-from raymm.actors.optimizer.progress import Progress
 from raymm.actors.optimizer.updates import (
     Agree,
     ParameterUpdates,
@@ -364,3 +367,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
     local = local_part(parameter)
     return parameter if local is parameter else nn.Parameter(local.detach())
+
+
+class Progress(NamedTuple):
+    """Progress of a process's parameters.
+
+    Attributes:
+        whole: False if a later step was issued, which may have changed parameters.
+    """
+
+    steps: int
+    whole: bool
+
+
+def same_progress(progress: Collection[Progress | None]) -> int | None:
+    """Return the number of steps that all processes have finished; None if processes differ, are
+    within a step, or are lost."""
+    steps = {each.steps if each is not None and each.whole else None for each in progress}
+    return steps.pop() if len(steps) == 1 else None

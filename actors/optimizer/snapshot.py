@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raymm.actors.optimizer.host_staging import HostStaging
-from raymm.actors.optimizer.optimizer import RankOptimizer
-from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.optimizer import Progress, RankOptimizer
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.scheduler.plan.stage import StageId
 

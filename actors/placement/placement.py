@@ -7,18 +7,20 @@ start before all of them can.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import ray
+from ray._private.state import state as ray_state
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -27,7 +29,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raymm.actors.placement.node_types import has_autoscaler, pending_nodes, spell
+from raymm.actors.placement.node_types import (
+    Resources,
+    has_autoscaler,
+    pending_nodes,
+    spell,
+    staying_nodes,
+)
 from raymm.errors import ClusterError
 from raymm.scheduler.plan.rank_nodes import RankNodes, rank_nodes
 from raymm.scheduler.plan.stage import Degrees
@@ -35,6 +43,10 @@ from raymm.scheduler.plan.stage import Degrees
 # Timeout of the report, in seconds.
 TELL_TIMEOUT_S = 5.0
 REASON = "its Ray server (raylet) does not listen any more, says raymm"
+# Tolerance for amounts of resources, which are sums of fractions.
+_EPSILON = 1e-6
+# Seconds to wait for reserved resources to become free, and between two checks.
+RELEASE_S, LOOK_S = 15.0, 0.2
 
 
 def tell_ray(nodes: Collection[str]) -> bool:
@@ -307,3 +319,58 @@ def _there() -> str:
     pending = ", ".join(f"{count} {name}" for name, count in sorted(pending_nodes().items()))
     noun = "node" if len(alive) == 1 else "nodes"
     return f"{len(alive)} {noun} running ({spell(total)}), pending: {pending or 'none'}"
+
+
+def free_resources(held: Mapping[str, Resources] | None = None) -> dict[str, dict[str, float]]:
+    """Return the free resources of the nodes that stay, by Ray node id; ``held`` counts as free,
+    too."""
+    staying = {node["NodeID"] for node in staying_nodes()}
+    free = {
+        node: dict(amounts) for node, amounts in ray_state.available_resources_per_node().items()
+        if node in staying
+    }
+    for node, amounts in (held or {}).items():
+        for name, amount in amounts.items() if node in free else ():
+            free[node][name] = free[node].get(name, 0.0) + amount
+    return free
+
+
+def wait_for_release(held: Mapping[str, Resources]) -> None:
+    """Wait until reserved resources are free again on the nodes that stay, for at most
+    :data:`RELEASE_S`: another process may have taken them."""
+    deadline = time.monotonic() + RELEASE_S
+    while time.monotonic() < deadline:
+        free = free_resources()
+        if all(
+            free[node].get(name, 0.0) >= amount - _EPSILON
+            for node, amounts in held.items() if node in free for name, amount in amounts.items()
+        ):
+            return
+        time.sleep(LOOK_S)
+
+
+def count_places(
+    nodes: Iterable[Resources], bundle: Resources, others: Sequence[Resources] = ()
+) -> int:
+    """Return the number of bundles that fit into the free resources of nodes, after placing the
+    bundles ``others``, each on the node where it costs the fewest places."""
+    free = [dict(node) for node in nodes]
+    for extra in others:
+        fitting = [node for node in free if _holds(node, extra)]
+        if not fitting:
+            return 0
+        lost = [_holds(node, bundle) - _holds(_less(node, extra), bundle) for node in fitting]
+        best = fitting[lost.index(min(lost))]
+        best.update(_less(best, extra))
+    return sum(_holds(node, bundle) for node in free)
+
+
+def _holds(node: Resources, bundle: Resources) -> int:
+    return min(
+        math.floor((node.get(name, 0.0) + _EPSILON) / amount)
+        for name, amount in bundle.items() if amount > 0
+    )
+
+
+def _less(node: Resources, bundle: Resources) -> dict[str, float]:
+    return {name: amount - bundle.get(name, 0.0) for name, amount in node.items()}

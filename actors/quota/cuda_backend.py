@@ -1,9 +1,18 @@
-"""SM-quota streams on a CUDA device: torch streams in green contexts.
+"""SM-quota streams on a CUDA device: torch streams in green contexts, which are created through the
+driver's API (``cuda.bindings.driver``).
 
-Only multiprocessors are limited. Memory, memory bandwidth and the L2 cache are shared, and before
-CUDA 13.1 also the hardware work queues, so work on disjoint multiprocessors *may* overlap. With
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` or ``CUDA_LAUNCH_BLOCKING=1`` it cannot overlap, so these settings
-are rejected.
+Only multiprocessors are limited. Memory, memory bandwidth and the L2 cache are shared, so work on
+disjoint multiprocessors *may* overlap. With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` or
+``CUDA_LAUNCH_BLOCKING=1`` it cannot overlap, so these settings are rejected. Kernels may also wait
+for each other if their streams share a hardware queue. From CUDA 13.1 on, contexts request queues
+that do not overlap with those of other contexts (CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED); the driver
+API grants them "when possible".
+
+The GPU's multiprocessors are split *once*, into groups of the smallest size. A green context is
+created from a run of groups: one descriptor may combine several outputs of the same split
+(cuDevResourceGenerateDesc). This gives partitions of any number of groups, disjoint within every
+set, with every driver that supports green contexts (12.4). ``cuda.core`` splits into unequal parts
+only from 13.1 on.
 """
 
 from __future__ import annotations
@@ -11,16 +20,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 
-from raymm.actors.quota.green_context import GreenContexts
-from raymm.actors.quota.partition import Partition
-from raymm.errors import InputError
+from raymm.actors.quota.partition import Multiprocessors, Partition
+from raymm.errors import InputError, InternalError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
+OLDEST_DRIVER = 12040  # CUDA 12.4 in the format of cuDriverGetVersion
+# CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING; its enum has a different name in every version.
+IGNORE_COSCHEDULING = 1
+# Smallest group by major compute capability if the driver does not report it, from the driver API's
+# chapter on green contexts; and the smallest group without coscheduling.
+SMALLEST_GROUP = {6: 1, 7: 2, 8: 4}
+SMALLEST_GROUP_SINCE_9 = 8
+SMALLEST_INDEPENDENT_GROUP = 2
+WORKQUEUES_SINCE = 13010  # CUDA 13.1: contexts can request separate work queues
+# Concurrent streams of a context: one per module. The driver keeps the queues of contexts apart
+# while their total is at most CUDA_DEVICE_MAX_CONNECTIONS.
+STREAMS_PER_CONTEXT = 1
 
 
 class CudaStream:
@@ -56,8 +77,7 @@ class CudaQuotaStream(CudaStream):
 
 
 class CudaBackend:
-    """Green contexts of one GPU; ``coscheduled`` as in
-    :class:`raymm.actors.quota.green_context.GreenContexts`.
+    """Streams of one GPU with quotas; ``coscheduled`` as in :class:`GreenContexts`.
 
     Raises:
         InputError: no CUDA device, no cuda-python, a driver before 12.4, or environment variables
@@ -134,3 +154,174 @@ def _check_environment() -> None:
             f"{BLOCKING} is {os.environ[BLOCKING]!r}: every launch would wait for its kernel, "
             "which serializes different streams; accepted: unset or 0"
         )
+
+
+class GreenContexts:
+    """Green contexts of one device, and streams in them.
+
+    The device's primary context should be active before; otherwise it would be created and
+    destroyed with every green context. Not thread-safe.
+
+    Args:
+        coscheduled: True to keep multiprocessors together that thread block clusters need. False
+            gives groups of 2 and finer shares, but large clusters may fail to launch.
+
+    Attributes:
+        queues: text that says if contexts have separate work queues, and if not, why.
+
+    Raises:
+        InputError: the driver is too old, or the GPU cannot be split.
+        InternalError: a driver call failed.
+    """
+
+    def __init__(
+        self, driver: ModuleType, ordinal: int, capability: int, coscheduled: bool = True
+    ) -> None:
+        self._driver = driver
+        self._call("cuInit", 0)
+        version = self._call("cuDriverGetVersion")
+        if version < OLDEST_DRIVER:
+            raise InputError(
+                f"the CUDA driver is version {version}; accepted: {OLDEST_DRIVER} (12.4) or newer"
+            )
+        self._device = self._call("cuDeviceGet", ordinal)
+        self._sms = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        resource = self._call("cuDeviceGetDevResource", self._device, self._sms)
+        self._groups = self._split(
+            resource, _granularity(resource, capability, coscheduled), coscheduled
+        )
+        if not self._groups:
+            raise InputError(
+                f"the {resource.sm.smCount} multiprocessors of GPU {ordinal} cannot be split"
+            )
+        self.gpu = Multiprocessors(
+            resource.sm.smCount, self._groups[0].sm.smCount, len(self._groups)
+        )
+        self._workqueues, self.queues = self._own_workqueues(version)
+        self._contexts: dict[tuple[int, int], Any] = {}
+        self._streams: list[Any] = []
+
+    def _split(self, whole: Any, granularity: int, coscheduled: bool) -> list[Any]:
+        flags = 0 if coscheduled else IGNORE_COSCHEDULING
+        count = whole.sm.smCount // granularity
+        if count < 1:
+            return []
+        # The driver may create fewer and larger groups than requested.
+        groups, num_groups, _ = self._call(
+            "cuDevSmResourceSplitByCount", count, whole, flags, granularity
+        )
+        return list(groups[:num_groups])
+
+    def _own_workqueues(self, version: int) -> tuple[list[Any], str]:
+        """Return a list with a resource that requests separate work queues, or an empty list; and a
+        text for :attr:`queues`."""
+        scopes = getattr(self._driver, "CUdevWorkqueueConfigScope", None)
+        if version < WORKQUEUES_SINCE or scopes is None:
+            cause = f"driver is version {version}" if scopes else "installed cuda-python is too old"
+            return [], f"work queues are shared: the {cause}; separate ones need {WORKQUEUES_SINCE}"
+        kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
+        try:
+            queues = self._call("cuDeviceGetDevResource", self._device, kind)
+        except InternalError as error:
+            return [], f"work queues are shared: {error}"
+        most = queues.wqConfig.wqConcurrencyLimit
+        queues.wqConfig.sharingScope = scopes.CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED
+        queues.wqConfig.wqConcurrencyLimit = STREAMS_PER_CONTEXT
+        report = f"each context has its own work queues, up to {most} (CUDA_DEVICE_MAX_CONNECTIONS)"
+        return [queues], report
+
+    def stream(self, partition: Partition) -> int:
+        """Create a stream that is limited to a partition's multiprocessors; return its address.
+        Partitions of the same groups share a green context. Raise an ``InternalError`` if a driver
+        call failed, or the driver created a context with another number of multiprocessors."""
+        context = self._context(partition)
+        flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = self._call("cuGreenCtxStreamCreate", context, int(flags), 0)
+        self._streams.append(stream)
+        return int(stream)
+
+    def _context(self, partition: Partition) -> Any:
+        key = (partition.first_group, partition.groups)
+        if key not in self._contexts:
+            first, count = key
+            groups = self._groups[first : first + count]
+            description = self._describe([*groups, *self._workqueues], partition)
+            flags = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+            context = self._call("cuGreenCtxCreate", description, self._device, int(flags))
+            self._contexts[key] = context
+            sms = self._call("cuGreenCtxGetDevResource", context, self._sms).sm.smCount
+            if sms != partition.sms:
+                raise InternalError(
+                    f"cuGreenCtxCreate made a context of {sms} multiprocessors for {partition}"
+                )
+            self._check_workqueues(context)
+        return self._contexts[key]
+
+    def _check_workqueues(self, context: Any) -> None:
+        for asked in self._workqueues:
+            kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
+            granted = self._call("cuGreenCtxGetDevResource", context, kind)
+            if granted.wqConfig.sharingScope != asked.wqConfig.sharingScope:
+                raise InternalError(
+                    "cuGreenCtxCreate made a context that shares work queues (scope "
+                    f"{granted.wqConfig.sharingScope}); requested: {asked.wqConfig.sharingScope}"
+                )
+
+    def _describe(self, parts: list[Any], partition: Partition) -> Any:
+        """Return the descriptor of a context. On GPUs with several locality domains, all groups of
+        a context must be in one domain; bindings before 13 do not report the domain of a group."""
+        try:
+            return self._call("cuDevResourceGenerateDesc", parts, len(parts))
+        except InternalError as error:
+            groups = parts[: len(parts) - len(self._workqueues)]
+            domains = sorted({getattr(group.sm, "localityDomainId", 0) for group in groups})
+            if len(domains) == 1:
+                raise
+            raise InternalError(
+                f"{error}: {partition} spans locality domains {domains}; accepted: quotas whose "
+                "groups each lie in one domain"
+            ) from error
+
+    @property
+    def num_contexts(self) -> int:
+        return len(self._contexts)
+
+    def close(self) -> None:
+        """Destroy streams, then their contexts. All are attempted; the first failure is raised at
+        the end."""
+        failures = []
+        for name, handles in (
+            ("cuStreamDestroy", self._streams[::-1]),
+            ("cuGreenCtxDestroy", list(self._contexts.values())[::-1]),
+        ):
+            for handle in handles:
+                try:
+                    self._call(name, handle)
+                except InternalError as error:
+                    failures.append(error)
+        self._streams.clear()
+        self._contexts.clear()
+        if failures:
+            raise failures[0]
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call a driver function; return its results: None, one value, or a tuple."""
+        function = getattr(self._driver, name, None)
+        if function is None:
+            raise InputError(f"the installed cuda-python has no {name}; accepted: 12.6 or newer")
+        status, *results = function(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise InternalError(f"{name} failed: {getattr(status, 'name', status)}")
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
+
+
+def _granularity(whole: Any, capability: int, coscheduled: bool) -> int:
+    if not coscheduled:
+        return 1 if capability < 7 else SMALLEST_INDEPENDENT_GROUP
+    # CUDA 13 added these fields: older drivers leave them 0, older bindings lack them.
+    smallest = max(
+        getattr(whole.sm, "minSmPartitionSize", 0), getattr(whole.sm, "smCoscheduledAlignment", 0)
+    )
+    return smallest or SMALLEST_GROUP.get(capability, SMALLEST_GROUP_SINCE_9)

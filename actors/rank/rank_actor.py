@@ -20,13 +20,11 @@ from raymm.actors.faults.cut import OwnConnections
 from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 from raymm.actors.faults.task_tracker import task
 from raymm.actors.features.kept_features import FeatureWriter
-from raymm.actors.host.gpus import check_gpu_node
-from raymm.actors.host.numa import bind_to_gpu_node
+from raymm.actors.host.gpus import bind_to_gpu_node, check_gpu_node
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import step_inputs
 from raymm.actors.modules.precision import cast_frozen, disable_tf32
-from raymm.actors.optimizer.optimizer import RankOptimizer
-from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.optimizer import Progress, RankOptimizer
 from raymm.actors.optimizer.snapshot import copy_of, restore
 from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.rank_spec import RankSpec

@@ -13,7 +13,7 @@ from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cluster_observer import ClusterObserver
 from raymm.actors.faults.inquiry import kill_from_outside
 from raymm.actors.faults.observed_actor import remote_class
-from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.optimizer import Progress
 from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOptions
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
@@ -25,8 +25,7 @@ from raymm.actors.rank.step_calls import (
     pack_calls,
     unpack_result,
 )
-from raymm.actors.recovery.leaving import end, leave
-from raymm.actors.recovery.observed_ranks import ObservedRanks
+from raymm.actors.recovery.observed_ranks import ObservedRanks, end, leave
 from raymm.actors.recovery.snapshots import keepers
 from raymm.actors.recovery.spares import Spares
 from raymm.errors import ClusterError, Loss, RunFailedError

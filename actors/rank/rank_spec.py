@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.quota import Backend
 from raymm.actors.rank.connection_plan import ConnectionPlan
 from raymm.actors.rank.rendezvous_store import EVERYONE, peers

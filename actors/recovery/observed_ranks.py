@@ -13,18 +13,20 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raymm.actors.faults.cluster_observer import BOTH_LOOKS_S, ClusterObserver
-from raymm.actors.faults.diagnosis import Failure, blamed, death, raised
-from raymm.actors.faults.failure import first_line
+from raymm.actors.faults.diagnosis import Failure, blamed, death, first_line, raised
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
-from raymm.actors.faults.inquiry import Inquiry, inquire, look_from_outside
+from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
 from raymm.actors.faults.stacks import Address, Look
+from raymm.actors.optimizer.optimizer import Progress
 from raymm.actors.placement.node_types import draining_nodes
-from raymm.actors.recovery.leaving import cut
 from raymm.errors import ChannelError, Loss, RunFailedError
 
 # Seconds between two checks of ranks and cluster while no results arrive.
 LISTEN_S = 1.0
+# Seconds for ranks to leave a step whose connections were shut down; an instruction in progress
+# ends first. Ranks that do not leave in time are replaced.
+LEAVE_S = 30.0
 
 
 class ObservedRanks(ABC):
@@ -313,3 +315,33 @@ def lost_node_error(nodes: frozenset[str], preempted: bool) -> partial[RunFailed
     announced = preempted or bool(nodes & draining_nodes().keys())
     loss = Loss.PREEMPTED_NODE if announced else Loss.NODE
     return partial(RunFailedError, lost=loss, nodes=nodes)
+
+
+def cut(actors: Collection[Any], generation: int) -> None:
+    """Shut down connections, so that ranks which wait for others fail at once. Does not wait."""
+    for actor in actors:
+        actor.cut.remote(generation)
+
+
+def leave(
+    actors: Mapping[int, Any], generation: int, timeout: float = LEAVE_S
+) -> dict[int, Progress]:
+    """Make ranks leave the step in progress; return the progress of those that did within
+    ``timeout`` s."""
+    cut(list(actors.values()), generation)
+    refs = {rank: actor.leave.remote() for rank, actor in actors.items()}
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
+    progress: dict[int, Progress] = {}
+    for rank, ref in refs.items():
+        try:
+            progress[rank] = ray.get(ref, timeout=0)
+        except RayError:  # dead, or too late
+            continue
+    return progress
+
+
+def end(actors: Mapping[int, Any], addresses: Mapping[int, Address]) -> None:
+    kill_from_outside({rank: addresses[rank] for rank in actors if rank in addresses})
+    for actor in actors.values():
+        ray.kill(actor, no_restart=True)

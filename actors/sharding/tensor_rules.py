@@ -1,19 +1,18 @@
 """Rules that select the modules of a model to shard together.
 
-They come from Hugging Face's plan for the model, or else from common names
-(:mod:`raymm.actors.sharding.tensor_names`).
+They come from Hugging Face's plan for the model, or else from common names. A unit found by names
+needs both halves with matching widths; all other modules are replicated.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
-from raymm.actors.sharding.tensor_names import FUSED, units_of_names
 from raymm.actors.sharding.tensor_units import (
     KEY_VALUE_LEAVES,
     QUERY_LEAVES,
@@ -28,6 +27,52 @@ from raymm.actors.sharding.tensor_units import (
 )
 from raymm.errors import ModelError
 
+# Per kind of unit: the columns, then possible names of their row, relative to the module around
+# both. A star matches any one name.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"),
+     ("o_proj", "out_proj", "dense", "proj", "projection_layer", "c_proj", "to_out.0", "wo")),
+    (("query", "key", "value"), ("output", "out", "proj", "dense", "o_proj", "out_proj")),
+    (("query_proj", "key_proj", "value_proj"), ("output", "out_proj", "o_proj")),
+    (("self.query", "self.key", "self.value"), ("output.dense",)),
+    (("attention.query", "attention.key", "attention.value"), ("output.dense",)),
+    (("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("output.dense",)),
+    (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
+    (("q", "k", "v"), ("o", "proj", "out", "out_proj")),
+    (("wq", "wk", "wv"), ("wo", "out_proj")),
+    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0")),
+)
+FUSED = (
+    ("qkv_proj", "qkv", "query_key_value", "c_attn", "Wqkv", "in_proj", "att_proj", "wqkv"),
+    ("o_proj", "out_proj", "c_proj", "dense", "proj", "projection", "Wo", "attn_out", "wo"),
+)
+_GATED = (
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("w1", "w3"), ("w2",)),
+    (("wi_0", "wi_1"), ("wo",)),
+    (("c_fc_0", "c_fc_1"), ("c_proj",)),
+    (("fc1_g", "fc1_x"), ("fc2",)),
+    (("w1", "v1"), ("w2",)),
+    (("linear_1", "linear_v"), ("linear_out",)),
+)
+_FEED_FORWARD = (
+    (("fc1", "fc_1"), ("fc2", "fc_2")),
+    (("c_fc",), ("c_proj",)),
+    (("lin1", "linear1", "linear_1"), ("lin2", "linear2", "linear_2")),
+    (("fc_in",), ("fc_out",)),
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+    (("up_proj",), ("down_proj",)),
+    (("wi",), ("wo",)),
+    (("w1",), ("w2",)),
+    (("intermediate_dense",), ("output_dense",)),
+    (("gate_up_proj", "weights_in", "wi_fused", "Wi"), ("down_proj", "weights_out", "wo", "Wo")),
+    (("intermediate.dense",), ("output.dense",)),
+)
+_LOCAL_NORMS = frozenset(
+    {"q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm",
+     "query_layernorm", "key_layernorm"}
+)
+
 
 def find_rules(module: nn.Module) -> Rules:
     """Return Hugging Face's rules for a module, or rules by names.
@@ -41,7 +86,7 @@ def find_rules(module: nn.Module) -> Rules:
         return rules
     # Some plans only shard experts.
     used = {name for unit in rules.units for name in (*unit.columns, *unit.rows)}
-    return replace(rules, units=rules.units + units_of_names(module, used))
+    return replace(rules, units=rules.units + _units_of_names(module, used))
 
 
 def generic(name: str) -> str:
@@ -143,3 +188,114 @@ def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]
 _EXPERT_STYLES = {
     "colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2),
 }
+
+
+def _units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
+    """Return attention and feed-forward units, found by names, of layers that are not ``taken``."""
+    units: list[Unit] = []
+    taken = {*taken, head_name(module) or ""}
+    for path, parent in module.named_modules():
+        for unit in (*_attention_units(path, parent), *_feed_forward_units(path, parent)):
+            members = {*unit.columns, *unit.rows}
+            if not members & taken:
+                taken |= members
+                units.append(unit)
+    return tuple(units)
+
+
+def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
+    for names, rows in _ATTENTION:
+        columns = _linear_children(parent, names)
+        row = _first(parent, rows)
+        if row is None or columns is None:
+            continue
+        # Values may have another width than keys, but a row's inputs match the outputs of all
+        # heads.
+        query, key, _ = (widths(column)[1] for column in columns)
+        if widths(row[1])[0] % key == 0 and query % key == 0:
+            container = ".".join(names[0].split(".")[:-1])
+            container = _join(where, container)
+            norms = _local_norms(
+                container, parent.get_submodule(".".join(names[0].split(".")[:-1]))
+            )
+            yield Unit(
+                container, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
+                partial=norms,
+            )
+    if (latent := _latent_unit(where, parent)) is not None:
+        yield latent
+    column, row = _first(parent, FUSED[0]), _first(parent, FUSED[1])
+    if column and row and widths(column[1])[1] > widths(row[1])[0]:
+        yield Unit(
+            where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
+            fused=3,
+        )
+
+
+def _latent_unit(where: str, parent: nn.Module) -> Unit | None:
+    """Return the unit of multi-head latent attention (DeepSeek-V2 §2.1); heads share rotary keys.
+    """
+    query, row = _first(parent, ("q_b_proj", "q_proj")), _first(parent, ("o_proj", "out_proj"))
+    latent, key_value = _child(parent, "kv_a_proj_with_mqa"), _child(parent, "kv_b_proj")
+    rotary = getattr(parent, "qk_rope_head_dim", None)
+    if query is None or row is None or not is_linear(key_value) or latent is None or not rotary:
+        return None
+    columns = (_join(where, query[0]), _join(where, "kv_b_proj"))
+    tails = {_join(where, "kv_a_proj_with_mqa"): rotary}
+    return Unit(where, True, columns, (_join(where, row[0]),), tails=tails)
+
+
+def _local_norms(where: str, container: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        _join(where, name) for name, _ in container.named_children() if name in _LOCAL_NORMS
+    )
+
+
+def _feed_forward_units(where: str, parent: nn.Module) -> Iterable[Unit]:
+    for names, rows in _GATED:
+        columns = _linear_children(parent, names)
+        row = _first(parent, rows)
+        if row and columns is not None:
+            if all(widths(column)[1] == widths(row[1])[0] for column in columns):
+                yield _feed_forward(where, names, row[0])
+    for names, rows in _FEED_FORWARD:
+        column, row = _first(parent, names), _first(parent, rows)
+        if column is None or row is None:
+            continue
+        inner, out = widths(row[1])[0], widths(column[1])[1]
+        if out == inner and widths(column[1])[0] == widths(row[1])[1]:
+            yield _feed_forward(where, (column[0],), row[0])
+        elif out == 2 * inner:
+            yield Unit(
+                where, False, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
+                fused=2,
+            )
+
+
+def _feed_forward(where: str, columns: Sequence[str], row: str) -> Unit:
+    return Unit(where, False, tuple(_join(where, n) for n in columns), (_join(where, row),))
+
+
+def _join(where: str, name: str) -> str:
+    return ".".join(segment for segment in (where, name) if segment)
+
+
+def _child(parent: nn.Module, name: str) -> nn.Module | None:
+    module: nn.Module | None = parent
+    for segment in name.split("."):
+        module = None if module is None else module._modules.get(segment)
+    return module
+
+
+def _linear_children(parent: nn.Module, names: Sequence[str]) -> Sequence[nn.Module] | None:
+    """Return all named children; None if one is missing or is not linear."""
+    children = [child for name in names if is_linear(child := _child(parent, name))]
+    return children if len(children) == len(names) else None
+
+
+def _first(parent: nn.Module, names: Sequence[str]) -> tuple[str, nn.Module] | None:
+    for name in names:
+        child = _child(parent, name)
+        if is_linear(child):
+            return name, child
+    return None

@@ -13,12 +13,13 @@ operators of :mod:`raymm.kernels.collectives.tensor_parallel`:
 | experts | as column, for every input | as row |
 
 Outside attention and feed-forwards, dropout draws the same numbers on all processes; inside, those
-of the process's heads and features (:mod:`raymm.actors.sharding.tensor_draws`).
+of the process's heads and features. These follow from a row's weight, because a fused column has
+several blocks of outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,10 +28,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora import AdaptedConv1D, AdaptedLayer, AdaptedLinear
-from raymm.actors.sharding.tensor_draws import cut_draws, row_widths
-from raymm.actors.sharding.tensor_heads import CONFIG
 from raymm.actors.sharding.tensor_plan import (
     COLUMN,
+    CONFIG,
     EMBEDDING,
     EXPERTS,
     GATHERED_COLUMN,
@@ -39,6 +39,7 @@ from raymm.actors.sharding.tensor_plan import (
     ParameterShard,
     Range,
     TensorPlan,
+    local_query_heads,
     tied_names,
 )
 from raymm.actors.sharding.tensor_units import widths
@@ -49,6 +50,7 @@ from raymm.kernels.collectives.tensor_parallel import (
     reduce_from_shards,
     split_to_shards,
 )
+from raymm.kernels.shared_draws import Cut, Features, set_features
 
 
 def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> None:
@@ -61,7 +63,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
     """
     if group.size != plan.tp:
         raise ValueError(f"the group has {group.size} processes, the plan {plan.tp}")
-    inner = row_widths(module, plan)
+    inner = _row_widths(module, plan)
     _cut_parameters(module, plan, group.rank)
     entries: dict[str, _Entry] = {}
     for name, style in plan.styles.items():
@@ -83,7 +85,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
         child = _find(module, name)
         if child is not None:
             _set_attributes(child, values)
-    cut_draws(module, plan, group.rank, inner)
+    _cut_draws(module, plan, group.rank, inner)
 
 
 def _around(module: nn.Module, name: str) -> str:
@@ -350,3 +352,74 @@ _SHARD = {
     EMBEDDING: _shard_embedding,
     EXPERTS: _shard_experts,
 }
+
+
+def _cut_draws(module: nn.Module, plan: TensorPlan, rank: int, inner: Mapping[str, int]) -> None:
+    """Add hooks that select features for slicing the random numbers of a sharded module.
+
+    ``inner`` has the number of inputs of each row over all processes.
+    """
+    names = [name for name, _ in module.named_modules() if name in plan.styles]
+    order = {name: number for number, name in enumerate(names)}
+    rows = [name for name in names if name in inner]
+    head = None if plan.head is None else plan.head.removesuffix(".weight")
+    for name in names:
+        child, style = module.get_submodule(name), plan.styles[name]
+        if style == EXPERTS:
+            _set_features_around(child, Features(None), None)
+        elif name in inner:
+            _set_features_around(child, _features(plan, name, rank, inner[name]), None)
+        elif style in (COLUMN, GATHERED_COLUMN):
+            keeps_all = style == GATHERED_COLUMN or name == head
+            row = None if keeps_all else _row_of(name, order, rows)
+            features = None if row is None else _features(plan, row, rank, inner[row])
+            _set_features_around(child, None, features)
+
+
+def _row_widths(module: nn.Module, plan: TensorPlan) -> dict[str, int]:
+    """Return the number of inputs of each row of a plan, before the module is sharded."""
+    present = dict(module.named_modules())
+    return {
+        name: widths(present[name])[0] for name, style in plan.styles.items()
+        if style in (ROW, SPLIT_ROW) and isinstance(present.get(name), nn.Module)
+        and present[name]._parameters.get("weight") is not None
+    }
+
+
+def _features(plan: TensorPlan, row: str, rank: int, inner: int) -> Features:
+    ranges = plan.shards[f"{row}.weight"][rank].ranges
+    cut = Cut(sum(stop - start for start, stop in ranges), inner, tuple(ranges))
+    return Features(cut, _heads(plan, row, cut))
+
+
+def _heads(plan: TensorPlan, row: str, cut: Cut) -> int | None:
+    """Return the local number of heads of a row's attention; None if unknown or not an attention.
+    """
+    units = [where for where in plan.attributes if row.startswith(f"{where}.")]
+    heads = local_query_heads(plan.attributes[max(units, key=len)]) if units else None
+    return heads if heads is not None and cut.grouped(heads) is not None else None
+
+
+def _row_of(column: str, order: Mapping[str, int], rows: Sequence[str]) -> str | None:
+    """Return the row that takes a column's outputs: the next one with the longest common prefix."""
+    def rank(row: str) -> tuple[int, bool, int]:
+        shared = 0
+        for a, b in zip(column.split("."), row.split("."), strict=False):
+            if a != b:
+                break
+            shared += 1
+        distance = order[row] - order[column]
+        return shared, distance > 0, -abs(distance)
+
+    return max(rows, key=rank, default=None)
+
+
+def _set_features_around(child: nn.Module, inside: Features | None, after: Features | None) -> None:
+    def enter(*_: Any) -> None:
+        set_features(inside)
+
+    def leave(*_: Any) -> None:
+        set_features(after)
+
+    child.register_forward_pre_hook(enter)
+    child.register_forward_hook(leave)

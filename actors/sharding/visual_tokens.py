@@ -9,13 +9,14 @@ Legend: ``B`` samples, ``T`` text tokens with padding, ``I`` items of a row, ``V
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from raymm.actors.modules.merge import seen_items
-from raymm.actors.sharding.least_bytes import LeastBytes
+from raymm.actors.sharding.context_method import choose, computed_in
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
@@ -23,6 +24,8 @@ from raymm.kernels.hf.cross_attention import Alone
 from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention
 from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.mask.cross_masks import cross_masks
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.scheduler.context_parallel.traffic import METHODS
 
 SHOWN, LENGTH = "cross_shown", "visual_length"
 """Side tensors: the items that text tokens of all processes see, and V."""
@@ -83,3 +86,39 @@ def recomputes(config: Any, text_tokens: int, visual_tokens: int) -> bool:
     inner = getattr(config, "intermediate_size", 4 * hidden)
     # Per text token: two norms' inputs and outputs, queries, attention's output; the MLP's inner.
     return visual_tokens * 2 * keys > text_tokens * (6 * hidden + 3 * inner)
+
+
+@dataclass(frozen=True)
+class LeastBytes:
+    """Method choice, equal on all processes: send queries, or keys and values, whichever is fewer
+    bytes.
+
+    ``backward`` counts the bytes of a backward pass; ``methods`` are the candidates.
+    """
+
+    backward: bool = True
+    methods: tuple[str, ...] = METHODS
+
+    def __call__(
+        self,
+        group: ContextGroup,
+        masks: tuple[AttentionMask, ...],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        recompute: bool = False,
+    ) -> str:
+        """Return the method for query (B, Hq, Tq, D) and key (B, Hk, Tk, D), given their shape and
+        dtype.
+
+        ``recompute``, for queries, keys and values in the backward pass, excludes ulysses.
+
+        Raises:
+            PlanError: none of the methods can be used.
+        """
+        methods = tuple(m for m in self.methods if not (recompute and m == "ulysses"))
+        return choose(
+            tuple(masks), group.queries, group.keys,
+            heads=(query.shape[1], key.shape[1]), head_dim=query.shape[3],
+            element_bytes=computed_in(query).itemsize, sequences=query.shape[0],
+            backward=self.backward, methods=methods,
+        )  # fmt: skip

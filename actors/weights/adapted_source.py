@@ -1,4 +1,5 @@
-"""Source that adds adapters to another source's module."""
+"""Sources that train a few parameters of another source's module: adapters, or the embedding and
+head rows of new tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig
 
 from raymm.actors.adapters.lora import adapt, is_of_base, set_trained
 from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.adapters.new_rows import add_rows, is_new_rows
 from raymm.actors.adapters.targets import find_targets
 from raymm.actors.weights.model_part import is_within
 from raymm.actors.weights.part import Part
@@ -69,6 +71,41 @@ class AdaptedSource(ModuleSource):
 
     def for_names(self, names: Iterable[str]) -> AdaptedSource:
         base = self.base.for_names(filter(is_of_base, names))
+        return replace(self, base=base)
+
+    @property
+    def origin(self) -> ModuleSource:
+        return self.base.origin
+
+    @property
+    def config(self) -> PretrainedConfig | None:
+        return self.base.config
+
+
+@dataclass(frozen=True)
+class NewRowsSource(ModuleSource):
+    """Model of another source that trains only the rows of new tokens, ids [start, stop). The
+    weights of ``base`` already have these rows."""
+
+    base: ModuleSource
+    start: int
+    stop: int
+    frozen: Any = None
+
+    def new_skeleton(self) -> nn.Module:
+        return self._with_rows(self.base.new_skeleton())
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        return self._with_rows(self.base.build(part))
+
+    def _with_rows(self, module: nn.Module) -> nn.Module:
+        return set_mode(add_rows(module, range(self.start, self.stop)))
+
+    def check(self) -> list[str]:
+        return self.base.check()
+
+    def for_names(self, names: Iterable[str]) -> NewRowsSource:
+        base = self.base.for_names(name for name in names if not is_new_rows(name))
         return replace(self, base=base)
 
     @property

@@ -22,7 +22,7 @@ CROSS_ARGUMENT = "raymm_cross"
 
 MethodChooser = Callable[..., str]
 """``choose(group, masks, query, key, recompute=) -> method``; must agree on all processes.
-``raymm.actors.sharding.least_bytes.LeastBytes`` is one."""
+``raymm.actors.sharding.visual_tokens.LeastBytes`` is one."""
 
 
 def chosen(

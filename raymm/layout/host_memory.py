@@ -11,9 +11,9 @@ from typing import NamedTuple
 from raymm.actors.host.memory import CopyOptions, HostMemory
 from raymm.actors.optimizer.bf16_parameters import products_of
 from raymm.actors.optimizer.custom_optimizer import optimizer_traits
+from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
 from raymm.actors.optimizer.host_staging import staging_bytes
 from raymm.actors.optimizer.optimizer_config import FP32, MASTER, MUON, OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.optimizer.updates import matrices_of
 from raymm.actors.recovery.snapshots import keepers
 from raymm.actors.sharding.parameter_shards import ShardSpec

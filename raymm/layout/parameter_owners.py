@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from raymm.actors.optimizer.adamw_8bit import BLOCK
 from raymm.actors.optimizer.gradient_reduction import (
+    ParameterOwnership,
     ParameterReference,
     ReductionGroup,
     SharedParameter,
 )
 from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raymm.actors.features.feature_folder import FeatureFolder
-from raymm.actors.optimizer.ownership import ParameterOwnership
+from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
 from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups

@@ -35,7 +35,7 @@ from raymm.actors.probe.vlm.shares import (
     probe_vlm_tensor,
 )
 from raymm.actors.probe.vlm.towers import Tower
-from raymm.actors.probe.vlm.zero_items import leaves_out_zeros
+from raymm.actors.probe.vlm.trials import leaves_out_zeros
 from raymm.actors.sharding.sample_rows import count_items
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters

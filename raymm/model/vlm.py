@@ -44,10 +44,9 @@ from raymm.actors.probe.vlm.towers import Tower, as_copied, check_kind, find_tow
 from raymm.actors.stages.token_loss import TokenLoss
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
-from raymm.actors.weights.adapted_source import AdaptedSource
+from raymm.actors.weights.adapted_source import AdaptedSource, NewRowsSource
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.model_part import PartSource, is_within
-from raymm.actors.weights.new_rows_source import NewRowsSource
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.errors import ModelError

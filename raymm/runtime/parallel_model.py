@@ -20,7 +20,7 @@ from torch import nn
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta, StepResult
 from raymm.actors.features.kept_features import KEYS
 from raymm.actors.modules.message import Decode
-from raymm.actors.optimizer.progress import same_progress
+from raymm.actors.optimizer.optimizer import same_progress
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_group import RankGroup

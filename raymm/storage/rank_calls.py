@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raymm.actors.faults.failure import first_line
+from raymm.actors.faults.diagnosis import first_line
 from raymm.actors.recovery.observed_ranks import LISTEN_S
 from raymm.errors import CheckpointError, RankFailedError
 

@@ -11,8 +11,14 @@ import ray
 from ray.autoscaler.sdk import request_resources
 
 from raymm.actors.placement.node_types import Resources, has_autoscaler
-from raymm.actors.placement.placement import RELEASE_S, PlacementOptions, call_behind
-from raymm.actors.placement.room import count_places, free_resources, wait_for_release
+from raymm.actors.placement.placement import (
+    RELEASE_S,
+    PlacementOptions,
+    call_behind,
+    count_places,
+    free_resources,
+    wait_for_release,
+)
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.model.model import Model
 from raymm.runtime.specs import MultimodalParallelSpec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
-from raymm.actors.placement.room import count_places
+from raymm.actors.placement.placement import count_places
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.build import build_layouts
 from raymm.config.sections import RunConfig, load_config

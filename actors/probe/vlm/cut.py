@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.brief_error import because
-from raymm.actors.modules.cut import CutInfo
+from raymm.actors.modules.cut import CutInfo, PassThrough, prune
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
-from raymm.actors.probe.vlm.relays import output_shapes, read_outputs
 from raymm.actors.probe.vlm.towers import Tower, as_copied
 from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial
 from raymm.actors.stages.tower import TowerSpec
@@ -101,7 +100,11 @@ def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
             return _compare(model, spec.source, run_with(floats)), floats
 
     cut, travels = of_one_that_runs(spec.source, probe)
-    cut = _relaying(cut, spec, lambda model: run_with(travels)(model, True))
+    if cut.relayed:  # with the numbers of the tower's blocks at its own size
+        cut = replace(cut, relayed=_read_in_own_size(
+            cast(PartSource, spec.source), cut.blocks, cut.tuple_length,
+            lambda model: run_with(travels)(model, True),
+        ))
     return replace(spec, cut=cut, travels=travels)
 
 
@@ -145,27 +148,19 @@ def cut_language_model(
     return replace(spec, cut=cut, relays=relays)
 
 
-def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Tensor]) -> CutInfo:
-    """Return the cut with block numbers of the tower at its own size."""
-    if not cut.relayed:
-        return cut
-    source = cast(PartSource, spec.source)
-    return replace(cut, relayed=_read_in_own_size(source, cut.blocks, cut.tuple_length, run))
-
-
 def _read_in_own_size(
     source: PartSource, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor]
 ) -> tuple[int, ...]:
-    """Apply :func:`read_outputs` to a part at its own size.
+    """Apply :func:`_read_outputs` to a part at its own size.
 
     Its blocks only run if the part fails without them, because some change the shape (convolutions,
     patch merging).
     """
     try:
-        return read_outputs(of_zeros(source), blocks, tuple_length, run)
+        return _read_outputs(of_zeros(source), blocks, tuple_length, run)
     except USER_CODE_RAISES:  # whatever a model may raise
-        shapes = output_shapes(of_zeros(source), blocks, run)
-        return read_outputs(of_zeros(source), blocks, tuple_length, run, shapes)
+        shapes = _output_shapes(of_zeros(source), blocks, run)
+        return _read_outputs(of_zeros(source), blocks, tuple_length, run, shapes)
 
 
 def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
@@ -230,7 +225,72 @@ def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
         uncut = uncut_forward(model, blocks, run, 0)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(f"{name} does not run on the example{because(error)}") from error
-    relayed = read_outputs(
+    relayed = _read_outputs(
         copy.deepcopy(model), blocks, uncut.tuple_length, lambda part: run(part, True), uncut.shapes
     )
     return compare_stages(model.eval(), blocks, run, trains, relayed)
+
+
+class _Outputs:
+    """Replacement for a passage: all blocks return leaf tensors, whatever their input."""
+
+    def __init__(self, shapes: Mapping[int, torch.Size]) -> None:
+        self._shapes = shapes
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.arrived: dict[int, torch.Tensor] = {}
+
+    def passed(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        self.arrived[index] = hidden
+        value, shape = hidden.detach().clone(), self._shapes.get(index, hidden.shape)
+        if shape != value.shape:  # output shape differs from the input
+            value = torch.ones(shape, dtype=value.dtype)
+        self.leaves[index] = value.requires_grad_()
+        return self.leaves[index].clone()  # models may change it in place
+
+
+def _read_outputs(
+    model: nn.Module, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor],
+    shapes: Mapping[int, torch.Size] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the blocks whose outputs are read by code after the next block.
+
+    Args:
+        model: modified; its blocks do not run and may have no values.
+        tuple_length: length of a block's output tuple; 0 for a tensor.
+        run: calls the model and returns all parts of its output that are read.
+        shapes: output shapes of blocks that change the shape.
+    """
+    total = len(block_list(model, blocks))
+    outer = frozenset(n for n, _ in model.named_parameters() if not n.startswith(blocks + "."))
+    prune(model, CutInfo(blocks, tuple_length, outer, outer, outer), total, total)
+    outputs = _Outputs(shapes or {})
+    for block in block_list(model, blocks):
+        cast(PassThrough, block).set_passage(cast(Any, outputs))
+    final = run(model)
+    read: set[int] = set()
+    for index, tensor in [*outputs.arrived.items(), (total, final)]:
+        if tensor.requires_grad and outputs.leaves:
+            gradients = torch.autograd.grad(
+                tensor.sum(), list(outputs.leaves.values()), allow_unused=True, retain_graph=True
+            )
+            pairs = zip(outputs.leaves, gradients, strict=True)
+            read |= {n for n, gradient in pairs if gradient is not None} - {index - 1}
+    return tuple(sorted(read))
+
+
+def _output_shapes(
+    model: nn.Module, blocks: str, run: Callable[[nn.Module], torch.Tensor]
+) -> dict[int, torch.Size]:
+    """Return block output shapes for :func:`_read_outputs`, by running the model."""
+    shapes: dict[int, torch.Size] = {}
+
+    def note(index: int, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(hidden, torch.Tensor):
+            shapes[index] = hidden.shape
+
+    for index, block in enumerate(block_list(model, blocks)):
+        block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
+    with torch.no_grad():
+        run(model)
+    return shapes

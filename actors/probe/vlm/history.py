@@ -12,9 +12,8 @@ from torch import nn
 
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.history import check_history, other_values
-from raymm.actors.probe.vlm.doubled_example import twice, twice_along
 from raymm.actors.probe.vlm.towers import Tower
-from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial
+from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial, twice, twice_along
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
 from raymm.actors.weights.model_part import PartSource

@@ -20,9 +20,7 @@ from raymm.actors.features.root_features import RootCall, RootForm
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.vlm.cut import run_without_values
-from raymm.actors.probe.vlm.doubled_example import twice_along
-from raymm.actors.probe.vlm.trials import TowerTrial
-from raymm.actors.probe.vlm.zero_items import leaves_out_zeros
+from raymm.actors.probe.vlm.trials import TowerTrial, leaves_out_zeros, twice_along
 from raymm.actors.stages.tower import TowerSpec, features_of_items, of_outlines, outlines
 from raymm.actors.weights.model_part import PartSource
 from raymm.errors import USER_CODE_RAISES, ForwardLeft, ModelError, NotRunError, ProbeError

@@ -20,9 +20,8 @@ from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.stage_comparison import TrainingDraws, training_draws
 from raymm.actors.probe.tensor import Trial, probe_tensor
-from raymm.actors.probe.vlm.doubled_example import twice, twice_along
 from raymm.actors.probe.vlm.towers import Tower
-from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial
+from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial, twice, twice_along
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.vlm.item_rows import items_of_share

@@ -1,4 +1,5 @@
-"""Small copies of a Hugging Face VLM's modules, called as stages call them."""
+"""Small copies of a Hugging Face VLM's modules, called as stages call them, and inputs of trials.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.brief_error import because
-from raymm.actors.probe.cut import ghost_inputs
+from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
 from raymm.actors.probe.vlm.towers import Tower, as_copied
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.tower import TowerSpec
@@ -20,6 +21,8 @@ from raymm.errors import USER_CODE_RAISES, NotRunError
 
 Inputs = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
+# Relative change of numbers in the second copy.
+_CHANGE = 0.3
 
 
 class LanguageTrial:
@@ -105,3 +108,56 @@ def _features(
         raise NotRunError(
             f"{tower.call} of {type(whole).__name__} does not run on the example{because(error)}"
         ) from error
+
+
+def twice(inputs: Mapping[str, Any], towers: tuple[Tower, ...]) -> dict[str, Any]:
+    """Return a batch with its rows and their items doubled."""
+    entries = {entry for tower in towers for _, entry in tower.arguments}
+    rows, length = inputs["input_ids"].shape[:2]
+    doubled = {}
+    for name, value in inputs.items():
+        dim: int | None = 0
+        if name not in entries:
+            pairs = range(value.dim() - 1)
+            dim = next((d for d in pairs if value.shape[d : d + 2] == (rows, length)), None)
+        doubled[name] = value if dim is None else twice_along(value, dim)
+    return doubled
+
+
+def twice_along(value: Any, dim: int) -> Any:
+    """Double a tensor along a dimension, with slightly different floats; zeros stay zeros.
+
+    Equal copies would hide averages over, or attention to, both.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    changed = value
+    if value.is_floating_point():
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+        changed = value * (1 + _CHANGE * noise).to(value)
+    return torch.cat([value, changed], dim)
+
+
+def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
+    """Return True if all-zero items (padding) give no features, independent of other items."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if len({len(value) for value in tensors.values()}) != 1:
+        return False  # items of different sizes are not padded
+    padded = {**inputs, **{
+        name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in tensors.items()
+    }}  # fmt: skip
+
+    def probe(model: nn.Module) -> bool:
+        trial = TowerTrial(spec, model, inputs)
+        with torch.no_grad():
+            try:
+                due = trial.read(copy.deepcopy(model), trial.inputs)
+            except USER_CODE_RAISES as error:  # whatever a model may raise
+                raise NotRunError(f"it does not run on the example{because(error)}") from error
+            try:
+                features = trial.read(copy.deepcopy(model), padded)
+            except USER_CODE_RAISES:  # rejects such items
+                return False
+        return features.shape == due.shape and torch.equal(features, due)
+
+    return of_one_that_runs(spec.source, probe)

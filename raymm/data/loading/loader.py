@@ -18,8 +18,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raymm.actors.faults.diagnosis import cause_of
-from raymm.actors.faults.failure import first_line
+from raymm.actors.faults.diagnosis import cause_of, first_line
 from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raymm.actors.host.numa import bind_to_gpu_node
+from raymm.actors.host.gpus import bind_to_gpu_node
 
 GPU = torch.device("cuda", 0)
 

@@ -9,9 +9,9 @@ from parity_check import OPTIMIZER
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

@@ -10,12 +10,12 @@ from torch import nn
 
 from raymm.actors.optimizer.gradient_reduction import (
     GradientReduction,
+    ParameterOwnership,
     ParameterReference,
     SharedParameter,
 )
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.scheduler.plan.stage import StageId
 
 PROCESSES = 3

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.scheduler.plan.stage import StageId
 
 LR = 3e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raymm.actors.optimizer import snapshot
-from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.optimizer import Progress
 
 
 def test_delivery_does_not_wait_for_a_failed_copy(monkeypatch):

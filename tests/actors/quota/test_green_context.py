@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fake_driver import CUresult, FakeDriver
 
-from raymm.actors.quota import green_context
-from raymm.actors.quota.green_context import GreenContexts
+from raymm.actors.quota import cuda_backend
+from raymm.actors.quota.cuda_backend import GreenContexts
 from raymm.actors.quota.partition import partition
 from raymm.errors import InputError, InternalError
 
@@ -153,7 +153,7 @@ def real_driver():
 
 def used_functions() -> list[str]:
     """Return every driver function that the file calls."""
-    source = Path(green_context.__file__).read_text()
+    source = Path(cuda_backend.__file__).read_text()
     return sorted(set(re.findall(r'"(cu[A-Z]\w+)"', source)))
 
 
@@ -183,4 +183,4 @@ def test_types_and_flags_used_are_in_the_bindings():
         for one in getattr(driver, name)
     ]
     ignore = [f for f in flags if f.name.endswith("IGNORE_SM_COSCHEDULING")]
-    assert ignore and all(int(f) == green_context.IGNORE_COSCHEDULING for f in ignore)
+    assert ignore and all(int(f) == cuda_backend.IGNORE_COSCHEDULING for f in ignore)

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
-from raymm.actors.quota.cuda_backend import CudaStream
-from raymm.actors.quota.green_context import GreenContexts
+from raymm.actors.quota.cuda_backend import CudaStream, GreenContexts
 from raymm.actors.quota.partition import partition
 from raymm.errors import InternalError
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks._tcp_rendezvous import TcpRendezvousStore
 from benchmarks.pretended_gpu.steps import CASES, RankProcess
-from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.optimizer import Progress
 from raymm.actors.rank import rank_actor
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.errors import ChannelError

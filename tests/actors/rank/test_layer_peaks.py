@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from raymm.actors.memory.live_bytes import LiveBytes
-from raymm.actors.rank.layer_peaks import layer_peaks
+from raymm.actors.rank.module_profiler import layer_peaks
 
 ROWS, WIDTH, INNER = 64, 32, 256
 FLOAT = 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.recompute.offloaded_activations import OffloadedBlocks, _Moved
+from raymm.actors.recompute.recomputed_layers import OffloadedBlocks, _Moved
 
 
 class Block(nn.Module):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from raymm.actors.faults import observed_actor
+from raymm.actors.faults.observed_actor import problem_seeing
 from raymm.actors.storage import bucket as buckets
-from raymm.actors.storage import seen
 from raymm.actors.storage.bucket import BucketFolder
 from raymm.actors.storage.location import check_location, storage_folder
-from raymm.actors.storage.seen import problem_seeing
 
 
 @pytest.fixture(params=["folder", "bucket", "vault", "arrow"])
@@ -156,7 +156,7 @@ def test_invalid_locations_are_refused(location, reason):
 
 
 def test_another_folder_of_the_same_name_is_noticed(folder, monkeypatch):
-    monkeypatch.setattr(seen, "SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr(observed_actor, "SEEN_WITHIN_S", 0.0)
     folder.create()
     folder.replace("token", b"mine")
     assert problem_seeing(folder.location, "token", "mine") is None

@@ -34,7 +34,7 @@ from shared_batch import SharedBatch, padded_causal_masks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from raymm.actors.sharding.least_bytes import LeastBytes
+from raymm.actors.sharding.visual_tokens import LeastBytes
 from raymm.errors import ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.layout import ContextLayout

@@ -7,9 +7,9 @@ import transformers as hf
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.precision import ComputeCopies, cast_frozen
 from raymm.actors.optimizer.adamw_8bit import Blocks
+from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.optimizer_config import FP32, EmaConfig, OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.load import Load
 from raymm.costs.optimizer_state import with_optimizer

@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
+from raymm.actors.optimizer.gradient_reduction import (
+    ParameterOwnership,
+    ParameterReference,
+    SharedParameter,
+)
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan
 from raymm.actors.sharding.parameter_shards import ShardSpec, parts_of
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from raymm.actors.faults import observed_actor
+from raymm.actors.faults.observed_actor import problem_seeing
 from raymm.actors.optimizer.checkpoint_shards import write_shard
 from raymm.actors.rank.rank_group import RankPlace
-from raymm.actors.storage import bucket, seen
+from raymm.actors.storage import bucket
 from raymm.actors.storage.folder import FILE_MODE, replace_file, set_file_modes
-from raymm.actors.storage.seen import problem_seeing
 from raymm.errors import ConfigError, RunFileError
 from raymm.files import run_owner
 from raymm.files.run_files import remove_partial
@@ -85,7 +86,7 @@ def test_missing_and_vanished_buckets_are_reported(s3, monkeypatch):
 
 def test_nodes_with_another_folder_at_the_path_are_named(tmp_path, monkeypatch):
     """Mount another folder at that path on the second rank's node."""
-    monkeypatch.setattr(seen, "SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr(observed_actor, "SEEN_WITHIN_S", 0.0)
     (tmp_path / "run").mkdir()
     (tmp_path / "other").mkdir()
     mounted = [str(tmp_path / "run"), str(tmp_path / "run")]
