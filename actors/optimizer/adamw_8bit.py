@@ -148,7 +148,7 @@ def is_quantised(elements: int) -> bool:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments. A step changes nothing where ``found_inf`` is 1.
+    """AdamW with 8-bit moments. A step changes nothing where ``refused`` is 1.
 
     Moments do not depend on how parameters are sharded: blocks are those of the whole parameter,
     and where shards end within blocks, the processes agree on the scales.
@@ -161,8 +161,6 @@ class AdamW8bit(torch.optim.Optimizer):
             share a parameter; called by all of them in the same order.
     """
 
-    found_inf: torch.Tensor
-
     def __init__(
         self, groups: Iterable[dict[str, Any]],
         parts: Mapping[int, ParameterPart] = MappingProxyType({}),
@@ -173,16 +171,18 @@ class AdamW8bit(torch.optim.Optimizer):
         self._order = {key: number for number, key in enumerate(parts)}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, refused: torch.Tensor) -> None:
         """Update one parameter after another, with its moments in fp32 meanwhile; sharded
         parameters in the same order on all processes."""
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
         for parameter, group in sorted(pairs, key=lambda pair: self._order.get(id(pair[0]), -1)):
             if parameter.grad is not None:
-                self._update(parameter, group)
+                self._update(parameter, group, refused.bool())
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state, refused = self.state[parameter], self.found_inf.bool()
+    def _update(
+        self, parameter: nn.Parameter, group: Mapping[str, Any], refused: torch.Tensor
+    ) -> None:
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):

@@ -41,14 +41,12 @@ class OptimizerTraits(NamedTuple):
 
 
 class CustomOptimizer:
-    """Optimizer of a user, whose step is skipped where ``found_inf`` is 1. The host waits for the
+    """Optimizer of a user, whose step is skipped where ``refused`` is 1. The host waits for the
     device to know it, because the code of the step may do anything.
 
     Args:
         groups: each with ``params``, ``lr`` and ``weight_decay``.
     """
-
-    found_inf: torch.Tensor
 
     def __init__(self, name: Named, groups: Groups) -> None:
         self._name, self._groups = name, [dict(group) for group in groups]
@@ -67,9 +65,9 @@ class CustomOptimizer:
     def state(self) -> Any:
         return self._optimizer.state
 
-    def step(self) -> None:
+    def step(self, refused: torch.Tensor) -> None:
         """Update the parameters of the groups that have gradients."""
-        if not _is_set(self.found_inf):
+        if not _is_set(refused):
             self._optimizer.step()
 
 

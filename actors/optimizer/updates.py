@@ -35,12 +35,10 @@ Agree = Callable[[Key, torch.Tensor], None]
 
 
 class GuardedMuon(torch.optim.Muon):
-    """Muon whose step changes nothing where ``found_inf`` is 1, like fused AdamW's."""
-
-    found_inf: torch.Tensor
+    """Muon whose step changes nothing where ``refused`` is 1, like fused AdamW's."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, refused: torch.Tensor) -> None:
         """Update one parameter after another, so that only one of them has a backup copy at a
         time."""
         every = [group["params"] for group in self.param_groups]
@@ -50,15 +48,15 @@ class GuardedMuon(torch.optim.Muon):
             for group, parameters in zip(self.param_groups, every, strict=True):
                 for parameter in parameters:
                     group["params"] = [parameter]
-                    self._guarded(parameter)
+                    self._guarded(parameter, refused.bool())
                 group["params"] = []
         finally:
             for group, parameters in zip(self.param_groups, every, strict=True):
                 group["params"] = parameters
 
-    def _guarded(self, parameter: nn.Parameter) -> None:
+    def _guarded(self, parameter: nn.Parameter, refused: torch.Tensor) -> None:
         saved = {name: value.clone() for name, value in self.state[parameter].items()}
-        weights, refused = parameter.clone(), self.found_inf.bool()
+        weights = parameter.clone()
         super().step()
         parameter.copy_(torch.where(refused, weights, parameter))
         for name, value in self.state[parameter].items():
@@ -161,15 +159,17 @@ class ParameterUpdates:
             by_group.setdefault((optimizer, number), {})[index] = parameter
         for optimizer in self._optimizers:
             every = [group["params"] for group in optimizer.param_groups]
-            optimizer.found_inf = refused
-            if isinstance(optimizer, torch.optim.AdamW):
-                optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
             for number, group in enumerate(optimizer.param_groups):
                 group["lr"] = group["rule"].rate(step)
                 members = by_group.get((optimizer, number), {})
                 group["params"] = [members[index] for index in sorted(members)]
             try:
-                optimizer.step()
+                if isinstance(optimizer, torch.optim.AdamW):
+                    # Attributes through which torch.amp.GradScaler also talks to fused optimizers.
+                    optimizer.found_inf, optimizer.grad_scale = refused, grad_scale  # type: ignore
+                    optimizer.step()
+                else:
+                    optimizer.step(refused)
             finally:
                 for group, parameters in zip(optimizer.param_groups, every, strict=True):
                     group["params"] = parameters

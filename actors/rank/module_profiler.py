@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -125,7 +125,7 @@ class ModuleProfiler:
             cast_frozen(stage, self._autocast)
         self._stage: EncoderStage | LanguageStage = stage.to(self._device)
         self._adapted = has_adapters(stage)
-        self._merge = getattr(stage.spec, "merge", None)
+        self._merge: Any = getattr(stage.spec, "merge", None)
         self._layers, self._has_blocks = _layer_modules(stage)
         projector = getattr(stage, "projector", None)
         self._blocks = [layer for layer in self._layers if layer is not projector]
@@ -200,9 +200,7 @@ class ModuleProfiler:
     def _tensors_of(self, request: ProfileRequest) -> tuple[dict[str, Any], dict[str, Message]]:
         stage = self._stage
         if isinstance(stage, LanguageStage):
-            stage.spec = replace(
-                stage.spec, merge=Prepend() if request.plain_text else self._merge
-            )
+            stage.merge_by(Prepend() if request.plain_text else self._merge)
         return to_device(request.inputs, self._device), {
             name: Message((torch.randn(shape, device=self._device),), {})
             for name, shape in request.received.items()

@@ -168,7 +168,7 @@ class RankActor(StoredRank):
                     None if self._spec.exact_autocast else autocast,
                 )
             if (folder := self._spec.features.get(name)) is not None:
-                stage.writer = FeatureWriter(folder)
+                stage.keep_features(FeatureWriter(folder))
             self._stages[name] = stage.to(self._device)
         if self._colocation is not None:
             by_module: dict[str, list[torch.nn.Module]] = {}

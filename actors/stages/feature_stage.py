@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from raymm.actors.features.kept_features import KEYS, FeatureWriter, every_item
+from raymm.actors.features.kept_features import KEYS, every_item
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.stage_inputs import joined, kept_entries
 
 
 class FeatureStage(EncoderStage):
-    """First stage of an encoder, with frozen blocks only.
-
-    Computes every item separately. ``writer`` stores the outputs, if this process stores any.
-    """
-
-    writer: FeatureWriter | None = None
+    """First stage of an encoder, with frozen blocks only. Computes every item separately."""
 
     def run(
         self, inputs: dict[str, Any] | None, received: dict[str, Message],
@@ -29,8 +24,8 @@ class FeatureStage(EncoderStage):
         message = joined([run(item, received, context) for item in every_item(entries)])
         if self._whole:
             message = message._replace(side={})  # a projector reads only features
-        if self.writer is not None and inputs is not None and KEYS in inputs:
-            self.writer.keep(inputs[KEYS], kept_entries(message))
+        if self._writer is not None and inputs is not None and KEYS in inputs:
+            self._writer.keep(inputs[KEYS], kept_entries(message))
         return message
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -173,6 +173,10 @@ class LanguageStage(Stage):
         """Restore the module: the single-process reference builds a stage per forward."""
         for attached in (self._forward, self._routing, self._objective, self._attention):
             attached.detach()
+
+    def merge_by(self, merge: MergePolicy) -> None:
+        """Merge features of encoders by another policy than the spec's."""
+        self.spec = replace(self.spec, merge=merge)
 
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.stage_hook import StageHooks
@@ -37,14 +38,19 @@ class Call:
 
 
 class Stage(StageModule):
-    """Part of a module between two cuts; subclasses implement the steps of a microbatch.
-
-    Attributes:
-        hooks: user's changes of the module's inputs and outputs; None without.
-    """
+    """Part of a module between two cuts; subclasses implement the steps of a microbatch."""
 
     module: Any
-    hooks: StageHooks | None = None
+    _hooks: StageHooks | None = None
+    _writer: FeatureWriter | None = None
+
+    def attach_hooks(self, hooks: StageHooks | None) -> None:
+        """Apply a user's changes of the module's inputs and outputs, if there are any."""
+        self._hooks = hooks
+
+    def keep_features(self, writer: FeatureWriter) -> None:
+        """Store the outputs of a frozen part, if the stage caches features."""
+        self._writer = writer
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
@@ -65,7 +71,7 @@ class Stage(StageModule):
         context: MicrobatchContext,
     ) -> Message:
         """Run one microbatch; see :meth:`receive` for the arguments."""
-        hooks = self.hooks
+        hooks = self._hooks
         if hooks is not None:
             inputs = hooks.changed_inputs(inputs, context)
         call = self.receive(inputs or {}, received, context)

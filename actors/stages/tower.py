@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.features.kept_features import KEYS, FeatureWriter
+from raymm.actors.features.kept_features import KEYS
 from raymm.actors.features.root_features import FEATURE, RootCall, RootForm
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.sharding.vlm.item_rows import (
@@ -144,12 +144,8 @@ def features_of_items(
 
 
 class FeaturedTowerStage(TowerStage):
-    """Complete tower that runs its frozen part per item, and only on items without cached features.
-
-    ``writer`` stores features, if this process stores any.
-    """
-
-    writer: FeatureWriter | None = None
+    """Complete tower that runs its frozen part per item, and only on items without cached
+    features."""
 
     def __init__(
         self, spec: TowerSpec, lo: int, hi: int, module: nn.Module | None,
@@ -189,10 +185,10 @@ class FeaturedTowerStage(TowerStage):
         return self.outputs(output, Call(None, arguments, {}), context)
 
     def _keep(self, keys: Sequence[str], items: Sequence[Sequence[torch.Tensor]]) -> None:
-        if self.writer is None or not keys:
+        if self._writer is None or not keys:
             return
         for key, tensors in zip(keys, items, strict=True):
-            self.writer.keep([key], {str(n): tensor[None] for n, tensor in enumerate(tensors)})
+            self._writer.keep([key], {str(n): tensor[None] for n, tensor in enumerate(tensors)})
 
 
 def _number(name: str) -> tuple[int, str]:

@@ -9,10 +9,8 @@ import shlex
 import signal
 import sys
 import traceback
-import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console, stop = Console(stderr=True), StopRequest()
     try:
-        with stop.listening(), _notes_in_a_line(), explained_imports("raymm"):
+        with stop.listening(), explained_imports("raymm"):
             code = args.run(args)
     except InputError as error:
         config, is_of_option = getattr(args, "config", None), str(error).startswith("--")
@@ -102,25 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return EXIT_USER_ERROR
     return code or 0
-
-
-@contextmanager
-def _notes_in_a_line() -> Iterator[None]:
-    """Print warnings for users as one line, without source locations."""
-    usual = warnings.formatwarning
-
-    def formatted(message: Any, category: type[Warning], *where: Any, **more: Any) -> str:
-        from raymm.model.modality_module import WeightsWarning  # imports transformers
-
-        if issubclass(category, WeightsWarning):
-            return f"note: {message}\n"
-        return usual(message, category, *where, **more)
-
-    warnings.formatwarning = formatted
-    try:
-        yield
-    finally:
-        warnings.formatwarning = usual
 
 
 def _stopped(console: Console, number: signal.Signals) -> int:

@@ -54,8 +54,7 @@ def options_in_errors(args: argparse.Namespace, options: type) -> Iterator[None]
         text, names = str(error), given_options(args, options)
         for name in names:
             if re.match(rf"{name}\b", text):
-                error.args = (f"{_flag(name)}{text.removeprefix(name)}",)
-                raise
+                raise type(error)(f"{_flag(name)}{text.removeprefix(name)}") from error
         values = {_flag(name): getattr(args, name) for name in names}
         words = [
             f"{flag} {value}" for flag, shown in values.items()

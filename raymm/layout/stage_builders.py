@@ -260,7 +260,7 @@ def _build(
     """Build a stage, whose blocks from ``lo`` on handle activations by the plan's options, and are
     compiled if ``compiled``."""
     stage = stage_class.build(spec, lo, hi)
-    stage.hooks = hooks
+    stage.attach_hooks(hooks)
     module = stage.module
     if module is not None and (layer_options or compiled):
         blocks = spec.cut.blocks if spec.cut else find_blocks(module)

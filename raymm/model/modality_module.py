@@ -6,8 +6,8 @@ The description records the source of the weights and the widths; nothing is loa
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -28,9 +28,7 @@ from raymm.actors.weights.source import ConfigSource, LiveSource, ModuleSource, 
 from raymm.errors import ModelError
 from raymm.model.module_kind import ModuleKind
 
-
-class WeightsWarning(UserWarning):
-    """Weights of a model folder are unused, or are drawn at random as requested."""
+_LOGGER = logging.getLogger(__name__)
 
 
 class ModalityModule(nn.Module):
@@ -288,10 +286,10 @@ def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
 
 
 def check_weights(module: str, source: ModuleSource) -> None:
-    """Compare the weights on disk with the module, and warn about unused or random weights. Raises
+    """Compare the weights on disk with the module, and log unused or random weights. Raises
     ModelError if the weights do not fit the module."""
     for note in source.check():
-        warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)
+        _LOGGER.warning("note: %s: %s", module, note)
 
 
 def _check_projector(name: str, projector: nn.Module, in_features: int, out_features: int) -> None:

@@ -96,7 +96,7 @@ class MultimodalModule(nn.Module, ModalityModel):
 
     Raises:
         ModelError: reserved names, widths that do not match, or a folder that lacks weights. Other
-            findings about weights are a :class:`raymm.model.modality_module.WeightsWarning`.
+            findings about weights are logged.
     """
 
     kind = Kind.PARTS
@@ -376,7 +376,7 @@ class MultimodalModule(nn.Module, ModalityModel):
                     light_encoder_spec(name, encoder), disable_dropout=self._disables_dropout
                 )
                 stage = EncoderStage(spec, 0, 2, encoder.module, encoder.projector)
-                stage.hooks = self.hooks_of(name)
+                stage.attach_hooks(self.hooks_of(name))
                 try:
                     received[name] = stage.run(
                         microbatch[name], {}, self._context(name, label_tokens)

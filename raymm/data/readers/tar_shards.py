@@ -9,7 +9,6 @@ import fnmatch
 import json
 import tarfile
 from collections.abc import Iterator
-from typing import Any, cast
 
 import numpy as np
 
@@ -156,7 +155,7 @@ def _samples(path: DataPath) -> Iterator[tuple[str, list[tuple[str, int, int]]]]
     try:
         with open_data(path, SHARD_BLOCK) as file, tarfile.open(fileobj=file, mode="r:") as shard:
             for member in shard:
-                cast(Any, shard).members = []  # otherwise tarfile keeps all of them
+                shard.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if not member.isreg() or not dot or not stem:

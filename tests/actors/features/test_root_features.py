@@ -70,7 +70,8 @@ def test_cached_features_replace_items(tmp_path, monkeypatch, name, dim):
     featured = replace(spec, root=form)
     stage = noisy(FeaturedTowerStage.build(featured, 0, spec.num_blocks))
     folder = FeatureFolder(tmp_path, 10**8)
-    stage.writer = FeatureWriter(folder)
+    writer = FeatureWriter(folder)
+    stage.keep_features(writer)
     lookup = TowerLookup({tower: folder}, {tower: form})
     for batch in microbatches:
         inputs = model.tower(tower).inputs(batch)
@@ -84,7 +85,7 @@ def test_cached_features_replace_items(tmp_path, monkeypatch, name, dim):
         assert computed[1].keys() == side.keys() and computed[2].keys() == grads.keys()
         for parameter, due in grads.items():
             assert (computed[2][parameter] - due).norm() <= 1e-5 * due.norm()
-        stage.writer.wait()
+        writer.wait()
         features = lookup.features(tower, keys)
         assert features is not None
         monkeypatch.setattr(stage._root, "_forward", None)  # it must not run
