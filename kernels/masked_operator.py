@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from raymm.kernels.choice.choice import KERNEL_CHOICE
-from raymm.kernels.flash.operands import as_autocast, prepare
+from raymm.kernels.flash.operands import BackwardTensors, as_autocast, prepare
 from raymm.kernels.mask.columns import KEY_COLUMNS, QUERY_COLUMNS
 from raymm.kernels.mask.mask import AttentionMask, as_masks
 
@@ -126,26 +126,23 @@ def _(query, key, value, table, window, scale, softcap):
     schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     "Tensor table, int? window, float? scale, float? softcap) -> (Tensor, Tensor, Tensor)",
 )
-def _backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, table: torch.Tensor, window: int | None,
-    scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, in their shapes and dtype."""
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    *tensors, lse, table, window, scale, softcap = arguments
+    tensors = BackwardTensors(*(t.transpose(1, 2) for t in tensors), lse)
+    query, key, value = tensors[1:4]
     masks = as_masks(table_masks(table, window), *_sizes(query, key, value))
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     gradients: Any
     if query.device.type == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_backward
 
-        gradients = cpu_backward(grad_out, query, key, value, out, lse, masks, scale, softcap)
+        gradients = cpu_backward(tensors, masks, scale, softcap)
     else:
         from raymm.kernels.flash.gpu.attention import triton_backward
 
         gradients = triton_backward(
-            grad_out, query, key, value, out, lse, masks, scale, softcap, dtype=query.dtype,
+            tensors, masks, scale, softcap, dtype=query.dtype,
             unordered=KERNEL_CHOICE.kernels == "raymm_unordered",
         )
     dq, dk, dv = (t.transpose(1, 2).to(query.dtype).contiguous() for t in gradients)
@@ -153,7 +150,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad_out, query, key, value, out, lse, table, window, scale, softcap):
+def _(grad_out, query, key, value, *_):
     return tuple(t.new_empty(t.shape) for t in (query, key, value))
 
 

@@ -132,6 +132,7 @@ def part_errors(case: Case, device: str, cut: int) -> dict[str, float]:
     """
     from raymm.kernels.context_parallel.partial import merge_partials, output_like, row_delta
     from raymm.kernels.flash.gpu.attention import triton_backward, triton_forward
+    from raymm.kernels.flash.operands import BackwardTensors
 
     query, key, value, grad_out = (t.to(device) for t in inputs(case))
     scale = case.head_dim**-0.5
@@ -142,9 +143,10 @@ def part_errors(case: Case, device: str, cut: int) -> dict[str, float]:
     first, second = (triton_forward(query, *part, scale, case.softcap) for part in parts)
     out, lse = merge_partials(*first, *second)
     delta = row_delta(grad_out, out)
+    like = output_like(grad_out, delta)
     shares = [
         triton_backward(
-            grad_out, query, k, v, output_like(grad_out, delta), lse, masks, scale, case.softcap
+            BackwardTensors(grad_out, query, k, v, like, lse), masks, scale, case.softcap
         )
         for k, v, masks in parts
     ]

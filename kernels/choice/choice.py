@@ -191,8 +191,7 @@ def check_kernels(kernels: str) -> None:
 
 def chosen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    masks: tuple[AttentionMask, ...], *, scale: float | None, softcap: float | None, own: Attend,
-    lse: bool = True,
+    masks: tuple[AttentionMask, ...], *, own: Attend, lse: bool = True, **options: float | None,
 ) -> Attend:  # fmt: skip
     """Return the attention function for a call on a device with several kernels.
 
@@ -200,7 +199,9 @@ def chosen_attention(
         query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one per sequence.
         lse: True if the caller needs the LSE.
+        options: scale and softcap of the call.
     """
+    softcap = options["softcap"]
     if KERNEL_CHOICE.kernels != "auto" or not query.numel() or not key.numel():
         return own
     attends: dict[str, Attend] = {OWN: own, "flex": flex_attention}
@@ -211,7 +212,7 @@ def chosen_attention(
 
     def measuring(attend: Attend) -> Callable[[], float]:
         return lambda: seconds(
-            lambda *tensors: attend(*tensors, masks, scale=scale, softcap=softcap)[0],
+            lambda *tensors: attend(*tensors, masks, **options)[0],
             (query, key, value), shape.backward,
         )  # fmt: skip
 

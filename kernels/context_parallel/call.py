@@ -14,7 +14,8 @@ import torch
 from raymm.errors import ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
-from raymm.kernels.context_parallel.partial import partial_backward, partial_forward
+from raymm.kernels.context_parallel.partial import output_like
+from raymm.kernels.flash.operands import BackwardTensors
 from raymm.kernels.mask.mask import AttentionMask
 
 ACCUMULATOR = torch.float32
@@ -66,18 +67,39 @@ class ContextCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         masks: Sequence[AttentionMask],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return output and LSE of rows over a part of the keys; see :func:`partial_forward`."""
-        return partial_forward(query, key, value, masks, self.scale, self.softcap)
+        """Return output and LSE (fp32) of rows over a part of the keys, which may be empty."""
+        if not key.shape[2] or not query.shape[2]:
+            nothing = torch.full(query.shape[:3], -torch.inf, device=query.device)
+            return query.new_zeros(*query.shape[:3], value.shape[3]), nothing
+        if query.device.type == "cpu":
+            from raymm.kernels.flash.cpu.attention import cpu_forward as run
+        else:
+            from raymm.kernels.flash.gpu.attention import triton_forward as run
+        out, lse = run(query, key, value, tuple(masks), self.scale, self.softcap)
+        return out, lse.float()
 
     def backward(
         self, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
         masks: Sequence[AttentionMask],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Return a part's contribution to dQ, dK, dV in fp32; see :func:`partial_backward`."""
-        return partial_backward(
-            grad_out, query, key, value, lse, delta, masks, self.scale, self.softcap
-        )
+        """Return the contribution of a part of the keys to dQ, dK and dV, in fp32.
+
+        Args:
+            lse: (B, Hq, Tq) over *all* keys that the rows see.
+            delta: (B, Hq, Tq), :func:`raymm.kernels.context_parallel.partial.row_delta` of the full
+                output.
+        """
+        if not key.shape[2] or not query.shape[2]:
+            return tuple(torch.zeros(t.shape, device=t.device) for t in (query, key, value))
+        if query.device.type == "cpu":
+            from raymm.kernels.flash.cpu.attention import cpu_backward as run
+        else:
+            from raymm.kernels.flash.gpu.attention import triton_backward as run
+        out = output_like(grad_out, delta)
+        tensors = BackwardTensors(grad_out, query, key, value, out, lse)
+        gradients = run(tensors, tuple(masks), self.scale, self.softcap)
+        return tuple(g for g in gradients if g is not None)  # none is None: all are requested
 
 
 class Way(NamedTuple):

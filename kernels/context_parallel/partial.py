@@ -7,11 +7,7 @@ dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-
-from raymm.kernels.mask.mask import AttentionMask
 
 
 def merge_partials(
@@ -38,65 +34,6 @@ def merge_partials(
 def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return rowsum(dO * O), (B, H, Tq) fp32. Backward needs nothing else of the output."""
     return (grad_out.float() * out.float()).sum(dim=-1)
-
-
-def partial_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: Sequence[AttentionMask],
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute :func:`raymm.kernels.attention.attention` without autograd; the keys may be empty.
-
-    Args:
-        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
-        masks: one per sequence of the batch.
-
-    Returns:
-        Output (B, Hq, Tq, Dv), and LSE (B, Hq, Tq) fp32.
-    """
-    if not key.shape[2] or not query.shape[2]:
-        nothing = torch.full(query.shape[:3], -torch.inf, device=query.device)
-        return query.new_zeros(*query.shape[:3], value.shape[3]), nothing
-    if query.device.type == "cpu":
-        from raymm.kernels.flash.cpu.attention import cpu_forward as run
-    else:
-        from raymm.kernels.flash.gpu.attention import triton_forward as run
-    out, lse = run(query, key, value, tuple(masks), scale, softcap)
-    return out, lse.float()
-
-
-def partial_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    masks: Sequence[AttentionMask],
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Return the contribution of a part of the keys to dQ, dK and dV, in fp32.
-
-    Args:
-        grad_out: gradient of the output, (B, Hq, Tq, Dv).
-        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
-        lse: (B, Hq, Tq) over *all* keys that the rows see.
-        delta: (B, Hq, Tq), :func:`row_delta` of the full output.
-        masks: one per sequence of the batch.
-    """
-    if not key.shape[2] or not query.shape[2]:
-        return tuple(torch.zeros(t.shape, device=t.device) for t in (query, key, value))
-    if query.device.type == "cpu":
-        from raymm.kernels.flash.cpu.attention import cpu_backward as run
-    else:
-        from raymm.kernels.flash.gpu.attention import triton_backward as run
-    out = output_like(grad_out, delta)
-    gradients = run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap)
-    return tuple(g for g in gradients if g is not None)  # none is None: all three are requested
 
 
 def output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+
+class BackwardTensors(NamedTuple):
+    """Tensors that a backward pass of attention reads.
+
+    ``out`` and ``lse`` cover all keys that the rows see. If ``key`` holds only a part of them, the
+    gradients are that part's contribution.
+
+    Attributes:
+        grad_out, out: (B, Hq, Tq, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
+        lse: (B, Hq, Tq), at least fp32.
+    """
+
+    grad_out: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def as_autocast(

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from raymm.kernels.flash.cpu import dense
 from raymm.kernels.flash.cpu.blocks import Block, Kind, Limits, Part, Plan, plan_blocks
-from raymm.kernels.flash.operands import prepare
+from raymm.kernels.flash.operands import BackwardTensors, prepare
 from raymm.kernels.flash.operator import attention_operator
 from raymm.kernels.mask.mask import AttentionMask, as_masks
 
@@ -107,12 +107,7 @@ def cpu_forward(
 
 
 def cpu_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    tensors: BackwardTensors,
     masks: tuple[AttentionMask, ...],
     scale: float,
     softcap: float | None,
@@ -120,17 +115,11 @@ def cpu_backward(
 ) -> list[torch.Tensor | None]:
     """Return dQ, dK, dV in at least fp32, without autograd.
 
-    ``out`` and ``lse`` cover all keys that the rows see. If ``key`` holds only a part of them, the
-    gradients are that part's contribution.
-
     Args:
-        grad_out, out: (B, Hq, Tq, Dv).
-        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
-        lse: (B, Hq, Tq), at least fp32.
         masks: one per sequence of the batch.
         needs: True for those of dQ, dK and dV that are needed.
     """
-    query, key, value, grad_out = (_unit_stride(t) for t in (query, key, value, grad_out))
+    grad_out, query, key, value = map(_unit_stride, tensors[:4])
     # Sums over blocks are kept in fp32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     grads = [
@@ -141,7 +130,7 @@ def cpu_backward(
         for plan, sequences in _plans(query, value, masks, softcap):
             units = [
                 (
-                    _unit(query, key, value, out, lse, grad_out, s),
+                    _unit(query, key, value, tensors.out, tensors.lse, grad_out, s),
                     [g if g is None else _split_heads(g, s, key.shape[1]) for g in grads],
                 )
                 for s in sequences
@@ -174,12 +163,11 @@ class _CpuAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        tensors = BackwardTensors(grad_out, *ctx.saved_tensors)
         grads = cpu_backward(
-            grad_out, query, key, value, out, lse, ctx.masks, ctx.scale, ctx.softcap,
-            ctx.needs_input_grad[:3],
-        )  # fmt: skip
-        return *(g if g is None else g.to(query.dtype) for g in grads), None, None, None
+            tensors, ctx.masks, ctx.scale, ctx.softcap, ctx.needs_input_grad[:3]
+        )
+        return *(g if g is None else g.to(tensors.query.dtype) for g in grads), None, None, None
 
 
 def _block_forward(
@@ -230,10 +218,9 @@ def _block_backward(
         row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
         row_sum = None
         for part, (bias, _) in zip(block.parts, biases, strict=True):
-            shares = _part_backward(
-                row_grad, rows, _take(key, part.runs), _take(value, part.runs), row_out, row_lse,
-                part.kind, bias, scale, softcap,
-            )  # fmt: skip
+            keys, values = _take(key, part.runs), _take(value, part.runs)
+            tensors = BackwardTensors(row_grad, rows, keys, values, row_out, row_lse)
+            shares = _part_backward(tensors, part.kind, bias, scale, softcap)
             row_sum = shares[0] if row_sum is None else _wide(row_sum).add_(shares[0])
             for grad, share in zip(grads[1:], shares[1:], strict=True):
                 if grad is not None:
@@ -261,13 +248,13 @@ def _part_forward(
 
 
 def _part_backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, kind: Kind, bias: torch.Tensor | None, scale: float,
+    tensors: BackwardTensors, kind: Kind, bias: torch.Tensor | None, scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return a part's gradients: (N, H, n, D), and twice (N, M, K, D)."""
+    grad_out, query, key, value, out, lse = tensors
     if softcap is not None or value.shape[-1] != query.shape[-1]:
-        return dense.backward(grad_out, query, key, value, out, lse, bias, scale, softcap)
+        return dense.backward(tensors, bias, scale, softcap)
     shape, key_heads = query.shape, key.shape[1]
     if shape[2] * key.shape[2] < NATIVE_PAIRS:
         grad_out, query, key, value, out = (

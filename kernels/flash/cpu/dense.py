@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from raymm.kernels.flash.operands import BackwardTensors
+
 
 def forward(
     query: torch.Tensor,
@@ -36,23 +38,11 @@ def forward(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
+    tensors: BackwardTensors, bias: torch.Tensor | None, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of query, key and value in fp32, from output and LSE of the full rows.
-
-    Args:
-        grad_out, out: (N, M * G, n, Dv).
-        query, key, value, bias, scale, softcap: as in :func:`forward`.
-        lse: (N, M * G, n), of the full rows.
-    """
+    """Return gradients of query, key and value in fp32. Shapes are those of :func:`forward`; output
+    and LSE are those of the full rows."""
+    grad_out, query, key, value, out, lse = tensors
     rows, keys, values = _grouped(query, key), _wide(key), _wide(value)
     grad_out, out = _grouped(grad_out, key), _grouped(out, key)
     lse = lse.unflatten(1, (key.shape[1], -1)).to(rows.dtype)

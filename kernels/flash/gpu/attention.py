@@ -51,6 +51,7 @@ from raymm.kernels.flash.gpu.operands import (
     strides,
     sums_in_any_order,
 )
+from raymm.kernels.flash.operands import BackwardTensors
 from raymm.kernels.flash.operator import attention_operator
 from raymm.kernels.mask.mask import AttentionMask
 
@@ -118,7 +119,7 @@ def triton_attention(
     factors = scales(query.shape[-1], scale, softcap)
     value_dim, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (widened(t, columns) for t in (query, key, value))
-    plan = _plan(query, key, value, masks, softcap, processors, config, unordered)
+    plan = _plan((query, key, value), masks, softcap, processors, config, unordered)
     out, lse = _Attention.apply(query, key, value, plan, factors, softcap is not None)
     return narrowed(out, value_dim), lse
 
@@ -136,19 +137,14 @@ def triton_forward(
     factors = scales(query.shape[-1], scale, softcap)
     value_dim, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (aligned(widened(t, columns)) for t in (query, key, value))
-    plan = _plan(query, key, value, masks, softcap)
+    plan = _plan((query, key, value), masks, softcap)
     with _on(query.device):
         out, lse = _forward(query, key, value, plan, factors, softcap is not None)
     return narrowed(out, value_dim), lse
 
 
 def triton_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    tensors: BackwardTensors,
     masks: tuple[AttentionMask, ...],
     scale: float,
     softcap: float | None,
@@ -158,28 +154,19 @@ def triton_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return dQ, dK, dV in ``dtype``, without autograd.
 
-    ``out`` and ``lse`` cover all keys that the rows see. If ``key`` holds only a part of them, the
-    gradients are that part's contribution.
-
     Args:
-        grad_out, out: (B, Hq, Tq, Dv).
-        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
-        lse: (B, Hq, Tq), at least fp32.
         masks: one per sequence of the batch.
         unordered: as in :func:`triton_attention`.
     """
-    factors = scales(query.shape[-1], scale, softcap)
-    query_dim, value_dim = query.shape[-1], value.shape[-1]
+    query_dim, value_dim = tensors.query.shape[-1], tensors.value.shape[-1]
+    factors = scales(query_dim, scale, softcap)
     columns = kernel_head_dim(query_dim, value_dim)
-    query, key, value, out, grad_out = (
-        aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
+    wide = BackwardTensors(
+        *(aligned(widened(t, columns)) for t in tensors[:-1]), tensors.lse.contiguous()
     )
-    plan = _plan(query, key, value, masks, softcap, unordered=unordered)
-    with _on(query.device):
-        gradients = _backward(
-            query, key, value, out, lse.contiguous(), grad_out, plan, factors,
-            softcap is not None, True, True, dtype,
-        )  # fmt: skip
+    plan = _plan(wide[1:4], masks, softcap, unordered=unordered)
+    with _on(wide.query.device):
+        gradients = _backward(wide, plan, factors, softcap is not None, True, True, dtype)
     dq, dk, dv = (
         None if gradient is None else narrowed(gradient, dim)
         for gradient, dim in zip(gradients, (query_dim, query_dim, value_dim), strict=True)
@@ -188,9 +175,7 @@ def triton_backward(
 
 
 def _plan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     masks: tuple[AttentionMask, ...],
     softcap: float | None,
     processors: int | None = None,
@@ -199,10 +184,11 @@ def _plan(
 ) -> AttentionPlan | None:
     if not len(masks):
         return None
+    query, key, _ = inputs
     if config is None:
         config = attention_config(
             query.shape[-1], query.dtype, softcap=softcap is not None,
-            descriptors=describable(query, key, value),
+            descriptors=describable(*inputs),
             unordered=unordered and sums_in_any_order(query.device),
         )  # fmt: skip
     row_bytes = query.shape[-1] * query.element_size()
@@ -229,13 +215,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_out, _):
         if grad_out is None:
             return (None,) * 6
-        query, key, value, out, lse = ctx.saved_tensors
+        tensors = BackwardTensors(aligned(grad_out), *ctx.saved_tensors)
         for_query, for_key, for_value = ctx.needs_input_grad[:3]
         with _on(grad_out.device):
             grads = _backward(
-                query, key, value, out, lse, aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
-                for_query, for_key or for_value,
-            )  # fmt: skip
+                tensors, ctx.plan, ctx.factors, ctx.softcap, for_query, for_key or for_value
+            )
         pairs = zip(grads, ctx.needs_input_grad[:3], strict=True)
         return (*(grad if needed else None for grad, needed in pairs), None, None, None)
 
@@ -268,9 +253,9 @@ def _forward(query, key, value, plan, factors, softcap):
 
 
 def _backward(
-    query, key, value, out, lse, grad_out, plan, factors, softcap, for_query, for_key,
-    dtype=None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    tensors: BackwardTensors, plan, factors, softcap, for_query, for_key, dtype=None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    grad_out, query, key, value, out, lse = tensors
     batch, n_heads, n_queries, head_dim = query.shape
     grad_query = torch.empty_like(query, dtype=dtype) if for_query else None
     grad_key, grad_value = (
