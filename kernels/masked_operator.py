@@ -129,7 +129,7 @@ def _(query, key, value, table, window, scale, softcap):
 def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, in their shapes and dtype."""
     *tensors, lse, table, window, scale, softcap = arguments
-    tensors = BackwardTensors(*(t.transpose(1, 2) for t in tensors), lse)
+    tensors = BackwardTensors(*(t.transpose(1, 2) for t in tensors), lse=lse)
     query, key, value = tensors[1:4]
     masks = as_masks(table_masks(table, window), *_sizes(query, key, value))
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)

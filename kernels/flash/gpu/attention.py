@@ -162,7 +162,7 @@ def triton_backward(
     factors = scales(query_dim, scale, softcap)
     columns = kernel_head_dim(query_dim, value_dim)
     wide = BackwardTensors(
-        *(aligned(widened(t, columns)) for t in tensors[:-1]), tensors.lse.contiguous()
+        *(aligned(widened(t, columns)) for t in tensors[:-1]), lse=tensors.lse.contiguous()
     )
     plan = _plan(wide[1:4], masks, softcap, unordered=unordered)
     with _on(wide.query.device):
