@@ -43,12 +43,8 @@ def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         masks: Sequence[AttentionMask], **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        method = choose(
-            tuple(masks), group.queries, group.keys,
-            heads=(query.shape[1], key.shape[1]), head_dim=query.shape[3],
-            element_bytes=computed_in(query).itemsize, sequences=query.shape[0],
-            backward=backward,
-        )  # fmt: skip
+        shape = attention_shape(group, query, key)
+        method = choose(tuple(masks), group.queries, group.keys, shape, backward=backward)
         return context_attention(query, key, value, masks, group, method=method, **options)
 
     return attend
@@ -59,11 +55,8 @@ def choose(
     masks: tuple[AttentionMask, ...],
     queries: ContextLayout,
     keys: ContextLayout,
+    shape: AttentionShape,
     *,
-    heads: tuple[int, int],
-    head_dim: int,
-    element_bytes: int,
-    sequences: int,
     backward: bool = True,
     methods: tuple[str, ...] | None = None,
 ) -> str:
@@ -74,15 +67,10 @@ def choose(
     Args:
         masks: masks of the entire sequence, one or one per sequence.
         queries, keys: the tokens of each process.
-        heads: number of heads of queries, and of keys and values, on one process.
-        sequences: B.
+        shape: by :func:`attention_shape`.
         methods: candidates from :data:`raymm.kernels.context_parallel.attention.METHODS`. Default:
             in self-attention those that compute over all keys at once, else all.
     """
-    shape = AttentionShape(
-        queries.sizes, keys.sizes, *heads, head_dim, activation_bytes=element_bytes,
-        accumulator_bytes=ACCUMULATOR.itemsize, sequences=sequences,
-    )  # fmt: skip
     if methods is None:
         methods = _AT_ONCE if queries == keys else METHODS
     dense = tuple(method for method in methods if method != NEEDED)
@@ -112,9 +100,15 @@ def _needed_keys(
     return counts
 
 
-def computed_in(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that attention computes in: autocast's, if enabled."""
-    device = tensor.device.type
+def attention_shape(
+    group: ContextGroup, query: torch.Tensor, key: torch.Tensor
+) -> AttentionShape:
+    """Return the shape of a call with query (B, Hq, Tq, D) and key (B, Hk, Tk, D)."""
+    device, dtype = query.device.type, query.dtype
     if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return tensor.dtype
+        dtype = torch.get_autocast_dtype(device)
+    batch, heads, _, head_dim = query.shape
+    return AttentionShape(
+        group.queries.sizes, group.keys.sizes, heads, key.shape[1], head_dim,
+        activation_bytes=dtype.itemsize, accumulator_bytes=ACCUMULATOR.itemsize, sequences=batch,
+    )  # fmt: skip

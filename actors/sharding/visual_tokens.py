@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from raymm.actors.modules.merge import seen_items
-from raymm.actors.sharding.context_method import choose, computed_in
+from raymm.actors.sharding.context_method import attention_shape, choose
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
@@ -117,8 +117,6 @@ class LeastBytes:
         """
         methods = tuple(m for m in self.methods if not (recompute and m == "ulysses"))
         return choose(
-            tuple(masks), group.queries, group.keys,
-            heads=(query.shape[1], key.shape[1]), head_dim=query.shape[3],
-            element_bytes=computed_in(query).itemsize, sequences=query.shape[0],
+            tuple(masks), group.queries, group.keys, attention_shape(group, query, key),
             backward=self.backward, methods=methods,
         )  # fmt: skip

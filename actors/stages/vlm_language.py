@@ -22,7 +22,7 @@ from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import Decode, Message, MicrobatchContext
 from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.context_rows import shared_rows
-from raymm.actors.sharding.vlm.text_entry import TextEntry
+from raymm.actors.sharding.vlm.text_entry import Sharing, TextEntry
 from raymm.actors.sharding.vlm.token_share import TokenShare, packed_tokens, zigzag
 from raymm.actors.stages.attention_arguments import Text
 from raymm.actors.stages.features import Form, ReceivedFeatures
@@ -117,15 +117,9 @@ class VlmLanguageStage(LanguageStage):
                 self.module, self._forward.blocks, self.spec.mixers, self._forward.rotary
             )
 
-    def _share(
-        self, shape: tuple[int, int], real: torch.Tensor | None
-    ) -> tuple[TokenShare | None, Any, Any, Grid | None]:
-        """Return this process's tokens of (B, T) and how layers reach the other tokens.
-
-        The result has the tokens (None for all), the attention function, the function that gives
-        layers the tokens of all processes, and the slice of random numbers. ``real`` is 0 for
-        padding.
-        """
+    def _share(self, shape: tuple[int, int], real: torch.Tensor | None) -> Sharing:
+        """Return this process's tokens of (B, T) and how layers reach the other tokens. ``real`` is
+        0 for padding."""
         rows = attend = columns = together = ranges = None
         if self._rows.is_split:
             rows = self._rows.own(shape[0]) or range(1)
@@ -146,16 +140,16 @@ class VlmLanguageStage(LanguageStage):
                 first, count = int((every < rows.start * shape[1]).sum()), len(every)
             ranges = ranges or ((0, len(documents)),)
             packed = Cut(len(tokens), count, tuple((first + lo, first + hi) for lo, hi in ranges))
-            return share, attend, together, Grid(Cut.uncut(1), packed)
+            return Sharing(share, real, attend, together, Grid(Cut.uncut(1), packed))
         if rows is columns is None:
-            return None, attend, together, None
+            return Sharing(None, real, attend, together)
         grid = Grid(
             Cut.uncut(shape[0]) if rows is None
             else Cut.from_range(rows.start, rows.stop, shape[0]),
             Cut.uncut(shape[1]) if columns is None or ranges is None
             else Cut(len(columns), shape[1], ranges),
         )
-        return TokenShare(shape, rows, columns), attend, together, grid
+        return Sharing(TokenShare(shape, rows, columns), real, attend, together, grid)
 
     def _own(
         self, values: torch.Tensor, share: TokenShare | None, none: int | bool
@@ -202,22 +196,23 @@ class VlmLanguageStage(LanguageStage):
         targets = on_host(side[_TARGETS])
         real = on_host(side[_REAL]) if _REAL in side else None
         B, T = targets.shape
-        share, attend, together, grid = self._share((B, T), real)
+        sharing = self._share((B, T), real)
         arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
-        local_targets = self._own(targets, share, IGNORE_INDEX)
+        local_targets = self._own(targets, sharing.tokens, IGNORE_INDEX)
         return TextCall(
             hidden=text.hidden, inputs=from_side(arguments, device), side=side,
             ports=text.ports if self.spec.relays else {}, relays=text.relays,
-            length=T, counted=self._own(self._routing.real(real, (B, T)), share, False),
-            around=self._around_text(share, real, attend, together, grid),
+            length=T,
+            counted=self._own(self._routing.real(real, (B, T)), sharing.tokens, False),
+            around=self._around_text(sharing),
             labelled=self._objective.labels(local_targets, device, context), reference=reference,
         )
 
     @contextmanager
-    def _around_text(self, *sharing: Any) -> Iterator[None]:
+    def _around_text(self, sharing: Sharing) -> Iterator[None]:
         """Context manager of a forward: this process's tokens, and the received features."""
         try:
-            with self._entry.sharing(*sharing) if self._entry else nullcontext():
+            with self._entry.sharing(sharing) if self._entry else nullcontext():
                 yield
         finally:
             for port in self._features.values():

@@ -82,7 +82,7 @@ def _run_plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     check_files(config)
     style = check_style(args, config.parallel.style)
-    suffix = ".svg" if args.svg else ".png"
+    suffix = _picture_suffix(args)
     where = ("run.storage_path", config.run.storage_path)
     if args.out is None and is_bucket(config.run.storage_path):
         raise ConfigError(
@@ -112,10 +112,9 @@ def _run_plan(args: argparse.Namespace) -> None:
     request = _request(args, config)
     if style != PIPELINED:
         request, note = _known_ranks(with_given(args, style, plan, request), config)
-        run_style(
-            args, config, model, plan, request, note=note, output=output, suffix=suffix,
-            console=console,
-        )
+        if note is not None:
+            console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        run_style(args, config, model, plan, request, output, console)
         return
     with _cluster_if(args.measure is not None):
         planned = _planned(config, model, plan, request, console)
@@ -344,11 +343,10 @@ def given_plan(config: TrainConfig, model: Model) -> Plan | None:
 
 def run_style(
     args: argparse.Namespace, config: TrainConfig, model: Model,
-    plan: Plan | None, request: PlanRequest, *, note: str | None, output: Output, suffix: str,
-    console: Console,
+    plan: Plan | None, request: PlanRequest, output: Output, console: Console,
 ) -> None:
-    """Plan multiplexed, or in both styles; print ``note`` first, then print, draw and save the
-    plans. Raises PlanError, which names what is wrong."""
+    """Plan multiplexed, or in both styles; print, draw and save the plans. Raises PlanError, which
+    names what is wrong."""
     from raymm.errors import PlanError
     from raymm.planning.inputs import PlanInputs
     from raymm.planning.plan import Planned
@@ -356,11 +354,11 @@ def run_style(
     from raymm.planning.styles import compare_styles, plan_step_multiplexed, step_plan
     from raymm.scheduler.progress.search_control import SearchControl
 
-    request = _with_surfaces(args, request)
+    request, suffix = _with_surfaces(args, request), _picture_suffix(args)
     request.check(model)
     precision = planned_precision(config, request)
     workload = Workload.of_config(config.data, model.encoder_names, precision)
-    _say_what_is_mapped(workload, request, model, note, console)
+    _say_what_is_mapped(workload, request, model, console)
     with UnderWay(console, "computing the costs of the model"):
         inputs = PlanInputs.of(model, request, workload)
     if request.style == MULTIPLEXED:
@@ -410,14 +408,11 @@ def _microbatches_note(planned: int, configured: int) -> str:
 
 
 def _say_what_is_mapped(
-    workload, request: PlanRequest, model: Model, note: str | None,
-    console: Console,
+    workload, request: PlanRequest, model: Model, console: Console
 ) -> None:
     if not console.is_terminal:
         modules = plural(len(model.encoder_names) + 1, "module")
         console.print(f"mapping {modules} to {plural(request.ranks or 0, 'device')} ...")
-    if note is not None:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if workload.microbatches > 1:
         if request.style == MULTIPLEXED:
             console.print(_microbatches_note(1, workload.microbatches), highlight=False,
@@ -508,6 +503,10 @@ def _save(
             )
     for written in files:
         console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+
+
+def _picture_suffix(args: argparse.Namespace) -> str:
+    return ".svg" if args.svg else ".png"
 
 
 def plan_files(suffix: str) -> tuple[str, str, str]:

@@ -179,7 +179,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
         DataError, PlanError, ClusterError: names what is wrong.
     """
     from raymm.costs.full_microbatch import full_microbatch
-    from raymm.profiling.surfaces import profile_surfaces
+    from raymm.profiling.surfaces import SurfaceMeasurement
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.options import resolve_precision
     from raymm.scheduler.costs.interference import colocations_to_json
@@ -188,14 +188,14 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
         device = pick_device(args.device or config.run.device, config.resources.for_device)
-        profile = profile_surfaces(
+        profile = SurfaceMeasurement(
             model, microbatch, batch=config.data.batch_size,
             gpus=args.gpus if args.gpus is not None else config.planning.ranks or DEFAULT_GPUS,
             repeats=args.repeats, device=device,
             precision=resolve_precision(config.run.precision, device),
             resources=config.resources.for_device(device), threads=config.resources.threads,
             ranks_per_node=config.planning.ranks_per_node,
-        )
+        ).run()
     console = Console()
     console.print(surfaces_table(profile))
     with output.writing():

@@ -102,11 +102,11 @@ def from_pretrained(
         ProbeError: the model does not run on the example, or no towers are found in it.
     """
     if isinstance(model, PretrainedConfig):
-        source: ModuleSource = ConfigSource(_class_of(model), model, seed)
+        source: PretrainedSource | ConfigSource = ConfigSource(_class_of(model), model, seed)
     else:
         folder = os.fspath(model)
         source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
-    return PretrainedVlm(source, example, train, packing, seed, new_rows, preference, token_loss)
+    return PretrainedVlm(source, example, train, packing, new_rows, preference, token_loss)
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -135,8 +135,8 @@ class PretrainedVlm(Model):
     text_module = LANGUAGE_MODEL
 
     def __init__(
-        self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,
-        packing: bool = False, seed: int = 0, new_rows: range = range(0),
+        self, source: PretrainedSource | ConfigSource, example: Batch,
+        train: Mapping[str, How] | None = None, packing: bool = False, new_rows: range = range(0),
         preference: PreferenceLoss | None = None, token_loss: TokenLoss | None = None,
     ) -> None:  # fmt: skip
         self.source, self.packing, self.preference = source, packing, preference
@@ -157,7 +157,7 @@ class PretrainedVlm(Model):
                     f"LoraConfig, of {', '.join(self.part_names)}"
                 )
         self._frozen = frozenset(n for n, setting in self.train.items() if setting == FROZEN)
-        self._adapted = self._with_adapters(seed)
+        self._adapted = self._with_adapters(source.seed)
         if new_rows and LANGUAGE in self.adapters:
             self._adapted = NewRowsSource(self._adapted, new_rows.start, new_rows.stop)
             self._adapted.skeleton()  # raises if the head cannot have them

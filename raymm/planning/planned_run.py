@@ -43,21 +43,20 @@ class PlannedRun:
 
 def plan_for_cluster(
     request: PlanRequest, model: Model, data: DataConfig | Sequence[Any], *,
-    device: str, resources: RankResources, worker_cpus: float, dtype: str,
-    optimizer: OptimizerConfig,
+    dtype: str, optimizer: OptimizerConfig, note: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> PlannedRun:
     """Plan a run for the connected cluster.
 
     Args:
-        worker_cpus: CPUs reserved for the data workers.
+        request: with the ranks and the device of the cluster (:func:`request_for_cluster`).
+        note: shown with the plan.
         say: called with a progress line every few seconds of a search for pipelines.
 
     Raises:
         PlanError, DataError: names what is wrong and what is accepted.
         NoPlanError: no plan fits.
     """
-    request, note = request_for_cluster(request, device, resources, worker_cpus)
     assert request.ranks is not None
     if isinstance(data, DataConfig):
         workload = Workload.of_config(data, model.encoder_names, dtype)

@@ -70,48 +70,6 @@ class SurfaceProfile:
     notes: tuple[str, ...]
 
 
-def profile_surfaces(
-    model: MultimodalModule,
-    microbatch: Mapping[str, Any],
-    *,
-    batch: int,
-    gpus: int,
-    steps: int = STEPS,
-    repeats: int = 5,
-    precision: str = "fp32",
-    device: str = "cpu",
-    resources: RankResources | None = None,
-    threads: int = 1,
-    ranks_per_node: int = 8,
-) -> SurfaceProfile:
-    """Measure the scaling surface of every module on the connected Ray cluster. Raise a
-    ``PlanError`` if an argument is out of range, or a module failed. Names it. Raise a
-    ``ClusterError`` if the cluster lacks the resources of one rank.
-
-    Args:
-        microbatch: real microbatch with items for every encoder. Its samples are repeated or left
-            out for other batch sizes.
-        batch: samples per iteration.
-        gpus: maximum degree. Powers of two up to it, and up to ``batch``, are measured.
-        steps: steps of a GPU's quota.
-        repeats: runs per measurement; the median counts.
-        ranks_per_node: GPUs that share a node.
-    """
-    for name, value in (("batch", batch), ("gpus", gpus), ("steps", steps), ("repeats", repeats)):
-        if type(value) is not int or value < 1:
-            raise PlanError(f"{name} is {value!r}; it must be a whole number above 0")
-    missing = [name for name in model.encoder_names if not microbatch.get(name)]
-    if missing:
-        raise PlanError(f"the microbatch has no items for encoder {missing[0]!r}")
-    resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
-    check_capacity(1, resources)
-    work = _Work(
-        model, complete_microbatch(microbatch, model.encoder_names), batch, gpus, steps, repeats,
-        precision, device, resources, threads, ranks_per_node,
-    )
-    return work.measured()
-
-
 def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str, Any]:
     """Return a microbatch of ``samples`` rows by repeating and cutting off a complete microbatch
     (:func:`raymm.model.batch_rules.complete_microbatch`)."""
@@ -137,24 +95,54 @@ def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str,
 
 
 @dataclass(frozen=True)
-class _Work:
+class SurfaceMeasurement:
+    """Measurement of the scaling surface of every module on the connected Ray cluster.
+
+    Args:
+        microbatch: real microbatch with items for every encoder. Its samples are repeated or left
+            out for other batch sizes.
+        batch: samples per iteration.
+        gpus: maximum degree. Powers of two up to it, and up to ``batch``, are measured.
+        steps: steps of a GPU's quota.
+        repeats: runs per measurement; the median counts.
+        resources: of one rank.
+        ranks_per_node: GPUs that share a node.
+    """
+
     model: MultimodalModule
     microbatch: Mapping[str, Any]
     batch: int
     gpus: int
-    steps: int
-    repeats: int
-    precision: str
-    device: str
-    resources: RankResources
-    threads: int
-    ranks_per_node: int
+    steps: int = STEPS
+    repeats: int = 5
+    precision: str = "fp32"
+    device: str = "cpu"
+    resources: RankResources = RankResources()
+    threads: int = 1
+    ranks_per_node: int = 8
 
     @property
     def degrees(self) -> list[int]:
         return [1 << j for j in range(min(self.gpus, self.batch).bit_length())]
 
-    def measured(self) -> SurfaceProfile:
+    def run(self) -> SurfaceProfile:
+        """Measure all modules.
+
+        Raises:
+            PlanError: an argument is out of range, or a module failed. Names it.
+            ClusterError: the cluster lacks the resources of one rank.
+        """
+        for name in ("batch", "gpus", "steps", "repeats"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise PlanError(f"{name} is {value!r}; it must be a whole number above 0")
+        missing = [name for name in self.model.encoder_names if not self.microbatch.get(name)]
+        if missing:
+            raise PlanError(f"the microbatch has no items for encoder {missing[0]!r}")
+        check_capacity(1, self.resources)
+        microbatch = complete_microbatch(self.microbatch, self.model.encoder_names)
+        return replace(self, microbatch=microbatch)._measured()
+
+    def _measured(self) -> SurfaceProfile:
         shapes = {shape.name: shape for shape in shapes_of(self.model)}
         arguments = self._arguments()
         cuda = self.device == "cuda"

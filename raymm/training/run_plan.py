@@ -44,12 +44,13 @@ class RunPlanner:
             self.say(f"planning again: {reason}")
         extra = placement.bundles_beside(resources.bundle())
         worker_cpus = sum(bundle.get("CPU", 0.0) for bundle in extra)
-        from raymm.planning.planned_run import plan_for_cluster  # imports solvers; few runs need it
+        # Imports solvers; few runs need them.
+        from raymm.planning.planned_run import plan_for_cluster, request_for_cluster
 
+        request, note = request_for_cluster(self.request, device, resources, worker_cpus)
         planned = plan_for_cluster(
-            self.request, self.model, self.data, device=device, resources=resources,
-            worker_cpus=worker_cpus, dtype=self.precision,
-            optimizer=self.optimizer, say=self.say,
+            request, self.model, self.data, dtype=self.precision, optimizer=self.optimizer,
+            note=note, say=self.say,
         )
         for line in planned.lines:
             self.say(line)

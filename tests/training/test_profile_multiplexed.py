@@ -18,7 +18,7 @@ from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.costs.scaling_estimates import shapes_of
 from raymm.errors import PlanError
-from raymm.profiling.surfaces import _Work, profile_surfaces, resized_microbatch
+from raymm.profiling.surfaces import SurfaceMeasurement, resized_microbatch
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.surface import conditions_from_json, surfaces_from_json
 from raymm.scheduler.plan.plan import Plan
@@ -90,7 +90,7 @@ def test_a_microbatch_without_a_modality_is_refused(make_config):
     model = build_model(load_config(make_config()))
     text = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
     with pytest.raises(PlanError, match="no items for encoder 'vision'"):
-        profile_surfaces(model, text, batch=2, gpus=1)
+        SurfaceMeasurement(model, text, batch=2, gpus=1).run()
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 6])
@@ -112,7 +112,7 @@ def made_up(model, monkeypatch):
     """Return a profile of an H100 with synthetic times, to process it without a GPU."""
     import raymm.profiling.surfaces as subject
 
-    work = _Work(model, {}, 4, 2, 10, 1, "bf16", "cuda", RankResources(gpus=1.0), 1, 8)
+    work = SurfaceMeasurement(model, {}, 4, 2, 10, 1, "bf16", "cuda", RankResources(gpus=1.0))
     requests, times = {}, {}
     for shape in shapes_of(model):
         rows = torch.ones(4, 16, dtype=torch.long)

@@ -25,7 +25,7 @@ from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial, twice, twic
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.vlm.item_rows import items_of_share
-from raymm.actors.sharding.vlm.text_entry import TextEntry, Together
+from raymm.actors.sharding.vlm.text_entry import Sharing, TextEntry
 from raymm.actors.sharding.vlm.token_share import TokenShare, packed_tokens
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.vlm_language import VlmLanguageSpec
@@ -56,7 +56,7 @@ def probe_rows(spec: VlmLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs)
         why = "rows give another result alone than in a batch"
         expected = _of_whole(trial)
         for local_rows in shares(shape[0], _PROCESSES):
-            _compare_tokens(trial, TokenShare(shape, local_rows), expected, why)
+            _compare_tokens(trial, Sharing(TokenShare(shape, local_rows)), expected, why)
 
     of_one_that_runs(cast(PartSource, spec.source).whole, probe)
 
@@ -86,13 +86,13 @@ def probe_tokens(
         def together(lengths: Lengths, padded: torch.Tensor | None) -> SharedRows:
             return SharedRows(lengths, [order], 0, lambda value: value, padded)
 
-        share, real = TokenShare((rows, length), columns=order), inputs.get("attention_mask")
+        share = TokenShare((rows, length), columns=order)
+        sharing = Sharing(share, inputs.get("attention_mask"), attend, together)
         expected = _with_raymm_attention(trial)
         why = "its result depends on the order of tokens besides their position_ids"
         return _first_that_holds(
-            _mixers_of(spec, towers, whole, inputs), lambda mixers: _compare_tokens(
-                trial, share, expected, why, real, attend, mixers, together
-            )
+            _mixers_of(spec, towers, whole, inputs),
+            lambda mixers: _compare_tokens(trial, sharing, expected, why, mixers),
         )
 
     return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
@@ -135,7 +135,7 @@ def probe_packing(
         expected, why = _with_raymm_attention(trial), "documents in one row see one another"
         return _first_that_holds(
             dict.fromkeys((frozenset[str](), *_mixing(trial, share))),
-            lambda mixers: _compare_tokens(trial, share, expected, why, real, mixers=mixers),
+            lambda mixers: _compare_tokens(trial, Sharing(share, real), expected, why, mixers),
         )
 
     return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
@@ -164,7 +164,7 @@ def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
         return []
 
     def run() -> None:
-        with torch.no_grad(), TextEntry(model, path).sharing(part):
+        with torch.no_grad(), TextEntry(model, path).sharing(Sharing(part)):
             trial.logits(model, trial.features)
 
     return mixing_layers(list(block_list(model, path)), run, documents[0])
@@ -199,9 +199,8 @@ def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
 
 
 def _compare_tokens(
-    trial: LanguageTrial, part: TokenShare, expected: torch.Tensor, why: str,
-    real: torch.Tensor | None = None, attend: Any = None, mixers: frozenset[str] = frozenset(),
-    together: Together | None = None,
+    trial: LanguageTrial, sharing: Sharing, expected: torch.Tensor, why: str,
+    mixers: frozenset[str] = frozenset(),
 ) -> None:  # fmt: skip
     """Raise ProbeError if a share's logits differ from those of the complete model."""
     name = type(trial.model).__name__
@@ -211,15 +210,16 @@ def _compare_tokens(
     model = copy.deepcopy(trial.model)
     entry = TextEntry(model, blocks, mixers)
     try:
-        with torch.no_grad(), entry.sharing(part, real, attend, together):
+        with torch.no_grad(), entry.sharing(sharing):
             logits = trial.logits(model, trial.features)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
             f"{name} does not run on a part of its tokens{because(error)}"
         ) from error
-    due = part.of_tokens(expected)
-    if real is not None and logits.shape == due.shape:
-        shown = part.of_tokens(real.bool())
+    assert sharing.tokens is not None
+    due = sharing.tokens.of_tokens(expected)
+    if sharing.real is not None and logits.shape == due.shape:
+        shown = sharing.tokens.of_tokens(sharing.real.bool())
         logits, due = logits[shown], due[shown]
     _compare(name, logits, due, why)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,24 @@ Together = Callable[[Lengths, torch.Tensor | None], SharedRows]
 """Maps document lengths and, with padding, (B, T) on the host (0 for padding) to shared rows."""
 
 
+class Sharing(NamedTuple):
+    """How the processes share the text of one forward.
+
+    Attributes:
+        tokens: the process's tokens; None for all.
+        real: (B, T) on the host, 0 for padding; None without padding.
+        attend: attention function, if processes split tokens.
+        together: function that gives other mixing layers the tokens of all processes.
+        grid: rows and tokens of the process, for slicing random numbers.
+    """
+
+    tokens: TokenShare | None = None
+    real: torch.Tensor | None = None
+    attend: Any = None
+    together: Together | None = None
+    grid: Grid | None = None
+
+
 class TextEntry:
     """Hooks on a text model that reduce its arguments to a process's tokens.
 
@@ -54,38 +72,22 @@ class TextEntry:
             path = path.rpartition(".")[0]
         self._text = module.get_submodule(path)
         self._signature = inspect.signature(self._text.forward)
-        self._share: TokenShare | None = None
-        self._real: torch.Tensor | None = None
-        self._attend: Any = None
-        self._together: Together | None = None
-        self._grid: Grid | None = None
+        self._sharing = Sharing()
         self._left: Callable[[], None] | None = None
         self._entered = False
         self._text.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         self._text.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
-    def sharing(
-        self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None,
-        together: Together | None = None, grid: Grid | None = None,
-    ) -> Iterator[None]:  # fmt: skip
-        """Context manager around one forward of the model.
-
-        Args:
-            share: the process's tokens; None for all.
-            real: (B, T) on the host, 0 for padding; None without padding.
-            attend: attention function, if processes split tokens.
-            together: function that gives other mixing layers the tokens of all processes.
-            grid: rows and tokens of the share, for slicing random numbers.
-        """
-        self._share, self._real, self._attend, self._entered = share, real, attend, False
-        self._together, self._grid = together, grid
+    def sharing(self, sharing: Sharing) -> Iterator[None]:
+        """Context manager around one forward of the model."""
+        self._sharing, self._entered = sharing, False
         try:
             # Masks separate packed rows.
-            with no_packed_rows(True) if share is not None else nullcontext():
+            with no_packed_rows(True) if sharing.tokens is not None else nullcontext():
                 yield
         finally:
-            self._share = self._real = self._attend = self._together = self._grid = None
+            self._sharing = Sharing()
             self._leave()
 
     def _leave(self, *_: Any) -> None:
@@ -97,13 +99,13 @@ class TextEntry:
             self._left = None
 
     def _enter(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        share = self._share
+        share, real, attend, together, grid = self._sharing
         if share is None:
             return None
         if self._entered:
             raise ModelError(f"its {type(text).__name__} is called twice in a forward")
         self._entered = True
-        set_grid(self._grid)
+        set_grid(grid)
         bound = self._signature.bind(*args, **kwargs)
         arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():
@@ -128,18 +130,18 @@ class TextEntry:
             )
         selected = share.of_arguments(arguments)
         if share.is_of_tokens:
-            self._left = enter_masks_of(share.all_tokens(self._real))
-        if self._attend is not None:
-            selected[ATTEND_ARGUMENT] = self._attend
+            self._left = enter_masks_of(share.all_tokens(real))
+        if attend is not None:
+            selected[ATTEND_ARGUMENT] = attend
         if self._mixes:
             documents = share.lengths()
             rows = share.rows or range(share.shape[0])
             lengths = ((share.shape[1],),) * len(rows) if documents is None else (documents,)
-            if self._together is not None:
+            if together is not None:
                 padded = None
-                if documents is None and self._real is not None and not bool(self._real.all()):
-                    padded = self._real[rows.start : rows.stop].long()
-                selected[DOCUMENTS_ARGUMENT] = self._together(lengths, padded)
+                if documents is None and real is not None and not bool(real.all()):
+                    padded = real[rows.start : rows.stop].long()
+                selected[DOCUMENTS_ARGUMENT] = together(lengths, padded)
             elif documents is not None:
                 selected[DOCUMENTS_ARGUMENT] = lengths
         return (), selected

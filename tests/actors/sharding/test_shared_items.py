@@ -30,6 +30,7 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask.patterns import causal, documents, full
+from raymm.scheduler.context_parallel.traffic import AttentionShape
 
 TOLERANCE = 1e-5
 WIDTH = 24  # width of the projector's output
@@ -341,8 +342,8 @@ def test_method_is_the_one_that_sends_least():
     def method(masks, sizes, heads, backward=True):
         edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         layout = ContextLayout(tuple(((a, b),) for a, b in zip(edges, edges[1:], strict=False)))
-        return choose(masks, layout, layout, heads=heads, head_dim=8, element_bytes=2,
-                      sequences=len(masks), backward=backward)  # fmt: skip
+        shape = AttentionShape(sizes, sizes, *heads, 8, sequences=len(masks))
+        return choose(masks, layout, layout, shape, backward=backward)
 
     assert method((full(8),), (4, 4), (4, 4)) == "ulysses"
     assert method((full(8),), (4, 4), (3, 3)) == "gather"  # heads that are not divisible by two

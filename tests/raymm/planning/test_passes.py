@@ -109,7 +109,9 @@ def test_a_resumed_run_keeps_the_plan_of_the_same_passes_only(plan, monkeypatch)
     saved = run_passes(plan, (zero_bubble,))
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(plan=saved.to_dict()))
     new = SimpleNamespace(plan=plan, lines=())
-    monkeypatch.setattr("raymm.planning.planned_run.plan_for_cluster", lambda *a, **k: new)
+    planned = "raymm.planning.planned_run"
+    monkeypatch.setattr(f"{planned}.request_for_cluster", lambda request, *_: (request, None))
+    monkeypatch.setattr(f"{planned}.plan_for_cluster", lambda *a, **k: new)
 
     def resumed(*passes):
         lines = []
