@@ -18,7 +18,12 @@ from ortools.sat.python import cp_model
 
 from raymm.errors import NoPlanError
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.sequence_dp import REFINEMENT, in_order_within, total_seconds
+from raymm.scheduler.multiplex.solver.sequence_dp import (
+    REFINEMENT,
+    Effort,
+    in_order_within,
+    total_seconds,
+)
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
 
 # Columns added to the linear program at once, and candidates whose bounds are tightened for that.
@@ -153,32 +158,30 @@ class _Program:
 
 
 def best_partition(
-    evaluator: StageEvaluator, within: int, start: list[int], limit: int, nodes: int,
-    rounds: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
+    evaluator: StageEvaluator, within: int, start: list[int], effort: Effort,
+    better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """Return the best stages found for the modules ``within``, and a lower bound of the seconds.
-    Raise ``NoPlanError`` if there are more than ``limit`` stages.
+    Raise ``NoPlanError`` if there are more than ``effort.stages`` stages.
 
     Args:
         evaluator: evaluates stages; its ``nodes`` is the initial effort per stage.
         start: initial sets of modules, in order.
-        nodes: largest effort for one stage.
-        rounds: most rounds of bounding and solving.
         better, proven: called with every better sequence and every higher bound.
     """
-    columns = _Columns(evaluator, within, limit)
+    columns = _Columns(evaluator, within, effort.stages)
     best, upper, lower = list(start), total_seconds(evaluator, start), 0.0
     program = _Program(
         columns, [columns.at(s) for s in [*(1 << m for m in columns.modules), *start]]
     )
-    for _ in range(rounds):
+    for _ in range(effort.rounds):
         bound, reduced, used = program.solve()
         lower = max(lower, min(bound, upper))
         proven(lower)
         gap = upper - bound
         if gap <= upper * ROUNDING:
             return best, upper
-        if _raised(columns, used, gap, nodes):
+        if _raised(columns, used, gap, effort.nodes):
             continue
         # The stages of the program cannot be tightened further: choose whole stages now.
         candidates = np.flatnonzero(reduced < gap)
@@ -200,7 +203,7 @@ def best_partition(
         if complete:
             lower = max(lower, min(value, upper))
             proven(lower)
-        progress = _raised(columns, [columns.at(s) for s in chosen], gap, nodes)
+        progress = _raised(columns, [columns.at(s) for s in chosen], gap, effort.nodes)
         ordered = in_order_within(evaluator.problem, chosen, within)
         seconds = total_seconds(evaluator, chosen)
         if ordered and seconds < upper * (1 - ROUNDING):

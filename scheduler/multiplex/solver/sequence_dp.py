@@ -9,6 +9,7 @@ are solved, it is optimal (lazy shortest path).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
@@ -20,6 +21,31 @@ from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEva
 
 # Factor of the effort for a stage each time its result is not exact.
 REFINEMENT = 8
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Limits of a search, in counts of work instead of seconds, so that results are reproducible.
+
+    Attributes:
+        transitions: most transitions between states of the dynamic program.
+        stages: most stages of the partition program.
+        nodes: most placements that one search within a stage tries.
+        searches: most searches within stages for the dynamic program; beyond, its result may be
+            unproven.
+        rounds: most rounds of bounding and solving of the partition program.
+        tries: number of searches within stages after which the local search does not restart.
+        branches: most restricted problems to solve if memory over the iteration is short.
+    """
+
+    transitions: int
+    stages: int
+    nodes: int
+    searches: int
+    rounds: int
+    kicks: int
+    tries: int
+    branches: int = 24
 
 
 class StateGraph:
@@ -129,21 +155,20 @@ def _subsets(modules: int, with_first: bool) -> np.ndarray:
 
 
 def best_sequence(
-    evaluator: StageEvaluator, within: int, start: list[int], transitions: int, nodes: int,
-    searches: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
+    evaluator: StageEvaluator, within: int, start: list[int], effort: Effort,
+    better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """Return the best stages found for the modules ``within``, and a lower bound of the seconds.
-    Raise ``NoPlanError`` if there are more than ``transitions`` transitions.
+    Raise ``NoPlanError`` if there are more than ``effort.transitions`` transitions.
 
     Args:
         evaluator: evaluates stages; its ``nodes`` is the initial effort per stage.
         start: initial sets of modules, in order.
-        nodes: largest effort for one stage; stages that are not exact then count with their bound,
-            and the result may be unproven.
-        searches: stop after this many searches within stages; the result may be unproven.
+        effort: stages that are not exact after ``nodes`` count with their bound, and the result may
+            be unproven.
         better, proven: called with every better sequence and every higher bound.
     """
-    graph = StateGraph(evaluator, within, transitions)
+    graph = StateGraph(evaluator, within, effort.transitions)
     upper, best = total_seconds(evaluator, start), list(start)
     distinct, inverse = np.unique(graph.stage, return_inverse=True)
     cost = evaluator.bounds.bounds(distinct)
@@ -151,7 +176,7 @@ def best_sequence(
         index = int(np.searchsorted(distinct, stage))
         if index < len(distinct) and distinct[index] == stage:
             cost[index] = max(cost[index], result.bound)
-    pruned_at, last = np.inf, evaluator.searches + searches
+    pruned_at, last = np.inf, evaluator.searches + effort.searches
     while True:
         edge_cost = cost[inverse]
         to_end = graph.to_end(edge_cost)
@@ -181,8 +206,8 @@ def best_sequence(
             stage = int(graph.stage[index])
             seen = stage in evaluator.results
             result = evaluator.result(stage)
-            if seen and not result.exact and result.nodes < nodes:
-                result = evaluator.refined(stage, min(nodes, result.nodes * REFINEMENT))
+            if seen and not result.exact and result.nodes < effort.nodes:
+                result = evaluator.refined(stage, min(effort.nodes, result.nodes * REFINEMENT))
                 seen = False
             progress |= not seen
             cost[inverse[index]] = max(cost[inverse[index]], result.bound)

@@ -6,7 +6,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from raymm.errors import NoPlanError, PlanError
@@ -16,6 +17,7 @@ from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.solver.memory_search import fitted
 from raymm.scheduler.multiplex.solver.partition_columns import best_partition
 from raymm.scheduler.multiplex.solver.sequence_dp import (
+    Effort,
     alone_in_slot,
     best_sequence,
     components,
@@ -28,30 +30,6 @@ from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEva
 STRATEGIES = ("auto", "greedy", "exact", "local_search")
 # Number of random changes in one kick out of a local optimum.
 KICKS = (2, 3, 4)
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Limits of a search, in counts of work instead of seconds, so that results are reproducible.
-
-    Attributes:
-        transitions: most transitions between states of the dynamic program.
-        stages: most stages of the partition program.
-        nodes: most placements that one search within a stage tries.
-        searches: most searches within stages for the dynamic program.
-        tries: number of searches within stages after which the local search does not restart.
-        branches: most restricted problems to solve if memory over the iteration is short.
-    """
-
-    transitions: int
-    stages: int
-    nodes: int
-    searches: int
-    rounds: int
-    kicks: int
-    tries: int
-    branches: int = 24
-
 
 AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_300, rounds=1, kicks=80, tries=8_000)
 LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=80, tries=60_000)
@@ -189,9 +167,8 @@ class _Search:
     def _exact_sequence(self, part: int, effort: Effort) -> bool:
         try:
             best_sequence(
-                self.evaluator, part, self.best[part], effort.transitions, effort.nodes,
-                effort.searches, lambda stages: self.better(part, stages),
-                lambda bound: self.raise_bound(part, bound),
+                self.evaluator, part, self.best[part], effort,
+                partial(self.better, part), partial(self.raise_bound, part),
             )
         except NoPlanError:
             return False
@@ -199,10 +176,27 @@ class _Search:
         return True
 
     def _local_search(self, part: int, seed: int, kicks: int, tries: int) -> None:
-        improve(
-            self.evaluator, self.best[part], part, kicks, seed,
-            lambda stages: self.better(part, stages), self.bound[part], tries,
-        )
+        """Improve the stages of a part. A step moves a module to another or a separate stage, swaps
+        two modules, or merges two stages. The steps that may save most according to bounds are
+        tried first. If no step saves time, a few random steps are made and the descent restarts.
+
+        Args:
+            tries: no restarts after this many searches within stages.
+        """
+        evaluator, rng, better = self.evaluator, random.Random(seed), partial(self.better, part)
+        last = evaluator.searches + tries
+        best = _descend(evaluator, list(self.best[part]), part, better, None)
+        best_seconds = total_seconds(evaluator, best)
+        for _ in range(kicks):
+            if best_seconds <= self.bound[part] * (1 + ROUNDING) or part.bit_count() < 2:
+                break
+            if evaluator.searches > last:
+                break
+            started = _kicked(evaluator.problem, best, part, rng)
+            lowered = _descend(evaluator, started, part, better, best_seconds)
+            seconds = total_seconds(evaluator, lowered)
+            if seconds < best_seconds * (1 - ROUNDING):
+                best, best_seconds = lowered, seconds
         self.done[part] = "local search"
 
     def _refine(self, part: int, effort: Effort) -> None:
@@ -213,9 +207,8 @@ class _Search:
     def _exact_partition(self, part: int, effort: Effort) -> None:
         try:
             best_partition(
-                self.evaluator, part, self.best[part], effort.stages, effort.nodes, effort.rounds,
-                lambda stages: self.better(part, stages),
-                lambda bound: self.raise_bound(part, bound),
+                self.evaluator, part, self.best[part], effort,
+                partial(self.better, part), partial(self.raise_bound, part),
             )
         except NoPlanError:
             return
@@ -310,57 +303,23 @@ def mergeable(problem: MappingProblem, stages: list[int]) -> list[tuple[int, int
     ]
 
 
-def improve(
-    evaluator: StageEvaluator, stages: Sequence[int], within: int, kicks: int, seed: int,
-    better: Callable[[list[int]], None] | None = None, floor: float = 0.0,
-    searches: int | None = None,
-) -> list[int]:
-    """Return faster stages of the modules ``within``, if any are found.
-
-    A step moves a module to another or a separate stage, swaps two modules, or merges two stages.
-    The steps that may save most according to bounds are tried first. If no step saves time, a few
-    random steps are made and the descent restarts.
-
-    Args:
-        stages: initial sets of modules, in order.
-        floor: stop when the seconds are this low.
-        searches: no restarts after this many searches within stages.
-    """
-    rng = random.Random(seed)
-    last = None if searches is None else evaluator.searches + searches
-    best = _descend(evaluator, list(stages), within, better, None)
-    best_seconds = total_seconds(evaluator, best)
-    for _ in range(kicks):
-        if best_seconds <= floor * (1 + ROUNDING) or within.bit_count() < 2:
-            break
-        if last is not None and evaluator.searches > last:
-            break
-        started = _kicked(evaluator.problem, best, within, rng)
-        lowered = _descend(evaluator, started, within, better, best_seconds)
-        seconds = total_seconds(evaluator, lowered)
-        if seconds < best_seconds * (1 - ROUNDING):
-            best, best_seconds = lowered, seconds
-    return best
-
-
 def _descend(
     evaluator: StageEvaluator, stages: list[int], within: int,
-    better: Callable[[list[int]], None] | None, below: float | None,
+    better: Callable[[list[int]], None], below: float | None,
 ) -> list[int]:
     """Take improving steps until there are none; call ``better`` with stages faster than
     ``below``."""
-    if below is None and better is not None:
+    if below is None:
         better(stages)
     while True:
         better_stages = _best_step(evaluator, stages, within)
         if better_stages is None:
             return stages
         stages = better_stages
-        if better is not None:
-            seconds = total_seconds(evaluator, stages)
-            if below is None or seconds < below:
-                better(stages)
-                below = seconds
+        seconds = total_seconds(evaluator, stages)
+        if below is None or seconds < below:
+            better(stages)
+            below = seconds
 
 
 def _best_step(evaluator: StageEvaluator, stages: list[int], within: int) -> list[int] | None:

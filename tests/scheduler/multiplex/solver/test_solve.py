@@ -18,6 +18,7 @@ from raymm.scheduler.multiplex.solver.partition_columns import best_partition, i
 from raymm.scheduler.multiplex.solver.sequence_dp import alone_in_slot, components, in_order
 from raymm.scheduler.multiplex.solver.solve import (
     AUTO,
+    EXACT,
     STRATEGIES,
     merge_greedily,
     mergeable,
@@ -50,8 +51,8 @@ def test_partition_program_is_the_best_of_all(problem) -> None:
     evaluator = StageEvaluator(problem)
     bounds: list[float] = []
     stages, bound = best_partition(
-        evaluator, (1 << len(problem.names)) - 1, alone_in_slot(problem), 1000, 10**6, 1000,
-        lambda stages: None, bounds.append,
+        evaluator, (1 << len(problem.names)) - 1, alone_in_slot(problem),
+        replace(EXACT, stages=1000, nodes=10**6, rounds=1000), lambda stages: None, bounds.append,
     )
     least = brute_force_mapping(problem)
     assert sum(evaluator.result(s).seconds for s in stages) == pytest.approx(least, rel=1e-9)
