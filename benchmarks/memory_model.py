@@ -36,7 +36,7 @@ from raymm.actors.rank.rank_group import RankGroup
 from raymm.layout.host_memory import HostNeed, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.profiling.layers import profile_model
+from raymm.profiling.layers import LayerMeasurement
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
@@ -178,7 +178,7 @@ def main() -> None:
         for name in args.cases:
             case = CASES[name]
             if case.precision not in profiles:
-                table = profile_model(model, batch[0], repeats=1, precision=case.precision)
+                table = LayerMeasurement(model, batch[0], repeats=1, precision=case.precision).run()
                 profiles[case.precision] = table.at()
             measured, copied = measure(name, case, model, batch, profiles[case.precision])
             rows += measured

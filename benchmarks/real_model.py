@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaModel, SiglipVisionConfig
 from benchmarks import _image_text
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.profiling.layers import profile_model
+from raymm.profiling.layers import LayerMeasurement
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import CostProfile
@@ -102,7 +102,7 @@ def message_floats() -> int:
 def profile(repeats: int = PROFILE_REPEATS) -> CostProfile:
     """Measure layer costs on a microbatch, with one thread, while another process computes."""
     with _busy_neighbour():
-        table = profile_model(build_model(False), microbatches(1)[0], repeats=repeats)
+        table = LayerMeasurement(build_model(False), microbatches(1)[0], repeats=repeats).run()
     return table.at()
 
 

@@ -33,7 +33,7 @@ from benchmarks.valm_configs import valm_profile
 from raymm.errors import NoPlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.profiling.layers import profile_model
+from raymm.profiling.layers import LayerMeasurement
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import ALL
@@ -204,7 +204,7 @@ def measured(console: _common.Console, steps: int) -> dict:
     with _common.local_ray(10, ENVIRONMENT):
         model = build_model()
         batch = microbatches(STEP)
-        profile = profile_model(model, batch[0], repeats=3).at()
+        profile = LayerMeasurement(model, batch[0], repeats=3).run().at()
         found = plans(module_graph(model), profile, LIMIT_SHARE)
         rows = {name: Measured([], [], []) for name in found}
         with contextlib.ExitStack() as stack:

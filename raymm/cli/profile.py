@@ -84,7 +84,7 @@ def run_profile(args: argparse.Namespace) -> None:
     from raymm.draw.profile import draw_profile
     from raymm.model.features import MEASURED_COSTS
     from raymm.model.multimodal import MultimodalModule, module_graph
-    from raymm.profiling.layers import profile_model
+    from raymm.profiling.layers import LayerMeasurement
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.options import resolve_precision
 
@@ -97,11 +97,11 @@ def run_profile(args: argparse.Namespace) -> None:
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
         device = pick_device(args.device or config.run.device, config.resources.for_device)
-        table = profile_model(
+        table = LayerMeasurement(
             model, microbatch, lengths=lengths, repeats=args.repeats,
             precision=resolve_precision(config.run.precision, device), device=device,
             resources=config.resources.for_device(device), threads=config.resources.threads,
-        )
+        ).run()
     graph = module_graph(model)
     profile = table.at()
     profile.check(graph)

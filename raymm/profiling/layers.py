@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -33,25 +33,14 @@ _FP32_BYTES = 4
 _ELEMENT_BYTES = {"bf16": 2, "fp32": _FP32_BYTES}
 
 
-def profile_model(
-    model: MultimodalModule,
-    microbatch: Mapping[str, Any],
-    *,
-    lengths: Sequence[int] = (),
-    repeats: int = 5,
-    precision: str = "fp32",
-    device: str = "cpu",
-    resources: RankResources | None = None,
-    threads: int = 1,
-) -> ProfileTable:
-    """Measure every layer of a model on the connected Ray cluster.
+@dataclass(frozen=True)
+class LayerMeasurement:
+    """Measurement of every layer of a model on the connected Ray cluster.
 
     Each complete module runs in a separate actor with a rank's resources; no other actor runs at
     the same time. Encoders run on the microbatch's items; with ``lengths``, also on half and on
     twice as many. The language model runs on the microbatch's text with random encoder outputs
-    merged into it; with ``lengths``, also on random text. Raise a ``PlanError`` if an argument is
-    out of range, or a module failed. Names it. Raise a ``ClusterError`` if the cluster lacks the
-    resources of one rank.
+    merged into it; with ``lengths``, also on random text.
 
     Args:
         microbatch: real microbatch, as :meth:`MultimodalModule.forward` takes it, with items for
@@ -60,37 +49,54 @@ def profile_model(
         repeats: runs per measurement; the median counts.
         precision, device, resources, threads: as for the run
             (:class:`raymm.runtime.parallel_model.ParallelModel`).
-
-    Raises:
-        PlanError: an argument is out of range, or a module failed. Names it.
-        ClusterError: the cluster lacks the resources of one rank.
     """
-    _check(model, microbatch, lengths, repeats)
-    resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
-    check_capacity(1, resources)
-    microbatch = complete_microbatch(microbatch, model.encoder_names)
-    plan = MultimodalParallelSpec(num_microbatches=1).plan(model)
-    builders = stage_builders(model, plan).build
-    reloadable = model.reloadable()
-    autocast = "bfloat16" if precision == "bf16" else None
-    modules: dict[str, tuple[Measurement, ...]] = {}
-    default: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    description: dict[str, str] = {}
-    for name in model.module_names:
-        arguments = (builders[StageId(name, 0)], device, autocast, name in reloadable, threads)
-        requests = list(_requests(name, model, microbatch, shapes, lengths))
-        halves = _halves(model, name)
-        description, times = _measure(name, arguments, requests, repeats, resources, halves)
-        shapes[name] = times[0].output_shape
-        default[name] = times[0].tokens
-        modules[name] = _measurements(_counts(model, name), times, _ELEMENT_BYTES[precision])
-    versions = {k: v for k, v in description.items() if k != "device"}
-    return ProfileTable(
-        modules, default, description["device"], precision,
-        {**versions, "ray": ray.__version__},
-        datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-    )
+
+    model: MultimodalModule
+    microbatch: Mapping[str, Any]
+    lengths: Sequence[int] = ()
+    repeats: int = 5
+    precision: str = "fp32"
+    device: str = "cpu"
+    resources: RankResources = RankResources()
+    threads: int = 1
+
+    def run(self) -> ProfileTable:
+        """Measure all modules.
+
+        Raises:
+            PlanError: an argument is out of range, or a module failed. Names it.
+            ClusterError: the cluster lacks the resources of one rank.
+        """
+        _check(self.model, self.microbatch, self.lengths, self.repeats)
+        check_capacity(1, self.resources)
+        model, precision = self.model, self.precision
+        microbatch = complete_microbatch(self.microbatch, model.encoder_names)
+        plan = MultimodalParallelSpec(num_microbatches=1).plan(model)
+        builders = stage_builders(model, plan).build
+        reloadable = model.reloadable()
+        autocast = "bfloat16" if precision == "bf16" else None
+        modules: dict[str, tuple[Measurement, ...]] = {}
+        default: dict[str, int] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        description: dict[str, str] = {}
+        for name in model.module_names:
+            arguments = (
+                builders[StageId(name, 0)], self.device, autocast, name in reloadable, self.threads
+            )
+            requests = list(_requests(name, model, microbatch, shapes, self.lengths))
+            halves = _halves(model, name)
+            description, times = _measure(
+                name, arguments, requests, self.repeats, self.resources, halves
+            )
+            shapes[name] = times[0].output_shape
+            default[name] = times[0].tokens
+            modules[name] = _measurements(_counts(model, name), times, _ELEMENT_BYTES[precision])
+        versions = {k: v for k, v in description.items() if k != "device"}
+        return ProfileTable(
+            modules, default, description["device"], precision,
+            {**versions, "ray": ray.__version__},
+            datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        )
 
 
 def _check(

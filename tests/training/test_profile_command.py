@@ -16,7 +16,7 @@ from raymm.costs.full_microbatch import full_microbatch
 from raymm.costs.profile_files import load_table, save_table
 from raymm.errors import PlanError
 from raymm.model.multimodal import module_graph
-from raymm.profiling.layers import profile_model
+from raymm.profiling.layers import LayerMeasurement
 from raymm.scheduler.costs.layer_costs import layer_work
 
 
@@ -126,7 +126,7 @@ def test_a_failing_module_is_named(make_config, ray_cluster):
     microbatch["vision"] = {**microbatch["vision"]}
     microbatch["vision"]["pixel_values"] = microbatch["vision"]["pixel_values"][:, :2]
     with pytest.raises(PlanError, match="profiling 'vision' failed: RuntimeError: "):
-        profile_model(model, microbatch, repeats=1)
+        LayerMeasurement(model, microbatch, repeats=1).run()
 
 
 def test_a_microbatch_needs_items_for_every_encoder(make_config, inputs, tmp_path):
@@ -135,7 +135,7 @@ def test_a_microbatch_needs_items_for_every_encoder(make_config, inputs, tmp_pat
     found = full_microbatch(config.data, model.encoder_names)
     assert len(found["vision"]["sample_index"]) >= 1
     with pytest.raises(PlanError, match="the microbatch has no items for encoder 'vision'"):
-        profile_model(model, {**found, "vision": {}})
+        LayerMeasurement(model, {**found, "vision": {}}).run()
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
     text_only = tmp_path / "text.jsonl"
     text_only.write_text("".join(json.dumps({**row, "images": []}) + "\n" for row in rows))
