@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raymm.actors.recovery.observed_ranks import LISTEN_S
@@ -47,6 +48,7 @@ MOST_UNWRITTEN = 3
 SHORTAGE_S = 60.0
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Steps of one attempt.
 
@@ -64,42 +66,34 @@ class TrainingLoop:
         exhausted: why the run ends early because evaluations stopped improving; None otherwise.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        *,
-        batches: Batches,
-        parallel: ParallelModule,
-        store: CheckpointStore,
-        metrics: MetricsLog,
-        samples: SampleLog | None,
-        observer: StepObserver,
-        throughput: Throughput,
-        callbacks: CallbackHandler,
-        progress: RunProgress,
-        stop: StopRequest,
-        recovery: Recovery,
-        enter: Callable[[RunState], None] = lambda state: None,
-        recovered: Callable[[int, RunFailedError], None] = lambda step, error: None,
-        saved: Callable[[], None] = lambda: None,
-        texts: TextEvaluation | None = None,
-    ) -> None:
-        self._texts, self._last = texts, run.steps
-        self._recovery, self._enter, self._recovered = recovery, enter, recovered
-        self._after_save = saved
-        self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
-        self._metrics, self._samples = metrics, samples
-        self._observer, self._throughput = observer, throughput
-        self._callbacks, self._progress = callbacks, progress
+    config: RunConfig
+    batches: Batches
+    parallel: ParallelModule
+    store: CheckpointStore
+    metrics: MetricsLog
+    samples: SampleLog | None
+    observer: StepObserver
+    throughput: Throughput
+    callbacks: CallbackHandler
+    progress: RunProgress
+    stop: StopRequest
+    recovery: Recovery
+    enter: Callable[[RunState], None] = lambda state: None
+    recovered: Callable[[int, RunFailedError], None] = lambda step, error: None
+    saved: Callable[[], None] = lambda: None
+    texts: TextEvaluation | None = None
+
+    def __post_init__(self) -> None:
+        self._last = self.config.steps
         self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
         self._clock = StepClock()
         self._reported: set[str] = set()
-        self._in_a_row = steps_not_applied(metrics.rows, at_the_end=True)
+        self._in_a_row = steps_not_applied(self.metrics.rows, at_the_end=True)
         self._owed = False  # True if a checkpoint is overdue
-        self._stop = stop
-        self._first = parallel.steps_taken
+        self._first = self.parallel.steps_taken
         self._checkpoints = RunCheckpoints(
-            store, parallel, callbacks, progress.line, run.asynchronous_checkpoints
+            self.store, self.parallel, self.callbacks, self.progress.line,
+            self.config.asynchronous_checkpoints,
         )
         self._read = self._first  # number of steps whose results were read
         self._position: Any = None
@@ -118,19 +112,19 @@ class TrainingLoop:
                 finite.
             RunFileError: a log or a checkpoint cannot be written at the end.
         """
-        with self._stop.deferred(), compiling_behind():
-            steps = self._run.steps
+        with self.stop.deferred(), compiling_behind():
+            steps = self.config.steps
             source = ReplayedBatches(
-                lambda position, step: self._batches.train(
-                    position, steps - step, self._parallel, step
+                lambda position, step: self.batches.train(
+                    position, steps - step, self.parallel, step
                 ),
-                self._first, state, self._recovery.enabled,
+                self._first, state, self.recovery.enabled,
             )
             try:
-                self._enter(RunState.RUNNING)
+                self.enter(RunState.RUNNING)
                 self._take_all_steps(source, state)
                 stopped = self._stopped()
-                for log in (self._metrics, self._samples):
+                for log in (self.metrics, self.samples):
                     if log is not None:
                         log.finish()
                 return stopped
@@ -146,17 +140,17 @@ class TrainingLoop:
     @property
     def unsaved_steps(self) -> int:
         """Number of steps after the last checkpoint, including steps in flight."""
-        return self._parallel.steps_taken - self._checkpoints.saved
+        return self.parallel.steps_taken - self._checkpoints.saved
 
     @property
     def step_under_way(self) -> int:
         """Number, from 1, of the first step whose result was not read; the last step if all were
         read."""
-        return min(self._read + 1, self._run.steps)
+        return min(self._read + 1, self.config.steps)
 
     def _take_all_steps(self, source: ReplayedBatches[Batch], state: Any) -> None:
         self._position = state
-        self._recovery.after_step(self._first, state, first=True)
+        self.recovery.after_step(self._first, state, first=True)
         while True:
             try:
                 return self._take_steps(source)
@@ -166,53 +160,53 @@ class TrainingLoop:
     def _recover(self, error: RunFailedError, source: ReplayedBatches[Batch]) -> None:
         if error.lost is Loss.DATA_WORKER:
             try:
-                self._parallel.group.look_at_nodes()
+                self.parallel.group.look_at_nodes()
             except RunFailedError as lost_node:
                 error = lost_node
-        snapshot = self._recovery.recover(error)
+        snapshot = self.recovery.recover(error)
         if error.lost is Loss.DATA_WORKER:
             source.load_anew()
         if snapshot is None:
-            return self._recovered(self._read, error)
+            return self.recovered(self._read, error)
         step, self._position = snapshot.step, snapshot.kept
-        source.rewind(step, self._position, anew=self._recovery.lost_node)
-        self._recovery.forget([pending for _, _, pending, _ in self._pending])
+        source.rewind(step, self._position, anew=self.recovery.lost_node)
+        self.recovery.forget([pending for _, _, pending, _ in self._pending])
         self._pending.clear()
         self._checkpoints.drop()
-        self._metrics.rewind(step)
-        self._callbacks.rewind(step)
-        if self._samples is not None:
-            self._samples.rewind(step)
-        self._progress.rewind(step)
-        self._in_a_row = steps_not_applied(self._metrics.rows, at_the_end=True)
+        self.metrics.rewind(step)
+        self.callbacks.rewind(step)
+        if self.samples is not None:
+            self.samples.rewind(step)
+        self.progress.rewind(step)
+        self._in_a_row = steps_not_applied(self.metrics.rows, at_the_end=True)
         self._read, self._owed = step, False
-        self._recovered(step, error)
+        self.recovered(step, error)
 
     def _take_steps(self, source: ReplayedBatches[Batch]) -> None:
-        first = self._parallel.steps_taken
+        first = self.parallel.steps_taken
         # A failure may have prevented the evaluation and checkpoint after this step.
         if first == 0 or first > self._first and self._stops_at(first):
             self._pause_after(first)
         self._clock.restart()
-        for batch, waited in timed(self._stop.until_asked(source)):
-            self._callbacks.before_step(self._parallel.steps_taken + 1)
-            pending = self._parallel.submit(
+        for batch, waited in timed(self.stop.until_asked(source)):
+            self.callbacks.before_step(self.parallel.steps_taken + 1)
+            pending = self.parallel.submit(
                 (batch.parts, batch.meta), update=True, keep=batch.owner
             )
-            step, self._position = self._parallel.steps_taken, batch.state_after
+            step, self._position = self.parallel.steps_taken, batch.state_after
             self._pending.append((step, batch, pending, waited))
-            self._recovery.after_step(step, self._position)
-            if (newest := self._recovery.newest) is not None:
+            self.recovery.after_step(step, self._position)
+            if (newest := self.recovery.newest) is not None:
                 source.forget(newest)
-                self._callbacks.forget(newest)
-            elif not self._recovery.enabled:
-                self._callbacks.forget(self._read)
+                self.callbacks.forget(newest)
+            elif not self.recovery.enabled:
+                self.callbacks.forget(self._read)
             if self._stops_at(step):
                 self._pause_after(step)
             else:
-                self._drain(self._run.steps_in_flight - 1)
+                self._drain(self.config.steps_in_flight - 1)
             if self._checkpoints.look() and step < self._last:
-                self._after_save()
+                self.saved()
             if step >= self._last:
                 break
         self._drain(0)
@@ -222,30 +216,30 @@ class TrainingLoop:
         """Drain the pipeline, then evaluate and save if due and not done yet."""
         self._drain(0)
         is_best = False
-        with self._parallel.evaluated_weights():
-            if not step or self._is_due(step, self._run.eval_every) or step == self._last:
+        with self.parallel.evaluated_weights():
+            if not step or self._is_due(step, self.config.eval_every) or step == self._last:
                 self._evaluate(step)
-            if self._texts is not None and self._texts.is_due(step, self._last):
-                is_best = self._evaluate_texts(step, self._texts)
+            if self.texts is not None and self.texts.is_due(step, self._last):
+                is_best = self._evaluate_texts(step, self.texts)
         last = self._last
         if step and self._checkpoints.saved < step:
-            self._owed |= step % self._run.checkpoint_every == 0
+            self._owed |= step % self.config.checkpoint_every == 0
             if step == last or is_best or self._owed and not self._in_a_row:
-                self._enter(RunState.SAVING)
+                self.enter(RunState.SAVING)
                 save = self._checkpoints.take if step < last else self._checkpoints.take_now
                 save(self._position)
                 self._owed = False
-                self._enter(RunState.RUNNING)
+                self.enter(RunState.RUNNING)
         self._clock.restart()
 
     def _stopped(self) -> str | None:
         """Save unsaved steps after a stop request. Return a sentence about the stop, if any."""
-        step, last, reason = self._parallel.steps_taken, self._run.steps, self._stop.reason
+        step, last, reason = self.parallel.steps_taken, self.config.steps, self.stop.reason
         if reason is None or step == last and self._unevaluated is None:
             return None
         if self.unsaved_steps:
             self._checkpoints.take_now(self._position)
-        latest = self._store.current
+        latest = self.store.current
         if step == self._first:
             saved = f"the last checkpoint is {latest}" if latest else "there is nothing to save"
             return f"stopped by {reason.why}: no step was taken, {saved}"
@@ -263,10 +257,10 @@ class TrainingLoop:
         """Return True if the pipeline must be drained after this step."""
         return (
             self._owed
-            or step == self._run.steps
-            or step % self._run.checkpoint_every == 0
-            or self._is_due(step, self._run.eval_every)
-            or self._texts is not None and self._texts.is_due(step, self._last)
+            or step == self.config.steps
+            or step % self.config.checkpoint_every == 0
+            or self._is_due(step, self.config.eval_every)
+            or self.texts is not None and self.texts.is_due(step, self._last)
         )
 
     def _drain(self, leave: int) -> None:
@@ -278,29 +272,29 @@ class TrainingLoop:
             tokens = sum(microbatch.tokens for microbatch in batch.meta)
             busiest = max(output.timeline.stage_busy().values(), default=0.0)
             seconds = self._clock.read(tokens, busiest)
-            self._store.check_owner()  # the logs are also in the run folder
+            self.store.check_owner()  # the logs are also in the run folder
             row = self._row(step, batch, output, seconds, waited)
-            self._callbacks.after_step(row)
-            self._metrics.add(row)
-            self._callbacks.step(self._metrics.rows[-1])
-            if self._samples is not None:
-                self._samples.add(
+            self.callbacks.after_step(row)
+            self.metrics.add(row)
+            self.callbacks.step(self.metrics.rows[-1])
+            if self.samples is not None:
+                self.samples.add(
                     step, [m.sample_ids for m in batch.meta], [s.id for s in batch.skipped]
                 )
-            self._progress.advance(output.loss)
+            self.progress.advance(output.loss)
             self._count_skipped(output.skipped)
             self._report_skipped(step, batch.skipped)
-            due = step % self._run.log_every == 0 or step == self._run.steps
-            if due or self._progress.is_silent:
-                self._progress.line(step_line(row, self._run.steps, self._clock.speed()))
+            due = step % self.config.log_every == 0 or step == self.config.steps
+            if due or self.progress.is_silent:
+                self.progress.line(step_line(row, self.config.steps, self._clock.speed()))
             self._replace_straggler()
 
     def _replace_straggler(self) -> None:
         """Raise RankFailedError for a slow rank if a spare process is ready to replace it."""
-        stragglers, group = self._observer.stragglers, self._parallel.group
-        if not self._run.replace_stragglers or (slow := stragglers.replaceable()) is None:
+        stragglers, group = self.observer.stragglers, self.parallel.group
+        if not self.config.replace_stragglers or (slow := stragglers.replaceable()) is None:
             return
-        if group.has_spare() and self._recovery.for_stragglers:
+        if group.has_spare() and self.recovery.for_stragglers:
             stragglers.replaced()
             group.give_up(*slow)
 
@@ -309,12 +303,12 @@ class TrainingLoop:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        self._progress.not_applied(str(skipped))
-        if self._in_a_row >= self._run.max_skipped_steps:
+        self.progress.not_applied(str(skipped))
+        if self._in_a_row >= self.config.max_skipped_steps:
             raise NotFiniteError(
                 f"{self._in_a_row} steps in a row were not applied, as their loss or gradients "
-                f"were not finite (run.max_skipped_steps is {self._run.max_skipped_steps}). Last: "
-                f"{skipped}. The last checkpoint is {self._store.latest() or 'none'}. Look at "
+                f"were not finite (run.max_skipped_steps is {self.config.max_skipped_steps}). "
+                f"Last: {skipped}. The last checkpoint is {self.store.latest() or 'none'}. Look at "
                 "these samples; a lower optimizer.lr, or optimizer.max_grad_norm, may help"
             )
 
@@ -323,14 +317,14 @@ class TrainingLoop:
         for sample in skipped:
             if sample.id not in self._reported and len(self._reported) < SKIPPED_SHOWN:
                 self._reported.add(sample.id)
-                self._progress.line(skipped_line(step, sample))
+                self.progress.line(skipped_line(step, sample))
 
     def _row(
         self, step: int, batch: Batch, output: StepOutput, seconds: float, waited: float
     ) -> dict[str, Any]:
         span = output.timeline.makespan or 1.0
         tokens = sum(microbatch.tokens for microbatch in batch.meta)
-        observed = self._observer.after_step(ObservedStep(
+        observed = self.observer.after_step(ObservedStep(
             step, batch.meta, batch.state_after, not batch.skipped, output.timeline
         ))
         return {
@@ -351,53 +345,53 @@ class TrainingLoop:
             "peak_memory_bytes": list(output.peak_bytes),
             # With steps in flight, ranks were busy with the previous step during this wait.
             "data_wait_s": round(waited, 4),
-            **self._throughput.after_step(batch.meta, seconds), **output.rewards,
-            **observed, **output.expert_metrics, **self._batches.by_source(output.source_losses),
+            **self.throughput.after_step(batch.meta, seconds), **output.rewards,
+            **observed, **output.expert_metrics, **self.batches.by_source(output.source_losses),
             **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }
 
     def _evaluate(self, step: int) -> None:
-        if self._run.eval_every is None or self._batches.modalities is None:
+        if self.config.eval_every is None or self.batches.modalities is None:
             return
-        if any(row["step"] == step and "heldout_loss" in row for row in self._metrics.rows):
+        if any(row["step"] == step and "heldout_loss" in row for row in self.metrics.rows):
             return
         right = self._heldout_loss()
         self._report_skipped(step, right.skipped)
         row: dict[str, Any] = {"step": step, **right.row}
-        for name in self._batches.modalities if self._run.eval_shuffled else ():
+        for name in self.batches.modalities if self.config.eval_shuffled else ():
             wrong = self._heldout_loss((name,))
             row[f"heldout_loss_shuffled_{name}"] = wrong.loss
             row[f"heldout_gap_{name}"] = wrong.loss - right.loss
-        if self._stop.reason is not None:
+        if self.stop.reason is not None:
             self._unevaluated = step
             return
         right.check()
-        self._metrics.add(row)
-        self._callbacks.evaluation(self._metrics.rows[-1])
-        self._progress.line(heldout_line(row))
+        self.metrics.add(row)
+        self.callbacks.evaluation(self.metrics.rows[-1])
+        self.progress.line(heldout_line(row))
 
     def _evaluate_texts(self, step: int, texts: TextEvaluation) -> bool:
         """Evaluate generated text. Return True if this is the best state so far."""
-        if not any(row["step"] == step and "texts" in row for row in self._metrics.rows):
+        if not any(row["step"] == step and "texts" in row for row in self.metrics.rows):
             row = texts.run(step)
-            self._metrics.add(row)
-            self._callbacks.evaluation(self._metrics.rows[-1])
-            self._progress.line(texts_line(row))
-        rows = self._metrics.rows
+            self.metrics.add(row)
+            self.callbacks.evaluation(self.metrics.rows[-1])
+            self.progress.line(texts_line(row))
+        rows = self.metrics.rows
         if (reason := texts.best.exhausted(rows)) is not None:
             self.exhausted = reason
             if step < self._last:
-                self._progress.line(f"step {step:>5}  the run ends: {reason}")
+                self.progress.line(f"step {step:>5}  the run ends: {reason}")
                 self._last = max(step, 1)
         return texts.best.improved(rows)
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
-        check, steps = self._parallel.group.check_cluster, self._run.eval_steps
+        check, steps = self.parallel.group.check_cluster, self.config.eval_steps
         text = "held-out data" + (f" with shuffled {shuffled[0]}" if shuffled else "")
-        with self._batches.heldout(steps, shuffled, check) as loader:
+        with self.batches.heldout(steps, shuffled, check) as loader:
             return HeldoutLoss.of(
-                self._parallel.submit, self._progress.over(self._stop.until_asked(loader), text),
-                self._run.steps_in_flight, loader.names,
+                self.parallel.submit, self.progress.over(self.stop.until_asked(loader), text),
+                self.config.steps_in_flight, loader.names,
             )
 
 
