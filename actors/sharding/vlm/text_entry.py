@@ -34,7 +34,7 @@ Together = Callable[[Lengths, torch.Tensor | None], SharedRows]
 
 
 class Sharing(NamedTuple):
-    """How the processes share the text of one forward.
+    """Shares of the processes in the text of one forward.
 
     Attributes:
         tokens: the process's tokens; None for all.
