@@ -171,54 +171,54 @@ def local_load(load: Load, parts: int) -> Load:
     return Load(samples, load.tokens, labels)
 
 
-def estimated_surface(
-    shape: ModuleShape,
-    load: Load,
-    device: DeviceSpec,
-    *,
-    gpus: int,
-    steps: int,
-    dtype: str = "bf16",
-    links: Links | None = None,
-    factor: float = 1.0,
-    sums: float = 1.0,
-) -> ScalingSurface:
-    """Return a module's surface on a device, at powers of two of the GPUs that have a sample each.
-    Raise a ``PlanError`` if the device has no rate for the dtype, or cannot partition itself into
-    such steps.
+@dataclass(frozen=True)
+class SurfaceEstimates:
+    """Estimates of modules' surfaces on a device, at powers of two of the GPUs that have a sample
+    each.
 
     Args:
         device: CPUs have no quotas: their only quota is the whole device.
         steps: resolution of quotas.
         links: links of the gradient all-reduce; None for no cost.
-        factor: factor of all times, such as measured over estimated time.
         sums: share of the gradient all-reduce in the seconds; below 1 for one of several
             microbatches.
     """
-    check_steps(device.name, steps)
-    degrees = [1 << j for j in range(min(gpus, load.samples).bit_length())]
-    works = [_work(shape, local_load(load, d), device, dtype, factor) for d in degrees]
-    layout = MULTIPROCESSORS.get(device.name)
-    quotas = tuple(range(1, steps + 1)) if layout else (steps,)
-    reduced = math.fsum(
-        cost.trained_bytes
-        for cost, trained in zip(
-            shape.layers(local_load(load, 1), device, dtype), shape.trainable, strict=True
-        ) if trained
-    )
-    return ScalingSurface(
-        shape.name, tuple(degrees), quotas, steps,
-        tuple(
+
+    device: DeviceSpec
+    gpus: int
+    steps: int
+    dtype: str = "bf16"
+    links: Links | None = None
+    sums: float = 1.0
+
+    def surface(self, shape: ModuleShape, load: Load, factor: float = 1.0) -> ScalingSurface:
+        """Return a module's surface, with all times multiplied by ``factor``, such as measured over
+        estimated time. Raise a ``PlanError`` if the device has no rate for the dtype, or cannot
+        partition itself into such steps."""
+        device, steps, links = self.device, self.steps, self.links
+        check_steps(device.name, steps)
+        degrees = [1 << j for j in range(min(self.gpus, load.samples).bit_length())]
+        works = [_work(shape, local_load(load, d), device, self.dtype, factor) for d in degrees]
+        layout = MULTIPROCESSORS.get(device.name)
+        quotas = tuple(range(1, steps + 1)) if layout else (steps,)
+        layers = shape.layers(local_load(load, 1), device, self.dtype)
+        reduced = math.fsum(
+            cost.trained_bytes
+            for cost, trained in zip(layers, shape.trainable, strict=True) if trained
+        )
+        sums = [
+            self.sums * all_reduce_seconds(reduced, d, links.between(range(d))) if links else 0.0
+            for d in degrees
+        ]
+        return ScalingSurface(
+            shape.name, tuple(degrees), quotas, steps,
             tuple(
-                work.seconds(1, q / steps)
-                + (sums * all_reduce_seconds(reduced, d, links.between(range(d))) if links else 0.0)
-                for q in quotas
-            )
-            for d, work in zip(degrees, works, strict=True)
-        ),
-        tuple(work.state_bytes + work.activation_bytes for work in works),
-        tuple(works[0].bandwidth(q / steps) for q in quotas),
-    )
+                tuple(work.seconds(1, q / steps) + seconds for q in quotas)
+                for work, seconds in zip(works, sums, strict=True)
+            ),
+            tuple(work.state_bytes + work.activation_bytes for work in works),
+            tuple(works[0].bandwidth(q / steps) for q in quotas),
+        )
 
 
 def filled_profile(
@@ -226,7 +226,7 @@ def filled_profile(
     device: DeviceSpec,
 ) -> CostProfile:
     """Return an analytic profile in which modules too small to fill the device take longer, as in
-    :func:`estimated_surface`. ``profile`` and ``loads`` are of the same microbatch."""
+    :class:`SurfaceEstimates`. ``profile`` and ``loads`` are of the same microbatch."""
     layers = dict(profile.modules)
     for shape in shapes:
         slower = _work(shape, loads[shape.name], device, profile.dtype, 1.0).seconds(1, 1.0)

@@ -15,8 +15,8 @@ from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
     MULTIPROCESSORS,
     ModuleShape,
+    SurfaceEstimates,
     check_steps,
-    estimated_surface,
     measured_factor,
 )
 from raymm.errors import NoPlanError, PlanError
@@ -132,11 +132,10 @@ def _estimates(
     assert batch.loads is not None  # required by estimates
     links = Links(device.within_node, device.across_nodes, ranks_per_node)
     measured, dtype = batch.measured, batch.dtype
+    estimates = SurfaceEstimates(device, gpus, steps, dtype, links, sums=1 / batch.microbatches)
     return tuple(
-        estimated_surface(
-            shape, batch.loads[shape.name], device, gpus=gpus, steps=steps, dtype=dtype,
-            links=links, sums=1 / batch.microbatches,
-            factor=1.0 if measured is None else measured_factor(
+        estimates.surface(
+            shape, batch.loads[shape.name], 1.0 if measured is None else measured_factor(
                 shape, measured[1][shape.name], measured[0].modules[shape.name], device, dtype
             ),
         )

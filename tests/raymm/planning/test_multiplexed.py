@@ -17,7 +17,7 @@ from raymm.costs.load import Load
 from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
     TILE,
-    estimated_surface,
+    SurfaceEstimates,
     filled_profile,
     shapes_of,
 )
@@ -109,7 +109,7 @@ def test_full_device_times_equal_the_analytic_profile():
     for shape in shapes_of(model):
         load = loads[shape.name]
         assert shape.tiles(load) > 132
-        found = estimated_surface(shape, load, H100, gpus=1, steps=10)
+        found = SurfaceEstimates(H100, gpus=1, steps=10).surface(shape, load)
         wanted = sum(layer.total for layer in work[shape.name])
         assert found.seconds_at(1, 10) == pytest.approx(wanted, rel=1e-9)
     # The pipelined planner's costs are then those of the profile.
@@ -126,7 +126,7 @@ def test_small_modules_use_one_multiprocessor_per_tile():
     tokens = 4 * TILE
     assert shape.tiles(Load(1, tokens)) == 4 * 1024 / TILE  # 32 of 132 multiprocessors
     slow = replace(H100, flops={"bf16": 1e9})  # arithmetic alone
-    found = estimated_surface(shape, Load(1, tokens), slow, gpus=1, steps=10)
+    found = SurfaceEstimates(slow, gpus=1, steps=10).surface(shape, Load(1, tokens))
     times = [found.seconds_at(1, quota) for quota in range(1, 11)]
     assert times[0] > 1.5 * times[1] > times[2]
     assert times[2] == pytest.approx(times[9], rel=1e-6)  # 0.3 is more than 32 / 132
@@ -142,8 +142,8 @@ def test_gradients_of_trained_replicas_are_summed():
     links = Links(link, link, 8)
     for shape in shapes_of(vlm()):
         load = Load(16, 64)
-        free = estimated_surface(shape, load, H100, gpus=4, steps=10)
-        summed = estimated_surface(shape, load, H100, gpus=4, steps=10, links=links)
+        free = SurfaceEstimates(H100, gpus=4, steps=10).surface(shape, load)
+        summed = SurfaceEstimates(H100, gpus=4, steps=10, links=links).surface(shape, load)
         layers = shape.layers(load, H100, "bf16")
         trained = sum(
             c.parameter_bytes for c, t in zip(layers, shape.trainable, strict=True) if t
@@ -157,7 +157,7 @@ def test_gradients_of_trained_replicas_are_summed():
 
 def test_replicas_are_limited_by_samples():
     shape = shapes_of(vlm())[1]
-    found = estimated_surface(shape, Load(6, 64), H100, gpus=16, steps=10)
+    found = SurfaceEstimates(H100, gpus=16, steps=10).surface(shape, Load(6, 64))
     assert found.degrees == (1, 2, 4)
     assert found.memory_bytes[0] > found.memory_bytes[1] > found.memory_bytes[2]
 
