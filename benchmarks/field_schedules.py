@@ -64,7 +64,7 @@ from raymm.scheduler.search.stage_space import StageSpace
 
 RANKS, MICROBATCHES, SAMPLES = 8, 16, 64
 TILE_TOKENS = 256
-SIZES = _common.REPOSITORY / "tests" / "scheduler" / "minibatch_sizes.json"
+SIZES = _common.REPOSITORY / "tests" / "support" / "minibatch_sizes.json"
 AUTO_SCHEDULES = ("1f1b", "zero_bubble", "entrain", "dip", "bigmac", "optimus")
 Draw = Callable[[np.random.Generator, int], dict[str, np.ndarray]]
 Work = dict[str, np.ndarray]

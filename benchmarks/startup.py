@@ -85,9 +85,8 @@ print(json.dumps({**parts, "total": before - start}))
 
 def seconds(code: str, *arguments: str, **variables: str) -> dict[str, float]:
     """Return the seconds per part that a new process prints."""
-    folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "training")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders), **variables}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True,
     )  # fmt: skip
@@ -100,8 +99,7 @@ def main() -> None:
     parser = _common.parser(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "training")]
-    from tiny_run import prepare, settings, write_config  # pyright: ignore[reportMissingImports]
+    from tests.support.tiny_run import prepare, settings, write_config
 
     rows: dict[str, list[dict[str, float]]] = {"floor": [], "bare": [], "raymm": [], "fresh": []}
     with tempfile.TemporaryDirectory() as temporary:

@@ -20,20 +20,20 @@ os.environ |= {
 import gc
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from needs import (  # noqa: F401 (hooks)
+
+from tests.support.needs import (  # noqa: F401 (hooks)
     pytest_collection_modifyitems,
     pytest_runtest_call,
     pytest_runtest_protocol,
 )
-from s3_server import running_s3, s3  # noqa: F401 (fixtures)
-from small_disk import small_disk  # noqa: F401 (fixture)
+from tests.support.s3_server import running_s3, s3  # noqa: F401 (fixtures)
+from tests.support.small_disk import small_disk  # noqa: F401 (fixture)
 
 # Property tests draw the same examples in every run, so that results are reproducible; `make
 # explore` draws other and more examples. A deadline would be an assertion on wall time, and
@@ -121,12 +121,10 @@ def ray_cluster():
     from raymm.runtime.embedded.embedded_ray import start_embedded_ray
     from raymm.runtime.embedded.forked_workers import start_servers
 
-    # Ranks unpickle modules and callbacks that tests define, so they need the folders that pytest
-    # put on this process's path.
-    here = str(Path(__file__).parent)
-    folders = [path for path in sys.path if path.startswith(here)]
+    # Ranks unpickle modules and callbacks that tests define.
+    root = str(Path(__file__).parents[1])
     inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([inherited] if inherited else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, inherited]))
     # Otherwise Ray kills workers when other processes use up the machine's memory.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"
     # Two servers, so that ranks of a group iterate over sets in different orders.

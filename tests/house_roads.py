@@ -104,7 +104,7 @@ def _recorded(inputs: Path, road: str, steps: int) -> Recording:
 
 def _travel(inputs: Path, road: str, steps: int, marks_file: Path) -> None:
     """Train, or plan, and write the times of events."""
-    from tiny_run import (  # pyright: ignore[reportMissingImports]
+    from tests.support.tiny_run import (
         change,
         prepare,
         settings,

@@ -9,7 +9,7 @@ from benchmarks._mapping_instances import KINDS, random_problem
 from benchmarks.baselines.mappings import distmm, megatron, spindle
 from raymm.errors import PlanError
 from raymm.scheduler.multiplex.solver.solve import solve
-from tests.scheduler.multiplex.mapping_problems import problems
+from tests.support.mapping_problems import problems
 
 
 @pytest.mark.cells(4)

@@ -9,8 +9,8 @@ from PIL import Image
 from benchmarks._row_models import TARGETS, save
 from benchmarks._templates import SHAPES
 from raymm.errors import SampleError
-from tests.cases.built_rows import BuiltRows, case_file, with_template
-from tests.tiny_folders import tiny
+from tests.support.built_rows import BuiltRows, case_file, with_template
+from tests.support.tiny_folders import tiny
 
 KIND = "qwen2_5_vl"
 END = "<|im_end|>\n"

@@ -13,8 +13,8 @@ from raymm.cli.main import main
 from raymm.cli.start_settings import Options, first_settings
 from raymm.data.readers.detect import detect
 from raymm.errors import SampleError
-from tests.cases.built_rows import BuiltRows, case_file
-from tests.tiny_folders import tiny
+from tests.support.built_rows import BuiltRows, case_file
+from tests.support.tiny_folders import tiny
 
 KIND = "qwen2_5_vl"
 END = "<|im_end|>\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.runtime.embedded.forked_workers import server_variables, start_servers
-from tests.cluster.rig import TEST_FOLDERS, Rig, kuberay
+from tests.cluster.rig import Rig, kuberay
 from tests.cluster.scenario import shipped_cluster
 
 STEPS = 12
@@ -35,7 +35,7 @@ class Runs:
     """
 
     def __init__(self, rig: Rig) -> None:
-        from tiny_run import prepare
+        from tests.support.tiny_run import prepare
 
         self.rig = rig
         inputs = rig.folder / "inputs"
@@ -57,11 +57,10 @@ class Runs:
             disturb: step -> action on the trainer after its first execution.
             parallel: layout; None for two ranks.
         """
-        from tiny_run import settings, write_config
-
         from raymm.config.build import build_layouts, build_model
         from raymm.config.sections import load_config
         from raymm.training.trainer import Trainer
+        from tests.support.tiny_run import settings, write_config
 
         values = settings(self._inputs, self.folder(name), STEPS)
         values["resources"] = {"cpus": 1, "gpus": 1}
@@ -131,7 +130,7 @@ def _disturbing(actions: dict[int, Callable[[Any], None]]) -> Any:
 
 def killed_node(runs: Runs, whole: list[tuple]) -> None:
     """Lose a node."""
-    from tiny_run import curve
+    from tests.support.tiny_run import curve
 
     step, victim = random.randrange(1, STEPS - 2), random.choice(runs.rig.pods.workers())
     runs.train("killed", {step: runs.fail(victim)})
@@ -144,7 +143,7 @@ def killed_node(runs: Runs, whole: list[tuple]) -> None:
 
 def drained_node(runs: Runs, whole: list[tuple]) -> None:
     """Drain a node."""
-    from tiny_run import curve
+    from tests.support.tiny_run import curve
 
     step, victim = random.randrange(1, STEPS - 2), random.choice(runs.rig.pods.workers())
     taken = runs.train("drained", {step: runs.announce_end(victim)})
@@ -157,9 +156,8 @@ def drained_node(runs: Runs, whole: list[tuple]) -> None:
 
 def elastic_replicas(runs: Runs, whole: list[tuple]) -> None:
     """Train with 1, 2 and 1 replicas of the language model."""
-    from tiny_run import curve
-
     from raymm.monitor.metrics import read_metrics
+    from tests.support.tiny_run import curve
 
     rig = runs.rig
     rig.wait_until(lambda: len(rig.pods.workers()) == 2, "two nodes")
@@ -227,9 +225,9 @@ def main() -> int:
     with kuberay(shipped_cluster(idle_seconds=IDLE_S)) as rig:
         # Before Ray is imported, which reads it once.
         os.environ.update(rig.environment, RAY_ADDRESS=rig.gcs)
-        sys.path[:0] = TEST_FOLDERS
         import ray
-        from tiny_run import curve
+
+        from tests.support.tiny_run import curve
 
         try:
             runs = Runs(rig)

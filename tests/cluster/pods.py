@@ -18,7 +18,7 @@ from typing import Any
 
 from deploy.check.quantities import quantity
 from tests.cluster.api_server import ApiState
-from tests.training.processes import descendants
+from tests.support.processes import descendants
 
 # Seconds from a pod's creation to its start; shorter than on real machines.
 START_S = 1.0

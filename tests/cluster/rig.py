@@ -27,8 +27,6 @@ from tests.cluster.api_server import ApiState, Say, served
 from tests.cluster.pods import Pods
 
 ROOT = Path(__file__).resolve().parents[2]
-# Folders of shared test modules, as on pytest's path.
-TEST_FOLDERS = [str(ROOT / "tests" / "training"), str(ROOT / "tests")]
 # Timeout of every wait: a busy machine takes many times as long as a quiet one.
 PATIENCE_S = 180.0
 _AUTOSCALER = (
@@ -167,7 +165,7 @@ def _environment(cluster: dict[str, Any]) -> dict[str, str]:
     environment |= {
         **server_variables(),
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *TEST_FOLDERS]),
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "RAY_enable_autoscaler_v2": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.check import kustomize
-from tests.cluster.rig import ROOT, TEST_FOLDERS, Rig
+from tests.cluster.rig import ROOT, Rig
 
 # More than a run takes while a node is drained.
 STEPS = 400
@@ -29,8 +29,7 @@ def shipped_cluster(idle_seconds: int) -> dict[str, Any]:
 def write_run(folder: Path) -> None:
     """Write ``config.yaml``: two ranks on one GPU each that compute on the CPU, and data workers.
     """
-    sys.path[:0] = TEST_FOLDERS
-    from tiny_run import prepare, settings, write_config
+    from tests.support.tiny_run import prepare, settings, write_config
 
     inputs = folder / "inputs"
     inputs.mkdir()

@@ -23,7 +23,7 @@ from examples.vlm import tiny
 from raymm.cli.main import main
 from raymm.monitor.metrics import read_metrics
 from tests.docs.pages import Block, blocks
-from tests.training.processes import ranks_of, wait_until
+from tests.support.processes import ranks_of, wait_until
 
 LANGUAGES = ("sh", "yaml", "python", "json", "text")
 KILL = "kill -9 $(pgrep -n -f ray::RankActor)\n"

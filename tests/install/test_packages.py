@@ -19,7 +19,7 @@ from examples.vlm.kinds import KINDS
 from raymm import packages
 from raymm.errors import ConfigError
 from raymm.packages import explained_imports, require
-from tests.tiny_folders import tiny
+from tests.support.tiny_folders import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ROOT / "tests/install/hidden"

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from interpreted_triton import worker
+
+from tests.support.interpreted_triton import worker
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from compiled_kernels import Launch, compile_for, compilers, digest, kernel_sources, launches
+from tests.kernels.compiled_kernels import (
+    Launch,
+    compile_for,
+    compilers,
+    digest,
+    kernel_sources,
+    launches,
+)
 
 RECORD = Path(__file__).with_suffix(".json")
 ARCHITECTURES = (90, 100)

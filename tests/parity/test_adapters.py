@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import parity_models as pm
 import peft
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, check_training
-from parity_oracle import Oracle, prepend
 
 from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training
+from tests.support.parity_oracle import Oracle, prepend
 
 LORA = LoraConfig(r=4, alpha=8.0)
 DORA = LoraConfig(r=4, alpha=8.0, dora=True, targets=("q_proj", "o_proj", "up_proj", "down_proj"))

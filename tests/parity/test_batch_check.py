@@ -2,10 +2,8 @@
 
 from functools import cache
 
-import parity_models as pm
 import pytest
 import torch
-import wrong_batches as wb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +12,8 @@ from raymm.batch.check import PartsCheck
 from raymm.errors import DataError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
+from tests.support import parity_models as pm
+from tests.support import wrong_batches as wb
 
 
 @cache

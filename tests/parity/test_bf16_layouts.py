@@ -1,6 +1,5 @@
 """bf16 weights with master copies are bitwise equal to fp32 weights under autocast."""
 
-import parity_models as pm
 import pytest
 import torch
 
@@ -9,6 +8,7 @@ from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
 
 STEPS = 3
 

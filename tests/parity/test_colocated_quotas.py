@@ -4,10 +4,8 @@ import itertools
 import json
 import time
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from benchmarks.emulated_backend import EmulatedBackend
 from raymm.actors.quota import Multiprocessors
@@ -18,6 +16,8 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 BATCHES = (
     pm.batch([7, 5], 4, vision=[0, 0], audio=[1]), pm.batch([6, 8], 5, vision=[0, 1], audio=[0]),

@@ -1,9 +1,10 @@
 """The comparison itself rejects wrong gradients and parameters."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_oracle import Oracle, gradient_errors, parameter_errors
+
+from tests.support import parity_models as pm
+from tests.support.parity_oracle import Oracle, gradient_errors, parameter_errors
 
 
 @pytest.fixture(scope="module")

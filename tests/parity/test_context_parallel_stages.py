@@ -1,11 +1,8 @@
 """A language model with context parallelism equals one process."""
 
-import parity_models as pm
 import pytest
 import torch
 import transformers as hf
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
-from parity_oracle import prepend, replace
 
 from raymm.actors.modules.merge import Prepend, ReplaceTokens
 from raymm.actors.modules.message import MicrobatchContext
@@ -14,6 +11,9 @@ from raymm.errors import ModelError, PlanError, ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, complete_microbatch, text_inputs
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from tests.support.parity_oracle import prepend, replace
 
 TOKENS = {"vision": pm.IMAGE_TOKEN}
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import parity_models as pm
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from parity_check import OPTIMIZER, check_gradients, check_reference, check_training
-from parity_oracle import Oracle
 from transformers.models.mllama.modeling_mllama import (
     MllamaForCausalLM,
     _prepare_cross_attention_mask,
@@ -28,6 +25,9 @@ from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_reference, check_training
+from tests.support.parity_oracle import Oracle
 
 CROSS = [1, 3, 5, 7]
 

@@ -2,17 +2,16 @@
 
 from types import SimpleNamespace
 
-import custom_focal
-import parity_models as pm
-import parity_oracle
 import pytest
-from parity_check import OPTIMIZER, check_gradients, check_reference, oracle_of
 
 from raymm.errors import ModelError, PlanError
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import custom_focal, parity_oracle
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_reference, oracle_of
 
 
 def focal_sum(logits, labels, ignore_index, reduction):

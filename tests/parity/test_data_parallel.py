@@ -6,9 +6,7 @@ exactly once.
 
 from dataclasses import replace
 
-import parity_models as pm
 import pytest
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
@@ -19,6 +17,8 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.search.layouts import replicated
 from raymm.scheduler.search.module_degrees import ModuleDegrees
 from raymm.scheduler.search.stage_space import StageSpace
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 
 def model_of(frozen: bool = False) -> MultimodalModule:

@@ -1,16 +1,16 @@
 """Dropout and other random numbers equal those of one process under every layout."""
 
-import parity_models as pm
 import pytest
 import torch
 import transformers as hf
-from parity_oracle import gradient_errors, label_tokens
 
 from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_oracle import gradient_errors, label_tokens
 
 SEED = 5
 FULLY = {"dp": 2, "sharding": "fsdp"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import parity_models as pm
 import pytest
-from test_cross_attention import model_of
 
 from benchmarks._sent_messages import message_rows, planned_bytes, sent_bytes
 from raymm.actors.modules.merge import CrossAttend
@@ -15,7 +13,9 @@ from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan
+from tests.parity.test_cross_attention import model_of
 from tests.parity.test_ports import WIDTH, deep_batch, deep_stack
+from tests.support import parity_models as pm
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

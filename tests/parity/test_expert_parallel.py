@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mixture_models import mixtral, step
-from test_router_loss import OPTIMIZER, SIZES, check
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec
 from raymm.errors import PlanError, ProbeError
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
+from tests.parity.test_router_loss import OPTIMIZER, SIZES, check
+from tests.support.mixture_models import mixtral, step
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

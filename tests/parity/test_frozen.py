@@ -5,15 +5,15 @@ uses only one of them is that combination's program. The language model is froze
 trainable in the other: eight combinations.
 """
 
-import parity_models as pm
 import pytest
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 COMBINATIONS = {  # name -> (encoder frozen, projector frozen)
     "none_frozen": (False, False),

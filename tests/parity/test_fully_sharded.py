@@ -1,10 +1,7 @@
 """Modules with sharded samples and parameters equal one process."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
-from parity_oracle import replace
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.errors import PlanError
@@ -12,6 +9,9 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import StageId
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from tests.support.parity_oracle import replace
 
 
 def fsdp(**degrees) -> ParallelSpec:

@@ -14,7 +14,6 @@ from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, dag_plan
-from tests.actors.multiplex_models import WIDTH, clip_batch
 from tests.parity.test_pipelined_graphs import (
     Compared,
     Talker,
@@ -24,6 +23,7 @@ from tests.parity.test_pipelined_graphs import (
     deep_clip,
     steps_of,
 )
+from tests.support.multiplex_models import WIDTH, clip_batch
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

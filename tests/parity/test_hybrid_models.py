@@ -3,20 +3,26 @@
 Packed samples equal separate rows, under layouts, too.
 """
 
-import parity_models as pm
 import pytest
 import torch
 import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_check import OPTIMIZER, check_gradients, check_reference, check_training, oracle_of
-from parity_oracle import prepend
 
 from raymm.actors.probe.attention import find_mixers
 from raymm.kernels.hf.document_rows import DocumentRows, SharedRows
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import (
+    OPTIMIZER,
+    check_gradients,
+    check_reference,
+    check_training,
+    oracle_of,
+)
+from tests.support.parity_oracle import prepend
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

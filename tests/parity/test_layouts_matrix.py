@@ -7,14 +7,14 @@ processes can hold, in one step each; a few get the full training check.
 from itertools import product
 from math import prod
 
-import parity_models as pm
 import pytest
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 MOST_PROCESSES = 4
 DEGREES = list(product((1, 2), repeat=3))

@@ -1,10 +1,7 @@
 """The loss of every source equals that of its rows alone in one process, in any layout."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, close, oracle_of
-from parity_oracle import label_tokens, replace
 
 from raymm.actors.modules.merge import IGNORE_INDEX, ReplaceTokens
 from raymm.actors.modules.message import SOURCES
@@ -12,6 +9,9 @@ from raymm.actors.stages.labels import Labelled, with_sources
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, close, oracle_of
+from tests.support.parity_oracle import label_tokens, replace
 
 TOKENS = {"vision": pm.IMAGE_TOKEN}
 # Source of every row of the step's microbatches; 2 has no label, 7 is alone in one.

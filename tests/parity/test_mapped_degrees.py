@@ -12,8 +12,8 @@ import pytest
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedules.slots import Slots
-from tests.actors.multiplex_models import clip_batch
 from tests.parity.test_pipelined_graphs import check, deep_clip, steps_of
+from tests.support.multiplex_models import clip_batch
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

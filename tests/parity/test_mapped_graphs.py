@@ -12,13 +12,6 @@ import pytest
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
 from raymm.scheduler.plan.plan import Plan
-from tests.actors.multiplex_models import (
-    ImageBind,
-    Unified,
-    clip_batch,
-    imagebind_batch,
-    unified_batch,
-)
 from tests.parity.test_pipelined_graphs import (
     chain_batch,
     chained,
@@ -29,6 +22,13 @@ from tests.parity.test_pipelined_graphs import (
     talking,
 )
 from tests.parity.test_ports import deep_batch, deep_stack
+from tests.support.multiplex_models import (
+    ImageBind,
+    Unified,
+    clip_batch,
+    imagebind_batch,
+    unified_batch,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

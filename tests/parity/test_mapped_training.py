@@ -7,18 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from multiplex_models import (
-    Doubling,
-    Failing,
-    MeanSquare,
-    OwnLength,
-    Unified,
-    clip_batch,
-    clip_model,
-    gradient_problems,
-    mapping_of,
-    unified_batch,
-)
 from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
@@ -31,6 +19,18 @@ from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
+from tests.support.multiplex_models import (
+    Doubling,
+    Failing,
+    MeanSquare,
+    OwnLength,
+    Unified,
+    clip_batch,
+    clip_model,
+    gradient_problems,
+    mapping_of,
+    unified_batch,
+)
 
 # eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
 # clipping take effect.

@@ -1,10 +1,7 @@
 """Masks over merged tokens, across pipeline stages, equal the dense mask in one process."""
 
-import parity_models as pm
 import pytest
 import transformers as hf
-from parity_check import OPTIMIZER, check_gradients, check_reference, check_training, oracle_of
-from parity_oracle import prepend, replace
 
 from raymm.actors.modules.merge import Prepend, ReplaceTokens
 from raymm.errors import ModelError, ProbeError
@@ -12,6 +9,15 @@ from raymm.kernels.mask.patterns import full
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import (
+    OPTIMIZER,
+    check_gradients,
+    check_reference,
+    check_training,
+    oracle_of,
+)
+from tests.support.parity_oracle import prepend, replace
 
 TOKENS = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
 

@@ -1,16 +1,16 @@
 """Optimizers of modules on any layout equal torch's optimizers in one process."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import oracle_of
-from parity_oracle import parameter_errors
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import oracle_of
+from tests.support.parity_oracle import parameter_errors
 
 LR = 1e-3
 CONFIG = OptimizerConfig(

@@ -5,8 +5,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
-from parity_models import (
+
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.errors import DataError
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.runtime.parallel_model import ParallelModel
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from tests.support.parity_models import (
     AUDIO_TOKEN,
     IMAGE_TOKEN,
     batch,
@@ -16,15 +24,7 @@ from parity_models import (
     siglip,
     whisper,
 )
-from parity_oracle import replace
-
-from raymm.actors.modules.merge import ReplaceTokens
-from raymm.errors import DataError
-from raymm.model.modality_module import ModalityModule
-from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.runtime.parallel_model import ParallelModel
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement, mapped_plan
+from tests.support.parity_oracle import replace
 
 STEPS = 10
 GPUS = 3

@@ -4,10 +4,8 @@ import math
 import warnings
 from pathlib import Path
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,6 +20,8 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER
 
 UNCLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 # Finite pixels that trigger the traps below.

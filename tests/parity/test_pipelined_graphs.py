@@ -21,7 +21,7 @@ from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
-from tests.actors.multiplex_models import (
+from tests.support.multiplex_models import (
     WIDTH,
     ImageBind,
     MeanSquare,

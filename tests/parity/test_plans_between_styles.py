@@ -5,9 +5,6 @@ under 1F1B.
 """
 
 import pytest
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
-from parity_models import batch, llama
-from test_multiplexed_style import model_of, step
 
 from raymm.model.multimodal import module_graph
 from raymm.runtime.parallel_model import ParallelModel
@@ -15,6 +12,9 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.styles.blocks import Block, Guest, Layout, StyleProblem
+from tests.parity.test_multiplexed_style import model_of, step
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from tests.support.parity_models import batch, llama
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

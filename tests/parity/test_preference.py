@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import parity_models as pm
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_check import OPTIMIZER, close
-from parity_oracle import gradient_errors, parameter_errors
-from test_adapters import LORA, _own_name, in_peft, noisy
-from tiny_run import save_tokenizer
 
 from raymm.actors.adapters.lora import plain_copy
 from raymm.actors.adapters.lora_config import LoraConfig
@@ -22,7 +17,12 @@ from raymm.kernels.preference import PreferenceLoss
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from tests.trainer_groups import trainer_groups
+from tests.parity.test_adapters import LORA, _own_name, in_peft, noisy
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, close
+from tests.support.parity_oracle import gradient_errors, parameter_errors
+from tests.support.tiny_run import save_tokenizer
+from tests.support.trainer_groups import trainer_groups
 
 BETA = 0.3
 # Prompt, chosen and rejected answer of pairs, by microbatch.

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import parity_models as pm
 import pytest
 import torch
 import torchao.quantization as torchao
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_check import OPTIMIZER, check_gradients, check_training
-from parity_oracle import Oracle, prepend
-from test_adapters import PeftOracle, in_peft, noisy, step
 from torchao.quantization.granularity import PerGroup
 
 from raymm.actors.adapters.lora import (
@@ -28,6 +24,10 @@ from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.parity.test_adapters import PeftOracle, in_peft, noisy, step
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training
+from tests.support.parity_oracle import Oracle, prepend
 
 INT8 = LoraConfig(r=4, alpha=8.0, base="int8")
 INT4 = LoraConfig(r=4, alpha=8.0, base="int4")

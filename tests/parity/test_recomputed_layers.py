@@ -1,9 +1,7 @@
 """Recomputed blocks: bitwise equal results, and less memory."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_training, oracle_of
 
 from raymm.actors.recompute.recomputed_layers import recompute_layers
 from raymm.errors import PlanError
@@ -13,6 +11,8 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.plan.plan import Plan
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_training, oracle_of
 
 
 def model_of(llm=None, mask=None) -> MultimodalModule:

@@ -1,14 +1,14 @@
 """``MultimodalModule.forward``, the reference on one process, equals the oracle."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import check_reference, oracle_of
-from parity_oracle import prepend, replace
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
+from tests.support import parity_models as pm
+from tests.support.parity_check import check_reference, oracle_of
+from tests.support.parity_oracle import prepend, replace
 
 MIXED = dict(vision=[0, 0, 2], audio=[2])  # two images; text only; one of each
 

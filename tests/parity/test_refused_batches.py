@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import wrong_batches as wb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from tests.support import wrong_batches as wb
 
 PIPELINED = MultimodalParallelSpec(
     {"vision": ParallelSpec(pp=2, ranks=(0, 1)), "audio": ParallelSpec(ranks=(1,))},

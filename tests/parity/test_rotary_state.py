@@ -6,13 +6,10 @@ computed before.
 
 import copy
 
-import parity_models as pm
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from parity_check import OPTIMIZER, close
-from parity_oracle import gradient_errors, label_tokens
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -24,6 +21,9 @@ from raymm.actors.modules.rotary import RotaryState
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, close
+from tests.support.parity_oracle import gradient_errors, label_tokens
 
 TRAINED = 24  # trained positions of the model
 # Longer and shorter rows than that, with the longest at any position; the last has one of each.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mixture_models import OneProcess, gpt_oss, mixtral, one_batch, qwen3_moe, step
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from tests.support.mixture_models import OneProcess, gpt_oss, mixtral, one_batch, qwen3_moe, step
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

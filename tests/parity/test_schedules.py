@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, check_training, close, oracle_of
 
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
@@ -23,6 +21,8 @@ from raymm.scheduler.schedules.base import Schedule
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 from tests.docs.page_schedule import limited_forwards
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, close, oracle_of
 
 # Frozen modules: vision with its 2 blocks; its projector; all 4 blocks of the language model.
 TRAINING = {

@@ -1,6 +1,5 @@
 """8-bit moments, and stochastically rounded weights, equal those of one process."""
 
-import parity_models as pm
 import pytest
 import torch
 
@@ -10,6 +9,7 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
+from tests.support import parity_models as pm
 
 FULLY = ParallelSpec(dp=2, sharding="fsdp")
 STEPS = 3

@@ -1,13 +1,13 @@
 """Encoders that run one forward for several microbatches equal one process."""
 
-import parity_models as pm
 import pytest
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
-from test_vlms_on_ray import check, whole
 
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, vlm_plan
+from tests.parity.test_vlms_on_ray import check, whole
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 
 def model_of(audio: bool = True, frozen: bool = False) -> MultimodalModule:

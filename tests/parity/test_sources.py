@@ -1,9 +1,7 @@
 """Sources of weights: configs, factories, checkpoint folders; precision; schedules."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, close, oracle_of
 from safetensors.torch import save_file
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
@@ -11,6 +9,8 @@ from raymm.actors.weights.source import FactorySource
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER, check_gradients, close, oracle_of
 
 CUT = ParallelSpec(pp=2, ranks=(0, 1))
 
@@ -27,7 +27,7 @@ def test_initial_weights_are_bitwise_equal_in_any_layout(ray_cluster):
     model = MultimodalModule(
         {
             "vision": ModalityModule(
-                FactorySource("parity_models:make_cnn", {"width": 10}, seed=4), "mlp",
+                FactorySource("tests.support.parity_models:make_cnn", {"width": 10}, seed=4), "mlp",
                 hidden_size=10, example_inputs=pm.images(1),
             ),
             "audio": ModalityModule(pm.whisper(), "mlp", model_class=pm.WhisperEncoder, seed=5),
@@ -54,7 +54,8 @@ def test_checkpoint_folders_are_read_by_the_ranks_only(ray_cluster, tmp_path):
             "vision": ModalityModule(tmp_path / "vision", "mlp", frozen=True),
             "cnn": ModalityModule(
                 FactorySource(
-                    "parity_models:make_cnn", weights=str(tmp_path / "cnn.safetensors")
+                    "tests.support.parity_models:make_cnn",
+                    weights=str(tmp_path / "cnn.safetensors")
                 ),
                 "mlp", hidden_size=12,
             ),

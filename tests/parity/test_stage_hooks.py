@@ -1,13 +1,7 @@
 """Stage hooks change values and gradients as in one process, under any layout."""
 
-import parity_models as pm
 import pytest
 import torch
-from parity_check import check_gradients, check_reference, oracle_of
-from parity_oracle import Oracle, gradient_errors
-from stage_hooks import Doubled, Noise, Squashed
-from test_dropout import SEED, expected
-from test_vlms_on_ray import whole
 
 from raymm import StageHook
 from raymm.actors.modules.message import Message, MicrobatchContext
@@ -16,7 +10,13 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, vlm_plan
-from tests.actors.multiplex_models import gradient_problems
+from tests.parity.test_dropout import SEED, expected
+from tests.parity.test_vlms_on_ray import whole
+from tests.support import parity_models as pm
+from tests.support.multiplex_models import gradient_problems
+from tests.support.parity_check import check_gradients, check_reference, oracle_of
+from tests.support.parity_oracle import Oracle, gradient_errors
+from tests.support.stage_hooks import Doubled, Noise, Squashed
 
 LAYOUTS = {
     "pp": {"pp": 2, "recompute_layers": "all"}, "tp": {"tp": 2}, "cp": {"cp": 2}, "dp": {"dp": 2},

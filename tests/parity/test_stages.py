@@ -1,15 +1,6 @@
 """Models on actors equal the oracle: loss, every gradient, parameters after AdamW steps."""
 
-import parity_models as pm
 import torch
-from parity_check import (
-    OPTIMIZER,
-    check_gradients,
-    check_training,
-    close,
-    oracle_of,
-)
-from parity_oracle import replace
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.data.loading.in_memory import split_batch
@@ -17,6 +8,15 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import StageId
+from tests.support import parity_models as pm
+from tests.support.parity_check import (
+    OPTIMIZER,
+    check_gradients,
+    check_training,
+    close,
+    oracle_of,
+)
+from tests.support.parity_oracle import replace
 
 
 def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):

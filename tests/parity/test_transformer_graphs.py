@@ -12,9 +12,9 @@ import torch
 from raymm.actors.modules.noise import SampleSeeds
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, dag_plan
-from tests.parity.graph_models import flow_batch, flowing, reading, reading_batch
 from tests.parity.test_mapped_graphs import mapped, split
 from tests.parity.test_pipelined_graphs import check, steps_of
+from tests.support.graph_models import flow_batch, flowing, reading, reading_batch
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -5,11 +5,9 @@ So they have no weight decay either.
 
 from __future__ import annotations
 
-import parity_models as pm
 import pytest
 import torch
 import transformers as hf
-from parity_check import OPTIMIZER, check_training, oracle_of
 from torch import nn
 
 from raymm.model.dag_module import DagLoss, DagModule
@@ -17,9 +15,11 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
-from tests.actors.multiplex_models import WIDTH, MeanSquare, Pooled, pooled_dag
 from tests.parity.test_mapped_graphs import mapped, split
 from tests.parity.test_pipelined_graphs import check, steps_of
+from tests.support import parity_models as pm
+from tests.support.multiplex_models import WIDTH, MeanSquare, Pooled, pooled_dag
+from tests.support.parity_check import OPTIMIZER, check_training, oracle_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

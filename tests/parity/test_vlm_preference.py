@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity_check import OPTIMIZER, close
-from parity_oracle import gradient_errors, parameter_errors
 from PIL import Image
-from test_vlms_on_ray import check, whole
 
 from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.adapters.lora_config import LoraConfig
@@ -24,7 +21,10 @@ from raymm.kernels.preference import PreferenceLoss
 from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, vlm_plan
-from tests.tiny_folders import modalities, tiny
+from tests.parity.test_vlms_on_ray import check, whole
+from tests.support.parity_check import OPTIMIZER, close
+from tests.support.parity_oracle import gradient_errors, parameter_errors
+from tests.support.tiny_folders import modalities, tiny
 
 BETA = 0.3
 LORA = LoraConfig(r=4)

@@ -21,8 +21,8 @@ from raymm.errors import DataError, ModelError
 from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, vlm_plan
-from tests.actors.multiplex_models import gradient_problems
-from tests.trainer_groups import trainer_groups
+from tests.support.multiplex_models import gradient_problems
+from tests.support.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
 # clipping take effect.

@@ -26,22 +26,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-FOLDERS = [HERE, HERE.parent / "training", HERE.parent]
-sys.path[:0] = [str(folder) for folder in FOLDERS]
-
-from small_disk import mounted  # noqa: E402  # pyright: ignore[reportMissingImports]
-from soak_checks import (  # noqa: E402  needs the path above
+from tests.soak.soak_checks import (
     not_as_it_should_be,
     other_heldout_losses,
     other_losses,
     other_samples,
     other_steps_not_finite,
 )
-from soak_files import FOLDER, write_json  # noqa: E402
-from soak_places import KINDS, SMALL_DISK, left_out  # noqa: E402
-from soaked_run import UNDISTURBED  # noqa: E402
-from trials import (  # noqa: E402
+from tests.soak.soak_files import FOLDER, write_json
+from tests.soak.soak_places import KINDS, SMALL_DISK, left_out
+from tests.soak.soaked_run import UNDISTURBED
+from tests.soak.trials import (
     EVERY,
     EVERY_VARIABLE,
     HEADER,
@@ -50,6 +45,7 @@ from trials import (  # noqa: E402
     draw,
     rows,
 )
+from tests.support.small_disk import mounted
 
 # Mean steps per trial, including waits for checkpoints, and additional steps of the longest one.
 MORE_STEPS, LONGEST = 5, 20
@@ -110,7 +106,7 @@ class SoakRun:
         Args:
             picture: file for a picture of all parts and the undisturbed run.
         """
-        from tiny_run import curve, prepare  # pyright: ignore[reportMissingImports]
+        from tests.support.tiny_run import curve, prepare
 
         (self._folder / "inputs").mkdir()
         prepare(self._folder / "inputs")
@@ -127,7 +123,7 @@ class SoakRun:
             trials += done
         good = self._tell(trials, alike)
         if picture is not None and any(trial.at is not None for trial in trials):
-            from soak_picture import draw_soak
+            from tests.soak.soak_picture import draw_soak
 
             draw_soak(self._folder, UNDISTURBED, trials, picture)
         return 0 if good else 1
@@ -137,7 +133,7 @@ class SoakRun:
         own.mkdir(exist_ok=True)
         with open(own / "log", "a") as log:
             return subprocess.Popen(
-                [sys.executable, str(HERE / "soaked_run.py"), str(self._folder), part,
+                [sys.executable, "-m", "tests.soak.soaked_run", str(self._folder), part,
                  str(self._steps)],
                 stdout=log, stderr=subprocess.STDOUT, env={**os.environ, FOLDER: str(own)},
             )
@@ -183,9 +179,8 @@ class SoakRun:
 
     def _compare(self, part: str, trials: Sequence[Trial], expected: list[Any]) -> bool:
         """Return True if losses and samples of a part equal the undisturbed run."""
-        from tiny_run import curve  # pyright: ignore[reportMissingImports]
-
         from raymm.monitor.metrics import read_metrics
+        from tests.support.tiny_run import curve
 
         whole, run = (self._folder / each / "run" for each in (UNDISTURBED, part))
         losses = curve(run) if (run / "metrics.jsonl").exists() else []

@@ -35,7 +35,7 @@ from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import ParallelSpec, vlm_plan
 from raymm.scheduler.program.program import Op
-from tests.trainer_groups import trainer_groups
+from tests.support.trainer_groups import trainer_groups
 
 MODEL = "Qwen2_5_VLForConditionalGeneration"
 MICROBATCHES = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soak_faults import NOT_FINITE_EVERY
-from trials import Trial
+from tests.soak.soak_faults import NOT_FINITE_EVERY
+from tests.soak.trials import Trial
 
 # Maximum number of repeated steps, with a snapshot per step. After a lost node, those in flight, as
 # another node must first have its part of the snapshot.

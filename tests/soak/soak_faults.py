@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import run_processors  # pyright: ignore[reportMissingImports]
 import torch
-from soak_files import (
-    DRIVER,
-    FAULT,
-    FOLDER,
-    RANKS_SO_FAR,
-    RAYLETS,
-    SLOW_DISK_S,
-    write_json,
-)
 
 from raymm.actors.executor.executor import Executor
 from raymm.actors.faults.task_tracker import TaskTracker
@@ -38,6 +28,16 @@ from raymm.actors.rank.connections import Connections
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Op
+from tests.soak.soak_files import (
+    DRIVER,
+    FAULT,
+    FOLDER,
+    RANKS_SO_FAR,
+    RAYLETS,
+    SLOW_DISK_S,
+    write_json,
+)
+from tests.support import run_processors
 
 # Inputs of every so many-th step are not finite, in the undisturbed run, too.
 NOT_FINITE_EVERY = 10

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from soak_places import FILES, LIMITS, SMALL_DISK, STOPPED
-from trials import Trial
+from tests.soak.soak_places import FILES, LIMITS, SMALL_DISK, STOPPED
+from tests.soak.trials import Trial
 
 # Seconds per bar of throughput.
 BAR_S = 1.0

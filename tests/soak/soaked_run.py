@@ -1,4 +1,4 @@
-"""Part of a soak, or the undisturbed run: ``python tests/soak/soaked_run.py FOLDER PART STEPS``.
+"""Part of a soak, or the undisturbed run: ``python -m tests.soak.soaked_run FOLDER PART STEPS``.
 
 Resumes the run in the folder of that name, and the faults of ``trials.json`` there.
 """
@@ -13,14 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-FOLDERS = [HERE, HERE.parent / "training", HERE.parent, HERE.parents[1]]
-sys.path[:0] = [str(folder) for folder in FOLDERS]
+from tests.soak.soak_files import DRIVER, RAYLETS, write_json
+from tests.support import REPOSITORY
+
 os.environ.update(
-    OMP_NUM_THREADS="1", RAY_memory_monitor_refresh_ms="0",
-    PYTHONPATH=os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]),
+    OMP_NUM_THREADS="1", RAY_memory_monitor_refresh_ms="0", PYTHONPATH=str(REPOSITORY),
 )
-from soak_files import DRIVER, RAYLETS, write_json  # noqa: E402  needs the path above
 
 UNDISTURBED = "undisturbed"
 STORE_BYTES = 150 * 2**20
@@ -44,8 +42,8 @@ def main(folder: Path, part: str, steps: int) -> None:
     else:
         start_servers(2, ["transformers.models.llama.modeling_llama"])
         start_embedded_ray(num_cpus=4, log_to_driver=False, object_store_memory=STORE_BYTES)
-    from soaking import Soak, Times
-    from trials import Trial
+    from tests.soak.soaking import Soak, Times
+    from tests.soak.trials import Trial
 
     trainer = _trainer(folder / "inputs", own / "run", part, steps)
     trainer.callbacks = (*trainer.callbacks, Times(own / "times.txt"))
@@ -65,22 +63,22 @@ def main(folder: Path, part: str, steps: int) -> None:
 
 
 def _trainer(inputs: Path, run: Path, part: str, steps: int) -> Any:
-    from tiny_run import change, settings  # pyright: ignore[reportMissingImports]
-
     from raymm.config.build import build_model, build_plan
     from raymm.config.sections import parse_config
     from raymm.training.trainer import Trainer
+    from tests.support.tiny_run import change, settings
 
     values = settings(inputs, run, steps)
     several = part == "several nodes"
     for path, value in {
-        "model.mask": "soak_faults:causal", "run.snapshot_every": 1, "run.max_recoveries": 10**6,
+        "model.mask": "tests.soak.soak_faults:causal",
+        "run.snapshot_every": 1, "run.max_recoveries": 10**6,
         "run.max_failures": 0, "run.timeout_s": 60, "run.checkpoint_every": 4, "run.eval_every": 4,
         "run.eval_shuffled": False, "run.eval_steps": 1, "run.log_samples": True,
         "run.log_every": 50, "run.max_skipped_steps": 100, "run.spares": int("spare" in part),
         "data.heldout": str(inputs / "heldout.jsonl"), "resources.cpus": 1 if several else 0.25,
         "data.worker_cpus": 0, "data.worker_timeout": 120 if several else 30,
-        "data.modalities.vision.processor": "soak_faults:image",
+        "data.modalities.vision.processor": "tests.soak.soak_faults:image",
     }.items():
         change(values, path, value)
     config = parse_config(values)

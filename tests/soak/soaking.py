@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from processes import descendants, titles  # pyright: ignore[reportMissingImports]
-from small_disk import SmallDisk  # pyright: ignore[reportMissingImports]
-from soak_files import FAULT, RANKS_SO_FAR, SLOW_DISK_S, write_json
-from soak_places import FILES, LIMITS, RANKS, SMALL_DISK, STOPPED
-from trials import EVERY, UNSAVED, Trial
 
 from raymm import Callback
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.recovery.run_controller import RunController
 from raymm.training.training_loop import RunCheckpoints
+from tests.soak.soak_files import FAULT, RANKS_SO_FAR, SLOW_DISK_S, write_json
+from tests.soak.soak_places import FILES, LIMITS, RANKS, SMALL_DISK, STOPPED
+from tests.soak.trials import EVERY, UNSAVED, Trial
+from tests.support.processes import descendants, titles
+from tests.support.small_disk import SmallDisk
 
 # Seconds until a stopped process continues.
 STOPPED_S = 1.5

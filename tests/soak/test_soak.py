@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import soak_checks  # pyright: ignore[reportMissingImports]
-import trials  # pyright: ignore[reportMissingImports]
-from soak_faults import NOT_FINITE_EVERY  # pyright: ignore[reportMissingImports]
-from trials import PARTS, draw  # pyright: ignore[reportMissingImports]
+
+from tests.soak import soak_checks, trials
+from tests.soak.soak_faults import NOT_FINITE_EVERY
+from tests.soak.trials import PARTS, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 10
@@ -34,7 +34,7 @@ def test_a_run_with_faults_equals_the_undisturbed_run() -> None:
 
 def test_every_fault_occurs_before_any_is_repeated() -> None:
     """Check each part, and that the same seed gives the same order."""
-    from soak_places import places  # pyright: ignore[reportMissingImports]
+    from tests.soak.soak_places import places
 
     for part, there in places().items():
         drawn = [(t.role, t.phase, t.kind) for t in draw(len(there) + 1, 3, [part])]
@@ -101,7 +101,7 @@ def test_an_unexpected_outcome_is_detected() -> None:
 def test_impossible_faults_have_a_reason() -> None:
     """Check that each combination of role, phase and kind is drawn in some part, or has a reason.
     """
-    from soak_places import (  # pyright: ignore[reportMissingImports]
+    from tests.soak.soak_places import (
         combinations,
         left_out,
         places,

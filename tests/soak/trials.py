@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from soak_places import LIMITS, RANKS, SMALL_DISK, SNAPSHOT, STOPPED, WRITING, Place, places
+from tests.soak.soak_places import (
+    LIMITS,
+    RANKS,
+    SMALL_DISK,
+    SNAPSHOT,
+    STOPPED,
+    WRITING,
+    Place,
+    places,
+)
 
 # Steps between two faults.
 EVERY_VARIABLE = "RAYMM_SOAK_EVERY"

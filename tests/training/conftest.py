@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import STEPS, change, prepare, settings, write_config
 
 from raymm.cli.main import main
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.tiny_run import STEPS, change, prepare, settings, write_config
 
 
 @dataclass(frozen=True)

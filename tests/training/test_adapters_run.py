@@ -5,7 +5,6 @@ import shutil
 import peft
 import pytest
 import torch
-from tiny_run import checkpoint_tensors, curve
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, SiglipVisionModel, TorchAoConfig
 
@@ -14,6 +13,7 @@ from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
+from tests.support.tiny_run import checkpoint_tensors, curve
 
 LLM = "model.language_model"
 LORA = {"lora": {"r": 2, "alpha": 4, "dropout": 0.1}}

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import checkpoint_tensors, curve, remove_checkpoints
 from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm as public
@@ -14,6 +13,7 @@ from raymm.errors import ConfigError
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import checkpoint_tensors, curve, remove_checkpoints
 
 
 @pytest.fixture

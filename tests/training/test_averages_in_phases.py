@@ -7,8 +7,6 @@ import shutil
 
 import pytest
 import torch
-from parity_check import oracle_of
-from tiny_run import checkpoint_tensors, curve
 
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
@@ -16,7 +14,9 @@ from raymm.data import local_steps
 from raymm.model.multimodal import MultimodalModule
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
-from tests.trainer_groups import trainer_groups
+from tests.support.parity_check import oracle_of
+from tests.support.tiny_run import checkpoint_tensors, curve
+from tests.support.trainer_groups import trainer_groups
 
 DECAY, STEPS = 0.5, 6
 AT = {2: {"vision": "full", "llm": "frozen"}, 4: {"llm": "full", "vision": "frozen"}}

@@ -18,7 +18,7 @@ from raymm.data import local_steps
 from raymm.errors import DataError, InputError, SampleError
 from raymm.model.vlm_batch import VlmBatchCheck
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 KIND = "idefics3"
 

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from tiny_run import HERE, child_environment, prepare, settings, write_config
+
+from tests.support import SUPPORT
+from tests.support.tiny_run import child_environment, prepare, settings, write_config
 
 # Per case: changes of a good configuration, and required parts of the error.
 BAD_SETTINGS = {
@@ -74,15 +76,15 @@ BAD_SETTINGS = {
         ["'pictures'", "'vision'", "images", "messages"],
     ),
     "no such processor": (
-        ["data.modalities.vision.processor=run_processors:none"],
-        ["data.modalities.vision.processor", "run_processors:none"],
+        ["data.modalities.vision.processor=tests.support.run_processors:none"],
+        ["data.modalities.vision.processor", "tests.support.run_processors:none"],
     ),
     "processor that is no function": (
-        ["data.modalities.vision.processor=run_processors:NOT_A_FUNCTION"],
+        ["data.modalities.vision.processor=tests.support.run_processors:NOT_A_FUNCTION"],
         ["data.modalities.vision.processor", "NOT_A_FUNCTION", "not a function"],
     ),
     "data for no encoder": (
-        ["data.modalities.audio={column: audio, processor: 'run_processors:image'}"],
+        ["data.modalities.audio={column: audio, processor: 'tests.support.run_processors:image'}"],
         ["data.modalities", "'audio'", "model.encoders", "'vision'"],
     ),
     "microbatches that do not divide": (
@@ -93,7 +95,8 @@ BAD_SETTINGS = {
         ["model.encoders.vision", "path is '/nowhere'", "config.json", "safetensors"],
     ),
     "no such weights": (
-        ["model.encoders.vision={factory: 'run_processors:small_cnn', hidden_size: 8, "
+        ["model.encoders.vision={factory: 'tests.support.run_processors:small_cnn', "
+         "hidden_size: 8, "
          "weights: /nowhere.safetensors}"],
         ["model.encoders.vision", "weights is '/nowhere.safetensors'"],
     ),
@@ -102,8 +105,8 @@ BAD_SETTINGS = {
         ["model.language_model", "missing_weights is given, but a config has none"],
     ),
     "no such factory": (
-        ["model.encoders.vision={factory: 'run_processors:cnn', hidden_size: 8}"],
-        ["model.encoders.vision", "factory", "run_processors:cnn"],
+        ["model.encoders.vision={factory: 'tests.support.run_processors:cnn', hidden_size: 8}"],
+        ["model.encoders.vision", "factory", "tests.support.run_processors:cnn"],
     ),
     "two sources": (
         ["model.language_model.path=/x"],
@@ -118,19 +121,19 @@ BAD_SETTINGS = {
         ["model.language_model", "'llama'", "hidden_size", "wide"],
     ),
     "no such callback": (
-        ["model.encoders.vision.postprocess_module=run_processors:pool"],
-        ["model.encoders.vision", "postprocess_module", "run_processors:pool"],
+        ["model.encoders.vision.postprocess_module=tests.support.run_processors:pool"],
+        ["model.encoders.vision", "postprocess_module", "tests.support.run_processors:pool"],
     ),
     "malformed import path": (
         ["model.encoders.vision.preprocess=run_processors.image"],
         ["preprocess", "'run_processors.image'", "package.module:name"],
     ),
     "module that ends the program": (
-        ["model.encoders.vision.preprocess=leaving_module:anything"],
+        ["model.encoders.vision.preprocess=tests.support.leaving_module:anything"],
         ["model.encoders.vision", "leaving_module", "SystemExit: 3"],
     ),
     "callback that is no function": (
-        ["model.encoders.vision.preprocess=run_processors:NOT_A_FUNCTION"],
+        ["model.encoders.vision.preprocess=tests.support.run_processors:NOT_A_FUNCTION"],
         ["model.encoders.vision", "preprocess", "NOT_A_FUNCTION", "expected a function"],
     ),
     "widths without projector": (
@@ -146,7 +149,7 @@ BAD_SETTINGS = {
         ["model.encoders.vision.projector", "'linear' or 'mlp'", "'conv'"],
     ),
     "unknown width": (
-        ["model.encoders.vision={factory: 'run_processors:small_cnn'}"],
+        ["model.encoders.vision={factory: 'tests.support.run_processors:small_cnn'}"],
         ["model.encoders.vision", "hidden_size"],
     ),
     "placeholder for no encoder": (
@@ -322,7 +325,7 @@ def outcomes(tmp_path_factory):
 
 def run_cases(folder, cases):
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(HERE / "cli_cases.py"), "cases.json", "results.json"]
+    command = [sys.executable, str(SUPPORT / "cli_cases.py"), "cases.json", "results.json"]
     subprocess.run(command, cwd=folder, env=child_environment(), check=True, timeout=240)
     return json.loads((folder / "results.json").read_text())
 

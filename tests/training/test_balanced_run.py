@@ -1,11 +1,11 @@
 """Runs with planned microbatches: interrupted, under another layout, rejected."""
 
 import pytest
-from tiny_run import curve, remove_checkpoints, save_rows
 
 from raymm.monitor.metrics import SampleLog, read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest, write_manifest
+from tests.support.tiny_run import curve, remove_checkpoints, save_rows
 
 ROWS = 41
 COPIES = {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}}

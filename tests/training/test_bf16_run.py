@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import STEPS, checkpoint_tensors, curve, heldout_rows
 from transformers import AutoModelForCausalLM
 
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.tiny_run import STEPS, checkpoint_tensors, curve, heldout_rows
 
 
 @pytest.mark.parametrize("rule", [

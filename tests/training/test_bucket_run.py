@@ -7,10 +7,7 @@ import threading
 
 import pytest
 import torch
-from processes import all_gone, end_group, wait_until
-from s3_server import S3Server
 from safetensors.torch import load_file
-from tiny_run import STEPS, checkpoint_tensors, curve, start
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.location import storage_folder
@@ -18,6 +15,9 @@ from raymm.files import run_owner
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 from raymm.storage.run_folder import RunFolder
+from tests.support.processes import all_gone, end_group, wait_until
+from tests.support.s3_server import S3Server
+from tests.support.tiny_run import STEPS, checkpoint_tensors, curve, start
 
 PATIENCE_S = 240.0
 
@@ -119,7 +119,7 @@ def test_a_run_in_a_custom_file_system_resumes(
     cache, finished, make_config, raymm, tmp_path, system
 ):
     """Check bitwise equality with the run in a folder that was not stopped."""
-    url = f"custom_vault:{system}:/{tmp_path}/stored"
+    url = f"tests.support.custom_vault:{system}:/{tmp_path}/stored"
     changes = {"run.storage_path": url, "optimizer.total_steps": STEPS}
     assert raymm("train", make_config({**changes, "run.steps": 5}))[0] == 0
     assert (tmp_path / "stored" / "checkpoints" / "step-00000005" / "manifest.json").is_file()

@@ -2,11 +2,8 @@
 
 import pytest
 from mlflow import MlflowClient
-from scraping import scrape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import STEPS, curve
 from wandb.proto.wandb_internal_pb2 import Record
-from watching_callbacks import CALLS
 
 from raymm.callbacks.callback import scalars
 from raymm.callbacks.handler import named_callbacks
@@ -14,9 +11,12 @@ from raymm.callbacks.ray_metrics import METRICS
 from raymm.cli.main import EXIT_REPEATS
 from raymm.errors import ConfigError
 from raymm.monitor.metrics import read_metrics
+from tests.support.scraping import scrape
+from tests.support.tiny_run import STEPS, curve
+from tests.support.watching_callbacks import CALLS
 
-RECORDER = "watching_callbacks:Recorder"
-FAILING = "watching_callbacks:Failing"
+RECORDER = "tests.support.watching_callbacks:Recorder"
+FAILING = "tests.support.watching_callbacks:Failing"
 
 
 def loggers(tmp_path):
@@ -162,8 +162,9 @@ def test_a_failure_is_reported_to_callbacks_and_loggers(make_config, raymm, call
 
 @pytest.mark.parametrize("entry, words", [
     ("tensorbord", ["run.callbacks[0] is 'tensorbord'", "tensorboard, wandb, mlflow", "module:Cl"]),
-    ("watching_callbacks:Nobody", ["run.callbacks[0]", "Nobody"]),
-    ("watching_callbacks:CALLS", ["run.callbacks[0]", "not a subclass of raymm.Callback"]),
+    ("tests.support.watching_callbacks:Nobody", ["run.callbacks[0]", "Nobody"]),
+    ("tests.support.watching_callbacks:CALLS",
+     ["run.callbacks[0]", "not a subclass of raymm.Callback"]),
     (FAILING, ["run.callbacks[0]", "TypeError", "at"]),
     ({FAILING: {"at": 1}, RECORDER: {}}, ["run.callbacks[0] has 2 names"]),
     ({"tensorboard": {"directory": "x"}}, ["run.callbacks[0]", "directory"]),

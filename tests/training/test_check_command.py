@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from test_corrupt_checkpoints import checkpoint, flip_bit
 
 from raymm.actors.optimizer.checkpoint_shards import checksum, write_shard
 from raymm.files.run_owner import RunOwner
@@ -14,6 +13,7 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.inspection import compare_checkpoints, inspect_checkpoints
 from raymm.storage.manifest import FileEntry, Manifest, write_manifest
 from raymm.storage.step_folders import TORN
+from tests.training.test_corrupt_checkpoints import checkpoint, flip_bit
 
 
 @pytest.fixture

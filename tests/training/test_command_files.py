@@ -25,7 +25,8 @@ READERS = {
     "configuration": lambda config, file: ["train", file],
     "trace": lambda config, file: ["trace", str(Path(file).parent)],
     "weights": lambda config, file: [
-        "train", config, "--set", "model.encoders.vision={factory: 'run_processors:small_cnn', "
+        "train", config, "--set",
+        "model.encoders.vision={factory: 'tests.support.run_processors:small_cnn', "
         f"hidden_size: 8, weights: '{file}'}}",
     ],
 }

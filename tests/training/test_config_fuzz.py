@@ -14,19 +14,20 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_run import settings as tiny_settings
 
 from raymm.cli.main import main
 from raymm.config.sections import TrainConfig
 from raymm.data import check_data
 from raymm.training.result import Result
 from raymm.training.trainer import Trainer
+from tests.support.tiny_run import settings as tiny_settings
 
 # Plausible wrong values of a field.
 ODD = [
     None, True, False, 0, 1, 2, 3, -1, 4.0, 0.5, -0.5, 1e-4, 1e300, 2**31, 2**63, 10**30,
     float("inf"), float("-inf"), float("nan"), "", " ", "x", "null", "3", "a b", "\0", "a" * 5000,
-    "a:b", "math:sqrt", "math:pi", "run_processors:image", ":", "a:", "../..", "/", "/dev/null",
+    "a:b", "math:sqrt", "math:pi", "tests.support.run_processors:image", ":", "a:", "../..", "/",
+    "/dev/null",
     "/proc/x", "~nobody-here", "${RAYMM_NOT_SET}", "${RAYMM_NOT_SET:-x}", "${", "prepend", "auto",
     [], [[]], [None], [1], [1, 2], ["a", "b"], [{}], {}, {"": 1}, {"a": 1}, {"a": {"b": []}},
     {1: 2}, {"path": 3}, datetime.date(2024, 1, 1), b"bytes", {"a", "b"},

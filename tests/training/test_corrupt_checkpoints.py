@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import curve
 from transformers import LlamaConfig
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec, RankResources
@@ -24,6 +23,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import MANIFEST, Manifest, _checksum, read_manifest, write_manifest
 from raymm.training.trainer import Trainer
+from tests.support.tiny_run import curve
 
 MUTATIONS = 200
 EDITS = 100

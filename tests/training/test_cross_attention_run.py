@@ -6,7 +6,8 @@ There are two stages with such a layer, each with two processes that shard text 
 import math
 
 import pytest
-from tiny_run import LLAMA, curve
+
+from tests.support.tiny_run import LLAMA, curve
 
 MLLAMA = {
     "model_type": "mllama_text_model", "vocab_size": LLAMA["vocab_size"], "hidden_size": 32,

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from tiny_run import checkpoint_tensors, curve, remove_checkpoints
+
+from tests.support.tiny_run import checkpoint_tensors, curve, remove_checkpoints
 
 UPDATES = {
-    "optimizer.name": "custom_updates:lion", "optimizer.schedule": "custom_updates:falling",
+    "optimizer.name": "tests.support.custom_updates:lion",
+    "optimizer.schedule": "tests.support.custom_updates:falling",
     "optimizer.warmup_steps": None, "optimizer.lr": 1e-3,
     "parallel": {
         "encoders": {"vision": {"ranks": [0]}},
@@ -29,10 +31,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(raymm, make_config, tmp_path,
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"optimizer.name": "custom_updates:absent"}, "optimizer.name is 'custom_updates:absent'"),
-    ({"optimizer.name": "custom_updates:counting"}, "a resumed run would differ"),
-    ({"optimizer.schedule": "custom_updates:late"}, "for step 4 it raised IndexError"),
-    ({"optimizer.name": "custom_updates:normalised", "parallel": {
+    ({"optimizer.name": "tests.support.custom_updates:absent"},
+     "optimizer.name is 'tests.support.custom_updates:absent'"),
+    ({"optimizer.name": "tests.support.custom_updates:counting"}, "a resumed run would differ"),
+    ({"optimizer.schedule": "tests.support.custom_updates:late"},
+     "for step 4 it raised IndexError"),
+    ({"optimizer.name": "tests.support.custom_updates:normalised", "parallel": {
         "encoders": {"vision": {"ranks": [0]}}, "language_model": {"tp": 2, "ranks": [1]},
     }}, "tp of 'llm' is 2, under which no process has a full matrix"),
 ])  # fmt: skip

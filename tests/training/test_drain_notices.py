@@ -8,7 +8,6 @@ import threading
 import pytest
 import ray
 from ray._private.state import GlobalState, state
-from tiny_run import STEPS, curve
 
 from raymm.actors.placement import node_types
 from raymm.cli.main import EXIT_START_AGAIN, main
@@ -17,6 +16,7 @@ from raymm.monitor.drain_notices import DrainObserver, draining_nodes, notice
 from raymm.monitor.metrics import MetricsLog
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import STEPS, curve
 
 
 def test_ray_still_reports_draining_nodes(ray_cluster):

@@ -2,7 +2,6 @@
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_run import checkpoint_tensors, heldout_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionModel
 
 import raymm
@@ -11,6 +10,7 @@ from raymm.config.sections import load_config
 from raymm.data import local_steps
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import FileEntry, read_manifest, write_manifest
+from tests.support.tiny_run import checkpoint_tensors, heldout_rows
 
 LLM, VISION = "llm/module.", "vision/module."
 

@@ -10,7 +10,11 @@ from functools import partial
 from ipaddress import ip_address
 
 import pytest
-from processes import (
+
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
+from tests.support.processes import (
     all_gone,
     descendants,
     end_group,
@@ -19,11 +23,7 @@ from processes import (
     titles,
     wait_until,
 )
-from tiny_run import curve, heldout_rows, start
-
-from raymm.monitor.metrics import read_metrics
-from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import curve, heldout_rows, start
 
 PATIENCE_S = 240.0
 KILLS = 2
@@ -71,7 +71,8 @@ class Interrupted:
 def test_repeated_interruptions_do_not_change_the_run(finished, make_config, tmp_path, raymm):
     """Interrupt one run with a killed rank, SIGTERM, Ctrl-C, and a killed driver."""
     config = make_config({
-        "data.modalities.vision.processor": "run_processors:slow_image", "run.max_failures": 0,
+        "data.modalities.vision.processor": "tests.support.run_processors:slow_image",
+        "run.max_failures": 0,
     })
     run = Interrupted(config, tmp_path)
 
@@ -138,7 +139,8 @@ def test_a_run_killed_during_a_save_resumes(
 ):
     """Save in the background of every step, and kill driver and ranks at any moment."""
     run = Interrupted(make_config({
-        "data.modalities.vision.processor": "run_processors:slow_image", "run.max_failures": 0,
+        "data.modalities.vision.processor": "tests.support.run_processors:slow_image",
+        "run.max_failures": 0,
         "run.checkpoint_every": 1,
     }), tmp_path)
     draw, steps = random.Random(0), [0]

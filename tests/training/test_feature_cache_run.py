@@ -6,9 +6,9 @@ The instructions are left out once all items of a step are cached.
 from pathlib import Path
 
 import pytest
-from tiny_run import curve, heldout_rows
 
 from raymm.monitor.metrics import read_metrics
+from tests.support.tiny_run import curve, heldout_rows
 
 VISION = "model.encoders.vision"
 STEPS = 8

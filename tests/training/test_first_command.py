@@ -17,7 +17,7 @@ from raymm.cli.without_config import FolderStart
 from raymm.config.sections import load_config
 from raymm.data import open_split
 from raymm.monitor.metrics import read_metrics
-from tests.tiny_folders import tiny
+from tests.support.tiny_folders import tiny
 
 SLOW = ("torch", "transformers", "ray", "numba")
 # Arguments of a command in a folder with good.yaml, list.yaml, tabs.yaml and rows.jsonl, and

@@ -1,13 +1,13 @@
 """Runs that continue while the disk of their folder is full."""
 
 import pytest
-from tiny_run import STEPS, curve
 
 from raymm.data import Decision
 from raymm.errors import RunFileError
 from raymm.monitor.metrics import read_metrics
 from raymm.monitor.rebalancing import DecisionLog
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.tiny_run import STEPS, curve
 
 
 def test_a_full_disk_loses_no_step_and_no_row(
@@ -18,7 +18,7 @@ def test_a_full_disk_loses_no_step_and_no_row(
     code, text = raymm("train", make_config({
         "run.storage_path": str(run), "run.log_samples": True, "run.checkpoint_every": 4,
         "run.callbacks": [
-            {"killing_callbacks:FillDisk": {
+            {"tests.support.killing_callbacks:FillDisk": {
                 "folder": str(small_disk.path), "after": 1, "until": 7,
             }},
         ],

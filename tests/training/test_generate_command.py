@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from raymm.cli.main import main
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_run import checkpoint_tensors
 from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
@@ -14,6 +13,7 @@ from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.training.trainer import Trainer
+from tests.support.tiny_run import checkpoint_tensors
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1, no_decay=(), max_grad_norm=0.5)
 STEPS = 4

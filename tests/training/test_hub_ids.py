@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import child_environment
 
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.monitor.metrics import read_metrics
-from tests.hub_server import HubServer
-from tests.tiny_folders import tiny
+from tests.support.hub_server import HubServer
+from tests.support.tiny_folders import tiny
+from tests.support.tiny_run import child_environment
 
 MODEL, ROWS = "acme/tiny-vlm", "acme/rows"
 

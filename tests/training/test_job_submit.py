@@ -12,13 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import end_group, wait_until
-from tiny_run import HERE, REPOSITORY, change, child_environment, curve, settings, write_config
 
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 from raymm.training.stop_request import JOB_STOP_VARIABLE
+from tests.support import REPOSITORY, SUPPORT
+from tests.support.processes import end_group, wait_until
+from tests.support.tiny_run import (
+    change,
+    child_environment,
+    curve,
+    settings,
+    write_config,
+)
 
 PATIENCE_S = 240.0
 # Steps of the job that is stopped: more than it reaches.
@@ -92,7 +99,7 @@ def checkout(tmp_path) -> Path:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
-    shutil.copy(HERE / "run_processors.py", folder)
+    shutil.copytree(SUPPORT, folder / "tests" / "support")
     (folder / "job_callbacks.py").write_text(CALLBACKS)
     return folder
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from tiny_run import curve
 from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+from tests.support.tiny_run import curve
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_a_cut_encoder_with_layer_drop_equals_an_uncut_one(
         changes = {
             "run.storage_path": str(tmp_path / name), "run.steps": 5, "run.checkpoint_every": 5,
             "model.encoders.vision.path": speech, "parallel.encoders.vision": layout,
-            "data.modalities.vision.processor": "run_processors:sound",
+            "data.modalities.vision.processor": "tests.support.run_processors:sound",
         }
         code, text = raymm("train", make_config(changes, f"{name}.yaml"))
         assert code == 0, text

@@ -6,11 +6,11 @@ The other ranks stay.
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from raymm.actors.placement.placement import REASON
+from tests.support import SUPPORT
 
 # Timeout for three nodes' servers, and as many ranks that import all packages.
 PATIENCE_S = 300
@@ -20,7 +20,7 @@ PATIENCE_S = 300
 @pytest.mark.system
 @pytest.mark.timeout(PATIENCE_S + 10)
 def test_a_run_recovers_in_place_from_a_lost_node(tmp_path):
-    script = Path(__file__).with_name("lost_node.py")
+    script = SUPPORT / "lost_node.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True,
         timeout=PATIENCE_S, check=False,

@@ -9,11 +9,11 @@ import signal
 import time
 
 import pytest
-from processes import all_gone, descendants, end_group, ranks_of, titles, wait_until
-from tiny_run import start
 
 from raymm.actors.placement.placement import LINE_EVERY_S
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.processes import all_gone, descendants, end_group, ranks_of, titles, wait_until
+from tests.support.tiny_run import start
 
 PATIENCE_S = 240.0
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
@@ -49,7 +49,7 @@ NO_ANSWER = r"the Ray cluster's server \(GCS\) at .* has not answered for"
 def test_a_lost_server_ends_the_run(server, mark, signals, code, said, make_config, tmp_path):
     config = make_config({
         "parallel": ONE_RANK, "run.steps": 100_000, "run.checkpoint_every": 100_000,
-        "data.modalities.vision.processor": "run_processors:slow_image",
+        "data.modalities.vision.processor": "tests.support.run_processors:slow_image",
         **(NO_ROOM if mark == WAITING else {}),
     })
     log = tmp_path / "log"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_run import LLAMA, curve
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from raymm.monitor.metrics import read_metrics
+from tests.support.tiny_run import LLAMA, curve
 
 STEPS = 3
 

@@ -5,7 +5,14 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import (
+from transformers import LlamaConfig, SiglipVisionConfig
+
+import raymm as public
+from raymm.monitor.metrics import read_metrics
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import (
     LLAMA,
     SIGLIP,
     STEPS,
@@ -16,13 +23,6 @@ from tiny_run import (
     settings,
     write_config,
 )
-from transformers import LlamaConfig, SiglipVisionConfig
-
-import raymm as public
-from raymm.monitor.metrics import read_metrics
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.manifest import read_manifest
 
 PATIENCE_S = 240.0
 
@@ -122,7 +122,7 @@ def test_a_killed_multiplexed_run_resumes_bitwise(inputs, raymm, tmp_path, mappi
     code, _ = raymm("train", config, "--set", f"run.storage_path={tmp_path / 'whole'}")
     assert code == 0
     kill = {"after": [3], "rank": 1}
-    change(values, "run.callbacks", [{"killing_callbacks:KillRanks": kill}])
+    change(values, "run.callbacks", [{"tests.support.killing_callbacks:KillRanks": kill}])
     code, text = raymm("train", write_config(values, tmp_path / "killed.yaml"))
     # Process numbers are not in the order of ranks: they wrap around, and starts are concurrent.
     assert code == 0 and re.search(r"rank [01]\b.* died", text), text

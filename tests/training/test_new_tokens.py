@@ -21,8 +21,8 @@ from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import tiny
-from tests.trainer_groups import trainer_groups
+from tests.support.tiny_folders import tiny
+from tests.support.trainer_groups import trainer_groups
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LR, STEPS = 1e-2, 3

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from tiny_run import checkpoint_tensors, curve
 
 from raymm.cli.main import EXIT_REPEATS
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.tiny_run import checkpoint_tensors, curve
 
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 
@@ -29,7 +29,7 @@ def train(ray_cluster, make_config, raymm, tmp_path):
 
 def test_a_non_finite_sample_is_reported_and_skipped(train, tmp_path):
     """Use the default ``on_error``; a resumed run is bitwise equal."""
-    nan = {"data.modalities.vision.processor": "run_processors:image_or_nan"}
+    nan = {"data.modalities.vision.processor": "tests.support.run_processors:image_or_nan"}
     code, text, rows = train(5, **nan)
     assert code == 0
     assert ["not_applied" in row for row in rows] == [False, True, False, False, True]

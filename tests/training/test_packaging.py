@@ -9,7 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from tiny_run import REPOSITORY
+
+from tests.support import REPOSITORY
 
 pytestmark = pytest.mark.system
 PACKAGES = ("raymm", "actors", "scheduler", "kernels")

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import LLAMA, SIGLIP, curve, remove_checkpoints
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from transformers import (
     LlamaConfig,
@@ -17,6 +16,7 @@ from transformers import (
 import raymm as public
 from raymm.actors.weights.parametrized import has_parametrizations, with_weights_of_its_class
 from raymm.storage.export import export_model
+from tests.support.tiny_run import LLAMA, SIGLIP, curve, remove_checkpoints
 
 PIPELINE = {"language_model": {"pp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}}
 STAGES = {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ranks": [0, 1]}}}

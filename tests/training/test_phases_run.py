@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import checkpoint_tensors, curve
 
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
+from tests.support.tiny_run import checkpoint_tensors, curve
 
 VISION = "model.encoders.vision"
 FROZEN = {f"{VISION}.train": "frozen", "run.steps": 6, "run.keep_checkpoints": 6}

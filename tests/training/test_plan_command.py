@@ -46,7 +46,7 @@ def saved_plan(folder):
 @pytest.mark.system
 def test_a_32b_model_is_planned_from_its_configuration(raymm, tmp_path, wide, monkeypatch):
     """Plan for fewer ranks than in the example, as the search time grows with them."""
-    from tiny_run import REPOSITORY
+    from tests.support import REPOSITORY
 
     monkeypatch.chdir(REPOSITORY)
     out = tmp_path / "plan"
@@ -71,7 +71,7 @@ def test_a_32b_model_is_planned_from_its_configuration(raymm, tmp_path, wide, mo
 
 def test_plans_that_exceed_memory_are_rejected(raymm, tmp_path, wide, monkeypatch):
     """Reject a 32B model in bf16 on three GPUs of 20 GiB."""
-    from tiny_run import REPOSITORY
+    from tests.support import REPOSITORY
 
     monkeypatch.chdir(REPOSITORY)
     arguments = ["plan", EXAMPLE, "--ranks", "3", "--schedules", "1f1b", "--out", str(tmp_path)]

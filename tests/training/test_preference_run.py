@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from tiny_run import curve, heldout_rows
 
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.tiny_run import curve, heldout_rows
 
 
 @pytest.fixture

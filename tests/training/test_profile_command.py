@@ -6,7 +6,6 @@ from io import StringIO
 
 import pytest
 from PIL import Image
-from tiny_run import STEPS, change, settings, write_config
 
 from raymm.cli.main import main
 from raymm.cli.profile import parse_lengths, profile_rows
@@ -18,6 +17,7 @@ from raymm.errors import PlanError
 from raymm.model.multimodal import module_graph
 from raymm.profiling.layers import LayerMeasurement
 from raymm.scheduler.costs.layer_costs import layer_work
+from tests.support.tiny_run import STEPS, change, settings, write_config
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from tiny_run import curve
 
 from raymm.scheduler.plan.plan import Plan
+from tests.support.tiny_run import curve
 
 QUOTAS = {"parallel.encoders.vision.quota": 0.25, "parallel.language_model.quota": 0.75}
 

@@ -7,15 +7,15 @@ import json
 import shutil
 
 import pytest
-from test_balanced_run import assert_epoch
-from test_multiplexed_run import tiny_model
-from tiny_run import curve, save_rows
 
 import raymm as public
 from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import curve, save_rows
+from tests.training.test_balanced_run import assert_epoch
+from tests.training.test_multiplexed_run import tiny_model
 
 ROWS = 160
 EVERY = 8
@@ -39,7 +39,7 @@ def rebalanced(make_config, tmp_path):
             },
             "data.batch_size": 12, "data.microbatches": 2,
             "model.packing": True, "model.encoders.vision.preprocess":
-                "run_processors:one_slow_copy",
+                "tests.support.run_processors:one_slow_copy",
             "parallel": {
                 "encoders": {"vision": {"dp": 2, "ranks": [0, 1]}},
                 "language_model": {"ranks": [0]},

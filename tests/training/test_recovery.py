@@ -3,16 +3,16 @@
 import random
 
 import pytest
-from killing_callbacks import make_faults_again
-from tiny_run import STEPS, curve, heldout_rows
-from watching_callbacks import CALLS
 
 from raymm.cli.main import EXIT_RUN_FAILED
 from raymm.monitor.metrics import read_metrics
 from raymm.recovery import failure_policy
+from tests.support.killing_callbacks import make_faults_again
+from tests.support.tiny_run import STEPS, curve, heldout_rows
+from tests.support.watching_callbacks import CALLS
 
-KILL = "killing_callbacks:KillRanks"
-KILL_WORKER = "killing_callbacks:KillDataWorker"
+KILL = "tests.support.killing_callbacks:KillRanks"
+KILL_WORKER = "tests.support.killing_callbacks:KillDataWorker"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_in_place_recovery_does_not_change_any_loss(
         "run.log_samples": True, "data.heldout": str(inputs / "heldout.jsonl"),
         "run.eval_every": STEPS, "run.callbacks": [
             {KILL: {"after": [1, step], "rank": rank}},
-            {KILL_WORKER: {"after": [4]}}, "watching_callbacks:Recorder",
+            {KILL_WORKER: {"after": [4]}}, "tests.support.watching_callbacks:Recorder",
         ],
     }))
     assert code == 0, text
@@ -53,7 +53,8 @@ def test_a_lasting_shortage_ends_the_run_after_retries(
     """Check that the run retries, as the resource may become available."""
     monkeypatch.setattr(failure_policy, "RETRY_WAITS_S", (0.0, 0.1, 0.2))
     code, text = raymm("train", make_config({
-        "model.encoders.vision.preprocess": "killing_callbacks:has_no_memory_in_ranks",
+        "model.encoders.vision.preprocess":
+            "tests.support.killing_callbacks:has_no_memory_in_ranks",
         "run.snapshot_every": 1,
     }))
     assert code == EXIT_RUN_FAILED, text
@@ -73,8 +74,9 @@ def test_temporary_shortages_do_not_change_any_loss(finished, make_config, raymm
     run = tmp_path / "short"
     code, text = raymm("train", make_config({
         "run.storage_path": str(run), "run.max_failures": 0, "run.snapshot_every": 1,
-        "model.encoders.vision.preprocess": "killing_callbacks:lacks_a_thread_once",
-        "data.modalities.vision.processor": "killing_callbacks:image_without_files_once",
+        "model.encoders.vision.preprocess": "tests.support.killing_callbacks:lacks_a_thread_once",
+        "data.modalities.vision.processor":
+            "tests.support.killing_callbacks:image_without_files_once",
         "data.on_error": "skip",
     }))
     assert code == 0, text

@@ -4,10 +4,6 @@ import random
 import signal
 
 import pytest
-from killing_callbacks import kill_actor, make_faults_again
-from scraping import scrape
-from tiny_run import STEPS, curve
-from watching_callbacks import CALLS
 
 from raymm.cli.main import EXIT_REPEATS, EXIT_RUN_FAILED, EXIT_USER_ERROR
 from raymm.monitor.metrics import read_metrics
@@ -15,9 +11,13 @@ from raymm.recovery import failure_policy
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training import attempt
+from tests.support.killing_callbacks import kill_actor, make_faults_again
+from tests.support.scraping import scrape
+from tests.support.tiny_run import STEPS, curve
+from tests.support.watching_callbacks import CALLS
 
-KILL = "killing_callbacks:KillRanks"
-KILL_WORKER = "killing_callbacks:KillDataWorker"
+KILL = "tests.support.killing_callbacks:KillRanks"
+KILL_WORKER = "tests.support.killing_callbacks:KillDataWorker"
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 
 
@@ -56,7 +56,7 @@ def test_restarts_do_not_change_any_loss(
         # Otherwise a kill right after a step may interrupt that step's checkpoint.
         "run.asynchronous_checkpoints": False, "run.callbacks": [
             {KILL: {"after": [1, step], "rank": rank}},
-            {KILL_WORKER: {"after": [3]}}, "watching_callbacks:Recorder",
+            {KILL_WORKER: {"after": [3]}}, "tests.support.watching_callbacks:Recorder",
         ],
     }))
     assert code == 0, text
@@ -121,7 +121,7 @@ def test_a_repeated_failure_in_one_step_ends_the_run(make_config, raymm, ray_clu
 
 def test_an_exception_in_code_ends_the_run(make_config, raymm, ray_cluster):
     code, text = raymm("train", make_config({
-        "model.encoders.vision.preprocess": "killing_callbacks:raises_in_ranks",
+        "model.encoders.vision.preprocess": "tests.support.killing_callbacks:raises_in_ranks",
         "parallel": ONE_RANK,
     }))
     assert code == EXIT_REPEATS
@@ -135,7 +135,7 @@ def test_a_shortage_without_snapshots_restarts_processes(
     monkeypatch.setattr(failure_policy, "RETRY_WAITS_S", (0.1, 0.2, 0.3))
     make_faults_again()
     code, text = raymm("train", make_config({
-        "model.encoders.vision.preprocess": "killing_callbacks:lacks_a_thread_once",
+        "model.encoders.vision.preprocess": "tests.support.killing_callbacks:lacks_a_thread_once",
     }))
     assert code == 0, text
     assert "after a wait of 0.1 s; restarting with new processes" in text

@@ -5,11 +5,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import checkpoint_tensors, curve, heldout_rows, remove_checkpoints
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import checkpoint_tensors, curve, heldout_rows, remove_checkpoints
 
 
 def assert_same_state(run, other):
@@ -151,7 +151,8 @@ def test_running_statistics_are_restored(raymm, make_config, inputs, tmp_path, r
     """Resume a trained encoder from a factory: its batch counts are in checkpoints."""
     config = make_config({
         "model.encoders.vision": {
-            "factory": "run_processors:CountingCnn", "hidden_size": 8, "projector": "mlp",
+            "factory": "tests.support.run_processors:CountingCnn", "hidden_size": 8,
+            "projector": "mlp",
         },
         "parallel": {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}},
         "run.steps": 4,

@@ -7,9 +7,7 @@ import shutil
 
 import numpy
 import pytest
-import run_processors
 import torch
-from tiny_run import change, curve, settings, write_config
 
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
@@ -20,6 +18,8 @@ from raymm.storage.code_digest import code_digest
 from raymm.storage.manifest import Manifest
 from raymm.storage.resuming import RULES, compare
 from raymm.storage.run_description import WHOLE_BYTES, describe_run, fingerprint_of_files
+from tests.support import run_processors
+from tests.support.tiny_run import change, curve, settings, write_config
 
 
 @pytest.fixture
@@ -158,8 +158,9 @@ def test_adapters_without_rslora_resume_from_earlier_versions(described, tmp_pat
     ({"data.microbatches": 4}, ["data.microbatches is 4, was 2"]),
     ({"data.max_length": 16}, ["data.max_length is 16, was 32"]),
     ({"data.batching": "balanced"}, ["data.batching.method is 'balanced', was 'random'"]),
-    ({"data.modalities.vision.processor": "run_processors:slow_image"},
-     ["processor is 'run_processors:slow_image', was 'run_processors:image'"]),
+    ({"data.modalities.vision.processor": "tests.support.run_processors:slow_image"},
+     ["processor is 'tests.support.run_processors:slow_image', "
+      "was 'tests.support.run_processors:image'"]),
     ({"model.packing": True}, ["model.packing is True, was False"]),
     ({"run.precision": "bf16"}, ["run.precision is 'bf16', was 'fp32'"]),
     ({f"{LLM}.config.attention_dropout": 0.25}, ["attention_dropout is 0.25, was 0.0"]),
@@ -183,7 +184,7 @@ def function(body):
 def test_code_is_compared_if_names_are_equal(described, tmp_path, monkeypatch):
     """Edit the configuration's callback; the field contains only its name."""
     field = "model.encoders.vision.preprocess"
-    changes = {field: "run_processors:edited"}
+    changes = {field: "tests.support.run_processors:edited"}
     runs = []
     for body in ("lambda x: x", "lambda y: y", "lambda x: dict(x)"):
         monkeypatch.setattr(run_processors, "edited", function(body), raising=False)

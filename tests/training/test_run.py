@@ -3,14 +3,13 @@
 import json
 import math
 
-from tiny_run import curve, heldout_rows
-
 from raymm.config.sections import load_config
 from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.support.tiny_run import curve, heldout_rows
 
 PNG = b"\x89PNG\r\n"
 

@@ -1,12 +1,12 @@
 """Values and state of run hooks, also after failures."""
 
 import pytest
-from hook_classes import Mean
-from tiny_run import STEPS
 
 from raymm import RunHook
 from raymm.callbacks.handler import CallbackHandler
 from raymm.monitor.metrics import read_metrics
+from tests.support.hook_classes import Mean
+from tests.support.tiny_run import STEPS
 
 
 def take(handler, steps):
@@ -91,7 +91,8 @@ def test_state_survives_a_stop_and_a_killed_rank(make_config, raymm, tmp_path, r
     changes = {
         "run.storage_path": str(run), "run.max_failures": 0, "run.snapshot_every": 2,
         "optimizer.total_steps": STEPS,
-        "run.callbacks": ["hook_classes:Mean", {"killing_callbacks:KillRanks": {"after": [9]}}],
+        "run.callbacks": ["tests.support.hook_classes:Mean",
+            {"tests.support.killing_callbacks:KillRanks": {"after": [9]}}],
     }
     assert raymm("train", make_config({**changes, "run.steps": 5}))[0] == 0
     code, text = raymm("train", make_config({**changes, "run.steps": STEPS}))

@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from processes import end_group, wait_until
-from tiny_run import child_environment, curve, start
 
 from raymm.cli.main import EXIT_USER_ERROR
 from raymm.errors import ConfigError, RunError, RunFileError
 from raymm.files import run_owner
 from raymm.files.run_owner import OWNER, Owner, RunOwner
+from tests.support.processes import end_group, wait_until
+from tests.support.tiny_run import child_environment, curve, start
 
 RACERS, ROUNDS = 8, 25
 PATIENCE_S = 120.0

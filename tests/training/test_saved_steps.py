@@ -1,10 +1,10 @@
 """Schedule and content of checkpoints."""
 
 import pytest
-from watching_callbacks import CALLS
 
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.support.watching_callbacks import CALLS
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_steps_wait_for_synchronous_checkpoints(
 ):
     code, text = raymm("train", make_config({
         "run.steps": 4, "run.checkpoint_every": 1, "run.asynchronous_checkpoints": False,
-        "run.callbacks": ["watching_callbacks:Recorder"],
+        "run.callbacks": ["tests.support.watching_callbacks:Recorder"],
     }))
     assert code == 0, text
     order = [

@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from tiny_run import heldout_rows, read_metrics
+
+from tests.support.tiny_run import heldout_rows, read_metrics
 
 
 def test_metrics_and_weights_of_two_sources(inputs, make_config, raymm, tmp_path, ray_cluster):

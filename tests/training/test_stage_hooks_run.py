@@ -1,9 +1,10 @@
 """Runs with stage hooks: recovery, resume, and what is refused."""
 
 import pytest
-from tiny_run import STEPS, curve
 
-NOISE = {"model.stage_hooks": {"vision": ["stage_hook_classes:Noise"]}}
+from tests.support.tiny_run import STEPS, curve
+
+NOISE = {"model.stage_hooks": {"vision": ["tests.support.stage_hook_classes:Noise"]}}
 
 
 def test_noise_survives_a_stop_and_a_killed_rank(make_config, raymm, tmp_path, ray_cluster):
@@ -13,7 +14,7 @@ def test_noise_survives_a_stop_and_a_killed_rank(make_config, raymm, tmp_path, r
     changes = {
         **NOISE, "run.storage_path": str(run), "run.max_failures": 0, "run.snapshot_every": 2,
         "optimizer.total_steps": STEPS,
-        "run.callbacks": [{"killing_callbacks:KillRanks": {"after": [9]}}],
+        "run.callbacks": [{"tests.support.killing_callbacks:KillRanks": {"after": [9]}}],
     }
     assert raymm("train", make_config({**changes, "run.steps": 5}))[0] == 0
     code, text = raymm("train", make_config({**changes, "run.steps": STEPS}))
@@ -25,12 +26,13 @@ def test_noise_survives_a_stop_and_a_killed_rank(make_config, raymm, tmp_path, r
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"model.stage_hooks": {"audio": ["stage_hook_classes:Noise"]}},
+    ({"model.stage_hooks": {"audio": ["tests.support.stage_hook_classes:Noise"]}},
      "model.stage_hooks.audio[0]: a stage hook is for 'audio'; accepted: encoders of the model"),
-    ({"model.stage_hooks": {"vision": ["stage_hook_classes:Absent"]}},
-     "model.stage_hooks.vision[0]: import path 'stage_hook_classes:Absent' cannot be resolved"),
-    ({"model.stage_hooks": {"vision": ["stage_hook_classes:Scaled"]}},
-     "model.stage_hooks.vision[0]: stage_hook_classes:Scaled() raised TypeError"),
+    ({"model.stage_hooks": {"vision": ["tests.support.stage_hook_classes:Absent"]}},
+     "model.stage_hooks.vision[0]: import path "
+     "'tests.support.stage_hook_classes:Absent' cannot be resolved"),
+    ({"model.stage_hooks": {"vision": ["tests.support.stage_hook_classes:Scaled"]}},
+     "model.stage_hooks.vision[0]: tests.support.stage_hook_classes:Scaled() raised TypeError"),
     ({**NOISE, "model.encoders.vision.train": "frozen", "cache": {"features": "host"}},
      "cache is given, and model.stage_hooks has hooks of vision"),
 ])  # fmt: skip

@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-from tiny_run import curve
 
 from raymm.cli.main import EXIT_START_AGAIN
 from raymm.monitor.metrics import MetricsLog
@@ -23,6 +22,7 @@ from raymm.training.stop_request import (
 )
 from raymm.training.trainer import Trainer
 from raymm.training.training_loop import Batches
+from tests.support.tiny_run import curve
 
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 TERMINATED = 128 + signal.SIGTERM
@@ -110,7 +110,7 @@ def test_signals_during_evaluation_and_data_waits(train, inputs, tmp_path):
     assert "The held-out evaluation after step 2 was skipped" in text
 
     # In another thread, because the main thread is about to wait for data that never arrive.
-    changes = {"data.modalities.vision.processor": "run_processors:late_image"}
+    changes = {"data.modalities.vision.processor": "tests.support.run_processors:late_image"}
     code, text, steps, latest = train(
         MetricsLog, "add",
         lambda _, row: threading.Timer(0.5, me).start() if row["step"] == 3 else None,

@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from tiny_run import STEPS, curve
 
 from raymm import Callback
 from raymm.cli.main import EXIT_USER_ERROR
 from raymm.monitor import stragglers
 from raymm.monitor.metrics import read_metrics
+from tests.support.tiny_run import STEPS, curve
 
 SLOW_AFTER = 4
 
@@ -23,7 +23,7 @@ def test_a_spare_replaces_a_slow_rank(
     code, text = raymm("train", make_config({
         "run.storage_path": str(run), "run.snapshot_every": 1, "run.spares": 1,
         "run.replace_stragglers": True, "run.steps_in_flight": 1,
-        "model.mask": "slowed_rank:causal",
+        "model.mask": "tests.support.slowed_rank:causal",
         "resources.env": {"RAYMM_SLOWED_FILE": str(file)},
         "run.callbacks": [{"test_stragglers_run:SlowRank": {"file": str(file)}}],
     }))
@@ -59,7 +59,7 @@ def test_processes_of_a_slow_rank_are_replaced_in_turn(
     code, text = raymm("train", make_config({
         **layout, "run.storage_path": str(run), "run.snapshot_every": 1, "run.spares": 1,
         "run.replace_stragglers": True, "run.steps_in_flight": 1,
-        "model.mask": "slowed_rank:causal",
+        "model.mask": "tests.support.slowed_rank:causal",
         "resources.env": {"RAYMM_SLOWED_FILE": str(file)},
         "run.callbacks": [{"test_stragglers_run:SlowRank": {"file": str(file), "number": 2}}],
     }))

@@ -6,13 +6,13 @@ import threading
 from collections import Counter
 
 import pytest
-from processes import all_gone, end_group, wait_until
-from s3_server import S3Server
-from tiny_run import curve, start
 
 from raymm.actors.storage.location import storage_folder
 from raymm.monitor.metrics import SAMPLES, read_metrics
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support.processes import all_gone, end_group, wait_until
+from tests.support.s3_server import S3Server
+from tests.support.tiny_run import curve, start
 
 PATIENCE_S = 240.0
 # There are 9 pictures, and 4 of 13 rows have none: this one is in the third or fourth step.

@@ -8,15 +8,15 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_run import curve
 
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import load_config
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.trainer import Trainer
+from tests.support.tiny_run import curve
 
-METRICS = ["exact_match", "anls", "wer", "perplexity", "text_functions:length"]
+METRICS = ["exact_match", "anls", "wer", "perplexity", "tests.support.text_functions:length"]
 
 
 @pytest.fixture
@@ -78,8 +78,9 @@ def test_the_best_checkpoint_survives_a_resumption(
 ):
     """Check that it is kept and named, though checkpoints are saved before the next evaluation."""
     evaluate = {
-        "every": 2, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],
-        "samples": 1, "best": "text_functions:length",
+        "every": 2, "generate": {"max_tokens": 1},
+        "metrics": ["tests.support.text_functions:length"],
+        "samples": 1, "best": "tests.support.text_functions:length",
     }
     values = {**changes, "run.evaluate": evaluate, "run.steps": 2}
     assert raymm("train", make_config(values))[0] == 0
@@ -136,15 +137,17 @@ def test_an_unusable_held_out_sample_is_skipped(
 
 def test_a_run_without_improvement_ends(ray_cluster, raymm, changes, make_config, tmp_path):
     evaluate = {
-        "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],
-        "samples": 1, "best": "text_functions:length", "patience": 2, "lower_is_better": True,
+        "every": 1, "generate": {"max_tokens": 1},
+        "metrics": ["tests.support.text_functions:length"],
+        "samples": 1, "best": "tests.support.text_functions:length", "patience": 2,
+        "lower_is_better": True,
     }
     config = make_config({**changes, "run.evaluate": evaluate})
     code, text = raymm("train", config)
     assert code == 0, text
     # At most one is better than the first: no output.
     last = curve(tmp_path / "run")[-1][0]
-    assert last in (2, 3, 4) and "did not improve text_functions:length" in text
+    assert last in (2, 3, 4) and "did not improve tests.support.text_functions:length" in text
     latest = CheckpointStore(tmp_path / "run").latest()
     assert latest is not None and Path(latest).name == f"step-{last:08d}"
     code, text = raymm("train", config)
@@ -157,8 +160,9 @@ def test_early_stopping_ends_the_run_at_a_phase(
 ):
     """End before the next phase if the last evaluation of a phase ends the run."""
     evaluate = {
-        "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:always"],
-        "samples": 1, "best": "text_functions:always", "patience": 2,
+        "every": 1, "generate": {"max_tokens": 1},
+        "metrics": ["tests.support.text_functions:always"],
+        "samples": 1, "best": "tests.support.text_functions:always", "patience": 2,
     }
     values = {**changes, "run.evaluate": evaluate, "at": {2: {"vision": "frozen"}}}
     code, text = raymm("train", make_config(values))

@@ -19,8 +19,8 @@ from raymm.data import DataConfig, local_steps
 from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.monitor.metrics import read_metrics
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
-from tests.trainer_groups import trainer_groups
+from tests.support.tiny_folders import modalities, tiny
+from tests.support.trainer_groups import trainer_groups
 
 LR, STEPS = 1e-3, 3
 ANSWERS = ("Hello. A red circle.", "Hello.", "A blue square. Then", "A low tone.")

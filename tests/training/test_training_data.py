@@ -5,7 +5,6 @@ from io import StringIO
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_run import save_rows
 
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
@@ -13,6 +12,7 @@ from raymm.costs.workload import item_tokens
 from raymm.data import EpochSampler, ItemTokens
 from raymm.errors import DataError
 from raymm.monitor.training_data import TrainingData, training_data
+from tests.support.tiny_run import save_rows
 
 
 @pytest.fixture

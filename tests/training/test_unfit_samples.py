@@ -45,7 +45,7 @@ def rows(tmp_path):
 def unfit_config(make_config, rows):
     return make_config({
         "data.train": rows, "data.max_length": 60, "data.shuffle": False, "run.steps": 2,
-        "data.modalities.vision.processor": "run_processors:natural_image",
+        "data.modalities.vision.processor": "tests.support.run_processors:natural_image",
         "data.on_error": "skip", "model.language_model.config": GPT2,
         "run.storage_path": rows.replace("rows.jsonl", "run"), "optimizer.total_steps": None,
         "optimizer.warmup_steps": None,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import curve
 
 from raymm.cli.main import main
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
+from tests.support.tiny_run import curve
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

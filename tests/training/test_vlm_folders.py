@@ -26,8 +26,8 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.export import export_model
 from raymm.storage.loading import load_into_model
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
-from tests.trainer_groups import trainer_groups
+from tests.support.tiny_folders import modalities, tiny
+from tests.support.trainer_groups import trainer_groups
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LR, STEPS = 1e-3, 4

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_vlm_folders import configuration, losses_in_one_process
-from tiny_run import curve
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.cli.main import main
@@ -20,7 +18,9 @@ from raymm.model.vlm import label_tokens
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
+from tests.support.tiny_run import curve
+from tests.training.test_vlm_folders import configuration, losses_in_one_process
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ADAPTED = {"vision": "frozen", "projector": "frozen", "language_model": {"lora": {"r": 2}}}

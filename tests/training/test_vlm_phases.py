@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from tiny_run import checkpoint_tensors, curve
 
 from raymm.cli.main import main
 from raymm.config.build import build_model
@@ -18,8 +17,9 @@ from raymm.model.vlm import PretrainedVlm
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
-from tests.trainer_groups import trainer_groups
+from tests.support.tiny_folders import modalities, tiny
+from tests.support.tiny_run import checkpoint_tensors, curve
+from tests.support.trainer_groups import trainer_groups
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 STEPS, LR = 3, 1e-3

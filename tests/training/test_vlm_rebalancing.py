@@ -6,8 +6,6 @@ import json
 import shutil
 
 import pytest
-from test_vlm_folders import configuration, losses_in_one_process
-from tiny_run import curve
 
 from raymm.cli.main import main
 from raymm.config.build import build_model
@@ -20,7 +18,9 @@ from raymm.scheduler.minibatch.cost_fit import CostFit
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
+from tests.support.tiny_run import curve
+from tests.training.test_vlm_folders import configuration, losses_in_one_process
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 EVERY, STEPS = 8, 16

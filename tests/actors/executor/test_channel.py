@@ -5,8 +5,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import run_processes
-from same_messages import check_equal
 
 from raymm.actors.executor.layouts import MOST_LAYOUTS
 from raymm.actors.executor.link import Link
@@ -16,6 +14,8 @@ from raymm.actors.faults.task_tracker import reporting_lost_processes
 from raymm.actors.modules.message import Message
 from raymm.errors import ChannelError, InternalError
 from raymm.kernels.collectives.waiting import wait
+from tests.support.fork_server import run_processes
+from tests.support.same_messages import check_equal
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")

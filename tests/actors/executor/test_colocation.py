@@ -32,7 +32,7 @@ from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import lower
-from tests.actors.quota.quota_spans import most_sms, seconds_together
+from tests.support.quota_spans import most_sms, seconds_together
 
 WIDTH, MICROBATCHES = 6, 4
 QUOTAS = {"vision": 0.5, "audio": 0.25}

@@ -11,10 +11,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from fork_server import run_processes
 from hypothesis import given
 from hypothesis import strategies as st
-from same_messages import check_equal
 
 from raymm.actors.executor.layouts import LayoutRules
 from raymm.actors.executor.link import Link
@@ -23,6 +21,8 @@ from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.executor.step_meta import LayoutKey
 from raymm.actors.modules.message import Message
+from tests.support.fork_server import run_processes
+from tests.support.same_messages import check_equal
 
 TIMEOUT = timedelta(seconds=30)
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.program.stage_samples import Samples, filled_samples, stage_samples
 from raymm.scheduler.schedule.lower import lower
-from tests.scheduler.multiplex.random_mappings import cases
+from tests.support.random_mappings import cases
 
 WIDTH = 3
 Offsets = Mapping[str, Sequence[int]]

@@ -8,14 +8,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import run_processes
-from same_messages import check_equal
 
 from raymm.actors.executor.link import Link
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.modules.message import Message
 from raymm.scheduler.plan.resharding import Resharding
+from tests.support.fork_server import run_processes
+from tests.support.same_messages import check_equal
 
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")

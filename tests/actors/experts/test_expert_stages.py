@@ -10,8 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from mixture_models import OneProcess, Sizes, mixtral, one_batch, qwen3_moe, step
-from rank_processes import rank_processes
 
 from raymm import MultimodalModule
 from raymm.actors.modules.blocks import block_list, find_blocks
@@ -21,6 +19,8 @@ from raymm.actors.recompute.recomputed_layers import recompute_layers
 from raymm.actors.sharding.fully_sharded import fully_sharded_plan, language_units, local_part
 from raymm.actors.stages.language import LanguageStage
 from raymm.kernels.collectives.p2p import Exchange
+from tests.support.mixture_models import OneProcess, Sizes, mixtral, one_batch, qwen3_moe, step
+from tests.support.rank_processes import rank_processes
 
 TOLERANCE = 1e-5
 # In the second microbatch one of two processes has no row.

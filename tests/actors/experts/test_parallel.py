@@ -8,7 +8,6 @@ import torch.distributed as dist
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import rank_processes
 from torch import nn
 
 from raymm.actors.experts.parallel import check_experts, share_experts, share_of
@@ -20,6 +19,7 @@ from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load
 from raymm.errors import ModelError, ProbeError
 from raymm.kernels.collectives.exchange_rows import exchange_rows
+from tests.support.rank_processes import rank_processes
 
 WIDTH, MOST = 8, 3
 SIZES = dict(

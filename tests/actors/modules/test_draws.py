@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from stages_in_process import StagesInProcess, reference
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -16,6 +15,7 @@ from raymm.errors import InputError, ModelError, ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support.stages_in_process import StagesInProcess, reference
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 SAMPLES = 400

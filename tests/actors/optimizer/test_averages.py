@@ -1,11 +1,9 @@
 """Moving averages of weights on one and several processes equal torch's ``AveragedModel``."""
 
-import parity_models as pm
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_check import OPTIMIZER
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -16,6 +14,8 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import StageId
+from tests.support import parity_models as pm
+from tests.support.parity_check import OPTIMIZER
 
 STAGE = StageId("llm", 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import run_processes
 from torch import nn
 
 from raymm.actors.optimizer.gradient_reduction import (
@@ -17,6 +16,7 @@ from raymm.actors.optimizer.gradient_reduction import (
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.scheduler.plan.stage import StageId
+from tests.support.fork_server import run_processes
 
 PROCESSES = 3
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "unused")

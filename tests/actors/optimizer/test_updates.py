@@ -17,7 +17,7 @@ from raymm.scheduler.plan.stage import StageId
 
 LLM, VISION = StageId("llm", 0), StageId("vision", 0)
 STEPS = 4
-CUSTOM = [f"custom_optimizers:{name}" for name in ("Lion", "adagrad", "rprop")]
+CUSTOM = [f"tests.support.custom_optimizers:{name}" for name in ("Lion", "adagrad", "rprop")]
 GO, REFUSED = torch.zeros(()), torch.ones(())
 
 

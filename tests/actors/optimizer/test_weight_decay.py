@@ -12,7 +12,7 @@ from raymm.actors.adapters.targets import find_targets
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.optimizer.updates import ParameterUpdates, layer_norm_parameters
 from raymm.scheduler.plan.stage import StageId
-from tests.trainer_groups import decayed_names
+from tests.support.trainer_groups import decayed_names
 
 CLASSES = (
     "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM",

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from masked_encoder import Masked
 
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.modules.projector import Projector, ProjectorConfig
@@ -14,6 +13,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.source import ConfigSource, LiveSource
 from raymm.errors import ProbeError
+from tests.support.masked_encoder import Masked
 
 BOTH = Cuts(blocks=True, projector=True)
 CONFIG = hf.SiglipVisionConfig(

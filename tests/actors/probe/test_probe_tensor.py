@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from shard_models import FUSED, LANGUAGE, module_of, pm
 from torch import nn
 
 from raymm.actors.probe.tensor import (
@@ -24,6 +23,7 @@ from raymm.actors.probe.tensor import (
 from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module, tensor_plan
 from raymm.actors.weights.source import LiveSource
 from raymm.errors import ProbeError
+from tests.support.shard_models import FUSED, LANGUAGE, module_of, pm
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])

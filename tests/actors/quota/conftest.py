@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from fake_cuda import FakeCuda
-from fake_driver import FakeDriver
 
 from raymm.actors.quota import (
     ConcurrentModules,
     RecordingBackend,
     StreamPool,
 )
-from tests.actors.quota.three_modules import QUOTAS
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_driver import FakeDriver
+from tests.support.three_modules import QUOTAS
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from raymm.actors.quota import (
 )
 from raymm.actors.quota.generators import Ticket
 from raymm.errors import InternalError
-from tests.actors.quota.one_after_another import one_after_another
-from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, QUOTAS
+from tests.support.one_after_another import one_after_another
+from tests.support.three_modules import MEET_SECONDS, MODULES, QUOTAS
 
 
 def test_a_backward_elsewhere_than_its_forward_is_refused(side):

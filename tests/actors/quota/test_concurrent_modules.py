@@ -21,9 +21,9 @@ from raymm.actors.quota import (
 )
 from raymm.actors.quota.work import tensors_in
 from raymm.errors import InternalError
-from tests.actors.quota.one_after_another import one_after_another
-from tests.actors.quota.quota_spans import most_sms, seconds_together
-from tests.actors.quota.three_modules import MODULES, QUOTAS, meeting
+from tests.support.one_after_another import one_after_another
+from tests.support.quota_spans import most_sms, seconds_together
+from tests.support.three_modules import MODULES, QUOTAS, meeting
 
 
 class Net(nn.Module):

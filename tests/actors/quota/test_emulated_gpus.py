@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import ConcurrentModules, StreamPool, Work
-from tests.actors.quota.quota_spans import most_sms
+from tests.support.quota_spans import most_sms
 
 SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}}
 SECONDS = {"vision": 0.02, "audio": 0.02, "llm": 0.005}

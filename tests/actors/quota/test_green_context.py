@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_driver import CUresult, FakeDriver
 
 from raymm.actors.quota import cuda_backend
 from raymm.actors.quota.cuda_backend import GreenContexts
 from raymm.actors.quota.partition import partition
 from raymm.errors import InputError, InternalError
+from tests.support.fake_driver import CUresult, FakeDriver
 
 HOPPER = dict(minSmPartitionSize=8, smCoscheduledAlignment=8)
 

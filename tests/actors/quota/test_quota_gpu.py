@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.gpu import green_contexts as benchmark
 from benchmarks.gpu.device import Device
 from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
-from tests.actors.quota.one_after_another import one_after_another
+from tests.support.one_after_another import one_after_another
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}, "alone": {"vision": 0.6}}

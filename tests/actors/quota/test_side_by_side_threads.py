@@ -12,8 +12,8 @@ from raymm.actors.quota import (
     ConcurrentModules,
     Work,
 )
-from tests.actors.quota.one_after_another import one_after_another
-from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, meeting
+from tests.support.one_after_another import one_after_another
+from tests.support.three_modules import MEET_SECONDS, MODULES, meeting
 
 
 def test_threads_end_with_an_unclosed_object(streams):

@@ -10,7 +10,7 @@ import torch
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
 from raymm.actors.quota import CudaBackend, Multiprocessors, RecordingBackend, StreamPool
 from raymm.errors import InputError, InternalError, PlanError
-from tests.actors.quota.quota_spans import most_sms, seconds_together
+from tests.support.quota_spans import most_sms, seconds_together
 
 SETS = {
     "encoders": {"vision": 0.6, "audio": 0.4},

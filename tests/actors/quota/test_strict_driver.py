@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import CudaMisuseError, FakeCuda
-from fake_driver import CUresult, FakeDriver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +20,8 @@ from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
 from raymm.actors.quota.cuda_backend import CudaStream, GreenContexts
 from raymm.actors.quota.partition import partition
 from raymm.errors import InternalError
+from tests.support.fake_cuda import CudaMisuseError, FakeCuda
+from tests.support.fake_driver import CUresult, FakeDriver
 
 ROOT = Path(__file__).resolve().parents[3]
 HOPPER = dict(minSmPartitionSize=8, smCoscheduledAlignment=8)

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import run_processes
-from nccl_oracle import Operation, stuck
 from torch.distributed import distributed_c10d
 
 from benchmarks import communicators
@@ -31,6 +29,8 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import P2PGroup, Processes, connected_pairs
 from raymm.scheduler.plan.stage import Edge, StageId
+from tests.support.fork_server import run_processes
+from tests.support.nccl_oracle import Operation, stuck
 
 TIMEOUT = Timeouts.of(7.0, 20.0)
 

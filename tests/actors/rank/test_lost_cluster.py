@@ -3,9 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support import SUPPORT
 
 # Timeout for two nodes' servers and six processes that import all packages, on a busy machine.
 PATIENCE_S = 600
@@ -20,7 +21,7 @@ def test_a_lost_node_or_gcs_ends_the_run(tmp_path):
     Without detection, the processes of the node would continue for a quarter of a minute, and steps
     without the cluster's server would continue to the end.
     """
-    script = Path(__file__).with_name("lost_cluster.py")
+    script = SUPPORT / "lost_cluster.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,

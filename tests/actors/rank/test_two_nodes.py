@@ -5,9 +5,10 @@ A rank that must span nodes is reported, and ranks have the requested environmen
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support import SUPPORT
 
 # Timeout for two nodes' servers and nine processes that import all packages, on a busy machine.
 PATIENCE_S = 600
@@ -17,7 +18,7 @@ PATIENCE_S = 600
 @pytest.mark.system
 @pytest.mark.timeout(PATIENCE_S + 10)
 def test_ranks_of_several_processes_on_nodes_of_different_sizes():
-    script = Path(__file__).with_name("two_nodes.py")
+    script = SUPPORT / "two_nodes.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,

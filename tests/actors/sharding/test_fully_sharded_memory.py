@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from fork_server import run_processes
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raymm.actors.sharding.fully_sharded import fully_sharded_plan, shard_parameters
+from tests.support.fork_server import run_processes
 
 PROCESSES, BLOCKS, WIDTH = 4, 6, 64
 

@@ -6,12 +6,10 @@ Results equal those of a single process.
 from dataclasses import dataclass, replace
 from functools import partial
 
-import parity_models as pm
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from rank_processes import rank_processes
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,6 +29,8 @@ from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask.patterns import causal, documents, full
 from raymm.scheduler.context_parallel.traffic import AttentionShape
+from tests.support import parity_models as pm
+from tests.support.rank_processes import rank_processes
 
 TOLERANCE = 1e-5
 WIDTH = 24  # width of the projector's output

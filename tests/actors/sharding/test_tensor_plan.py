@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import transformers as hf
-from shard_models import mixtral, module_of, pm
 
 from raymm.actors.sharding.tensor_plan import plan_module, tensor_plan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.weights.source import LiveSource
 from raymm.errors import PlanError
+from tests.support.shard_models import mixtral, module_of, pm
 
 
 def test_ownership_of_shards() -> None:

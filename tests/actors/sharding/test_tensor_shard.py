@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import RankProcesses, rank_processes
-from shard_models import ENCODERS, FUSED, LANGUAGE, module_of, pm, projector
 from torch import nn
 
 from raymm.actors.executor.split_backward import backward_input
@@ -30,6 +28,8 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import LiveSource
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.model.multimodal import complete_microbatch, text_inputs
+from tests.support.rank_processes import RankProcesses, rank_processes
+from tests.support.shard_models import ENCODERS, FUSED, LANGUAGE, module_of, pm, projector
 
 TOLERANCE = 1e-5
 BATCHES = (([7, 5], 1), ([3, 9], 2))

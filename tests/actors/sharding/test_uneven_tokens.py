@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import RankProcesses, rank_processes
-from shard_models import module_of, pm
 
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
@@ -23,6 +21,8 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.model.multimodal import complete_microbatch, text_inputs
+from tests.support.rank_processes import RankProcesses, rank_processes
+from tests.support.shard_models import module_of, pm
 
 TOLERANCE = 1e-5
 # 24 blocks of 128, without padding: the owner of the last block depends on the length

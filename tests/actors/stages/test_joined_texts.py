@@ -6,7 +6,6 @@ They get the tokens that the model gives each alone, from all its tokens and wit
 import gc
 import weakref
 
-import parity_models as pm
 import pytest
 import torch
 import transformers as hf
@@ -19,6 +18,7 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.texts.decoding import KeyValueCaches, PreparedInputs
 from raymm.actors.stages.texts.joined_texts import check_joins, joined_arguments
 from raymm.errors import ModelError
+from tests.support import parity_models as pm
 
 VOCABULARY = 60
 

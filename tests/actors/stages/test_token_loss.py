@@ -1,12 +1,12 @@
 """Custom losses are tried before a run; their sums are those of any split of the tokens."""
 
-import custom_losses
 import pytest
 import torch
 import torch.nn.functional as F
 
 from raymm.actors.stages.token_loss import check_token_loss, token_loss_sum
 from raymm.errors import ConfigError, ModelError
+from tests.support import custom_losses
 
 
 def test_the_sum_is_that_of_the_tokens():
@@ -25,7 +25,7 @@ def test_the_sum_is_that_of_the_tokens():
 def test_a_loss_that_would_not_be_exact_is_rejected(name, reason):
     with pytest.raises(ConfigError, match=reason) as error:
         check_token_loss("model.loss", getattr(custom_losses, name), None)
-    assert str(error.value).startswith(f"model.loss is 'custom_losses:{name}'")
+    assert str(error.value).startswith(f"model.loss is 'tests.support.custom_losses:{name}'")
     assert "accepted: module:function, which returns the losses (N,)" in str(error.value)
 
 

@@ -24,7 +24,7 @@ def folder(request, tmp_path, monkeypatch):
     if request.param in ("vault", "arrow"):
         monkeypatch.setenv("VAULT", str(tmp_path))
         buckets.connect.cache_clear()
-        return storage_folder(f"custom_file_systems:{request.param}://runs/a")
+        return storage_folder(f"tests.support.custom_file_systems:{request.param}://runs/a")
     server = request.getfixturevalue("s3")
     return storage_folder(server.url(secrets.token_hex(4)))
 
@@ -136,10 +136,13 @@ def test_locations(location, as_is):
 
 @pytest.mark.parametrize(("location", "reason"), [
     ("nofs://a/b", "nofs:// is not known; accepted: a folder, or a URL .* s3:// or gs://"),
-    ("custom_file_systems:vault://a/b?x=y", r"\?x= is not known; accepted: none"),
-    ("custom_file_systems:failing://a/b", "failing raised KeyError: 'token'; accepted: module:f"),
-    ("custom_file_systems:number://a/b", "number returned int; accepted: module:function"),
-    ("custom_file_systems:absent://a/b", "run.storage_path is 'custom_file_systems:absent'"),
+    ("tests.support.custom_file_systems:vault://a/b?x=y", r"\?x= is not known; accepted: none"),
+    ("tests.support.custom_file_systems:failing://a/b",
+     "failing raised KeyError: 'token'; accepted: module:f"),
+    ("tests.support.custom_file_systems:number://a/b",
+     "number returned int; accepted: module:function"),
+    ("tests.support.custom_file_systems:absent://a/b",
+     "run.storage_path is 'tests.support.custom_file_systems:absent'"),
     ("memory://a/b", "memory:// is not known"),
     ("s4://a/b", "s4:// is not known"), ("https://a/b", "https:// is not known"),
     ("s3:/a/b", "two slashes"), ("file:a", "two slashes"), ("s3://a", "expected s3://BUCKET/FOL"),

@@ -9,7 +9,7 @@ from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.model.vlm import from_pretrained
-from tests.tiny_folders import tiny
+from tests.support.tiny_folders import tiny
 
 EMBEDDING = "model.embed_tokens.weight"
 

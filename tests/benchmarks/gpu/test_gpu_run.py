@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.processes import NO_DEVICE
 from benchmarks.gpu.sections import SECTIONS
-from tests.benchmarks.gpu.bare_environment import bare_command
+from tests.support.bare_environment import bare_command
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from rank_processes import rank_processes
 
 from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.p2p import Exchange
+from tests.support.rank_processes import rank_processes
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import RankProcesses, rank_processes
 
 from raymm.kernels.collectives.tensor_group import TensorGroup, ThreadGroup, thread_groups
 from raymm.kernels.collectives.tensor_parallel import (
@@ -27,6 +26,7 @@ from raymm.kernels.cross_entropy import (
     token_cross_entropy_sum,
     vocabulary_parallel_cross_entropy_sum,
 )
+from tests.support.rank_processes import RankProcesses, rank_processes
 
 RAGGED = (3, 1, 4)
 

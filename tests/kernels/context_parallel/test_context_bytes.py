@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from rank_processes import rank_processes
 
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import METHODS, context_attention
@@ -11,6 +10,7 @@ from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, needed_keys
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel import traffic as attention_traffic
+from tests.support.rank_processes import rank_processes
 
 HEAD_DIM = 8
 

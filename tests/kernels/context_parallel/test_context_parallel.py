@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import rank_processes
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.every_mask import every_pattern
@@ -25,6 +24,7 @@ from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges, ne
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import causal, documents, full
+from tests.support.rank_processes import rank_processes
 
 TOLERANCE = 1e-5
 D = 8

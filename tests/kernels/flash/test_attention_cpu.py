@@ -25,7 +25,7 @@ from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
-from tests.kernels.random_masks import tables
+from tests.support.random_masks import tables
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
 NAMES = list(every_pattern(64))

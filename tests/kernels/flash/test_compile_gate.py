@@ -13,9 +13,9 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
-from compiled_kernels import HEAD_DIMS, Launch, compilers, launches, recorded
-from machine_code import recorded as recorded_code
-from machine_code import targets
+from tests.kernels.compiled_kernels import HEAD_DIMS, Launch, compilers, launches, recorded
+from tests.kernels.machine_code import recorded as recorded_code
+from tests.kernels.machine_code import targets
 
 SHARED_BYTES = 232_448
 """Limit of a program on sm_90 (227 KB)."""

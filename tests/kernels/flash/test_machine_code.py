@@ -15,9 +15,10 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
-from machine_code import HEAD_DIMS, KERNELS, MachineCode, counts, found, targets
 from packaging.version import Version
-from triton_versions import PAGE, VERSIONS, read_table, record, table
+
+from tests.kernels.machine_code import HEAD_DIMS, KERNELS, MachineCode, counts, found, targets
+from tests.kernels.triton_versions import PAGE, VERSIONS, read_table, record, table
 
 SHARED_BYTES = 232_448
 """Limit of a program on sm_90 and sm_100 (227 KB)."""

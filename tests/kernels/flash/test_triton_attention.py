@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interpreted_triton import device, errors, run
-from random_masks import tables
 
 from benchmarks.gpu.attention_case import BOUNDS, Case, inputs, options, part_errors
 from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
+from tests.support.interpreted_triton import device, errors, run
+from tests.support.random_masks import tables
 
 PATTERNS = list(every_pattern(57))
 

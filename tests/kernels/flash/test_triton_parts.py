@@ -6,10 +6,10 @@ Attention over several processes on GPUs does the same.
 from __future__ import annotations
 
 import pytest
-from interpreted_triton import device
 
 from benchmarks.gpu.attention_case import Case, part_errors
 from benchmarks.gpu.every_mask import every_pattern
+from tests.support.interpreted_triton import device
 
 
 @pytest.mark.parametrize("pattern", ["mp_isolated", "own_image_window", "cross"])

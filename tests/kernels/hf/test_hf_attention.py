@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from random_masks import same_tables
 
 from benchmarks.gpu.every_mask import every_pattern
 from raymm.errors import ModelError
@@ -16,6 +15,7 @@ from raymm.kernels.hf.self_attention import ModelMask, raymm_attention_forward, 
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import causal, causal_with_own_image, documents, multimodal
 from raymm.kernels.mask.spans import Span
+from tests.support.random_masks import same_tables
 
 hf_attention.register()
 T, V, WINDOW = 57, 61, 13

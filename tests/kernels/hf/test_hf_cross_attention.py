@@ -11,7 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cross_attention_models import (
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from raymm.actors.sharding.visual_tokens import LeastBytes
+from raymm.errors import ModelError
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.cross_attention import share_cross_attention
+from raymm.kernels.mask import patterns as mask_patterns
+from raymm.kernels.mask.cross_masks import cross_masks
+from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
+from tests.support.cross_attention_models import (
     BEFORE_THE_TEXT_MODEL,
     CROSS_LAYERS,
     HEADS,
@@ -29,19 +40,8 @@ from cross_attention_models import (
     shared,
     this_process,
 )
-from rank_processes import rank_processes
-from shared_batch import SharedBatch, padded_causal_masks
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from raymm.actors.sharding.visual_tokens import LeastBytes
-from raymm.errors import ModelError
-from raymm.kernels.collectives.p2p import Exchange
-from raymm.kernels.context_parallel.layout import ContextLayout
-from raymm.kernels.hf.cross_attention import share_cross_attention
-from raymm.kernels.mask import patterns as mask_patterns
-from raymm.kernels.mask.cross_masks import cross_masks
-from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
+from tests.support.rank_processes import rank_processes
+from tests.support.shared_batch import SharedBatch, padded_causal_masks
 
 TOLERANCE = 1e-5
 TIMES_ONE_PROCESS, TIMES_FOR_ONE_TENSOR = 1.2, 5  # under autocast

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_masks import same_tables, tables
 
 from benchmarks.gpu.every_mask import every_pattern
 from raymm.errors import ModelError
 from raymm.kernels.mask.mask import AttentionMask, as_masks, query_rows
 from raymm.kernels.mask.patterns import causal, documents
+from tests.support.random_masks import same_tables, tables
 
 
 def slow_dense(mask: AttentionMask) -> torch.Tensor:

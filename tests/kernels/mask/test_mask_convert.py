@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_masks import same_tables, tables
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.every_mask import every_pattern
@@ -20,6 +19,7 @@ from raymm.kernels.mask.convert import (
 )
 from raymm.kernels.mask.patterns import causal, documents, embedded, full
 from raymm.kernels.mask.spans import Span
+from tests.support.random_masks import same_tables, tables
 
 BLOCK = 16
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_masks import same_tables
 
 from raymm.errors import ModelError
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.spans import Span, kinds_and_items
+from tests.support.random_masks import same_tables
 
 
 def dense(n_queries: int, n_keys: int, visible: Callable[[int, int], bool]) -> torch.Tensor:

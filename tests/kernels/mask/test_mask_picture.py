@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from hypothesis import given
-from random_masks import tables
 
 from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.mask.patterns import causal, embedded, full
 from raymm.kernels.mask.picture import visible_share
 from raymm.kernels.mask.spans import Span
+from tests.support.random_masks import tables
 
 
 @given(tables(48, 48))

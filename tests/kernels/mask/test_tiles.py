@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_masks import tables
 
 from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.mask.mask import AttentionMask, query_rows
 from raymm.kernels.mask.patterns import causal, documents
 from raymm.kernels.mask.tiles import Tiles, key_runs, query_runs
+from tests.support.random_masks import tables
 
 NONE, PARTIAL, FULL = 0, 1, 2
 

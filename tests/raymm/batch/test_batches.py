@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers as hf
-from masked_encoder import Masked
 
 from raymm.batch.batches import TriedInputs
 from raymm.data.loading.in_memory import describe_microbatches
@@ -12,6 +11,7 @@ from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, complete_microbatch
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support.masked_encoder import Masked
 
 SMALL = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from multiplex_models import V, clip_batch, clip_model
 from torch import nn
 
 from raymm.batch.batches import DagCheck
@@ -10,6 +9,7 @@ from raymm.errors import DataError, ModelError
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
+from tests.support.multiplex_models import V, clip_batch, clip_model
 
 
 def towers() -> ModuleDag:

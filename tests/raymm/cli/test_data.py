@@ -7,7 +7,7 @@ from PIL import Image
 
 from benchmarks._row_models import TARGETS, save
 from raymm.cli.main import main
-from tests.tiny_folders import tiny
+from tests.support.tiny_folders import tiny
 
 ANSWER = {"role": "assistant", "content": "It is sunny."}
 ROW = {"id": "one", "messages": [{"role": "user", "content": "How is it?"}, ANSWER]}

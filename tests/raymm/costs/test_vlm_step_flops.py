@@ -15,7 +15,7 @@ from raymm.costs.step_flops import VlmStepFlops
 from raymm.data import DataConfig, local_steps
 from raymm.model.vlm import from_pretrained
 from raymm.monitor.throughput import Throughput
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 
 def described(kind, train):

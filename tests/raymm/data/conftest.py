@@ -1,10 +1,10 @@
 """Fixtures of the data tests; this folder is on sys.path, for the helpers in it."""
 
 import pytest
-from range_server import web  # noqa: F401 (fixture)
-from sample_files import build_tokenizer, write_rows
 
 from raymm.data import DataConfig
+from tests.support.range_server import web  # noqa: F401 (fixture)
+from tests.support.sample_files import build_tokenizer, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +28,9 @@ def make_config(tmp_path, tokenizer_dir):
             "heldout": str(tmp_path / "train.jsonl"),
             "tokenizer": tokenizer_dir,
             "modalities": {
-                "vision": {"column": "images", "processor": f"media_processors:{image}"},
-                "audio": {"column": "audio", "processor": "media_processors:sound"},
+                "vision": {"column": "images",
+                    "processor": f"tests.support.media_processors:{image}"},
+                "audio": {"column": "audio", "processor": "tests.support.media_processors:sound"},
             },
             "batch_size": 6,
             "microbatches": 3,

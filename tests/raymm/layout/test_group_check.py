@@ -2,12 +2,8 @@
 
 from contextlib import nullcontext
 
-import parity_models as pm
 import pytest
 import torch
-from graph_models import reading
-from stage_hooks import Squashed
-from test_vlms_on_ray import whole
 from torch import nn
 
 from raymm.actors.adapters.lora_config import LoraConfig
@@ -18,6 +14,10 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, vlm_plan
+from tests.parity.test_vlms_on_ray import whole
+from tests.support import parity_models as pm
+from tests.support.graph_models import reading
+from tests.support.stage_hooks import Squashed
 
 WIDTH = pm.llama().hidden_size
 

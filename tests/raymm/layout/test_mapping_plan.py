@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from multiplex_models import V, mapping_of
 from torch import nn
 
 from raymm.errors import ModelError, PlanError
@@ -13,6 +12,7 @@ from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
+from tests.support.multiplex_models import V, mapping_of
 
 WIDTH = 16
 LLAMA = hf.LlamaConfig(

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from multiplex_models import ImageBind, MeanSquare, Tower, Unified, imagebind_batch, unified_batch
 from torch import nn
 
 from raymm.errors import ModelError
@@ -15,6 +14,14 @@ from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import ModuleDag
+from tests.support.multiplex_models import (
+    ImageBind,
+    MeanSquare,
+    Tower,
+    Unified,
+    imagebind_batch,
+    unified_batch,
+)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import parity_models as pm
 import pytest
 import torch
 
@@ -12,6 +11,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.generation import Prompt, generate
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from tests.support import parity_models as pm
 
 PROMPTS = [[5, 17, 3], [40, 2, 9, 31, 77, 8, 1, 60], [11], [25, 26, 27, 28], [70, 3]]
 TOKENS = 9  # the window of the Gemma model is shorter

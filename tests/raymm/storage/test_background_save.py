@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from killed_saves import Running, newest_step, write_copies
 
 from raymm.callbacks.callback import Callback, SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
@@ -21,6 +20,8 @@ from raymm.storage import checkpoint, loading
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training import training_loop
 from raymm.training.training_loop import RunCheckpoints
+from tests.support import SUPPORT
+from tests.support.killed_saves import Running, newest_step, write_copies
 
 KILLS = 5
 
@@ -55,7 +56,7 @@ def ranks(monkeypatch):
 
 def test_a_killed_save_leaves_an_intact_checkpoint(tmp_path):
     """Kill before every file operation, and at random moments."""
-    script = Path(__file__).with_name("killed_saves.py")
+    script = SUPPORT / "killed_saves.py"
     ended = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run"), str(KILLS)],
         capture_output=True, text=True, timeout=300, check=False,

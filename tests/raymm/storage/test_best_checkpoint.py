@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from killed_saves import Running, write_copies
 
 from raymm.config.evaluate_section import EvaluateSection
 from raymm.errors import CheckpointError, RunFileError
@@ -11,6 +10,7 @@ from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.storage import checkpoint
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.step_folders import step_number
+from tests.support.killed_saves import Running, write_copies
 
 
 def committed(store: CheckpointStore) -> list[int]:

@@ -15,7 +15,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
-from tests.scheduler.random_plans import plans
+from tests.support.random_plans import plans
 
 
 def profile_of(graph: ModuleGraph, draw) -> CostProfile:

@@ -19,7 +19,7 @@ from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.plan.plan import Plan
-from tests.scheduler.multiplex.random_mappings import clip, mapping_of
+from tests.support.random_mappings import clip, mapping_of
 
 SURFACE = ScalingSurface("a", (1, 2), (4,), 4, ((2.0,), (1.0,)), (4, 2), (0.5,))
 PLAN = mapped_plan(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}))

@@ -23,7 +23,7 @@ from raymm.scheduler.minibatch.methods import (
 )
 from raymm.scheduler.minibatch.metrics import balance, loads, mixing
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
-from tests.scheduler.minibatch_data import groups_of, real, sizes
+from tests.support.minibatch_data import groups_of, real, sizes
 
 
 def check(plan: MiniBatchPlan, of: SampleSizes) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
 from raymm.scheduler.minibatch.problem import SampleSizes
-from tests.scheduler.minibatch_data import real, sizes
+from tests.support.minibatch_data import real, sizes
 
 
 def fewest(rows: list[tuple[int, ...]], budgets: tuple[int, ...]) -> int:

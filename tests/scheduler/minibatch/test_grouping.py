@@ -19,7 +19,7 @@ from raymm.errors import PlanError
 from raymm.scheduler.minibatch.methods import plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import SampleSizes
-from tests.scheduler.minibatch_data import real, sizes
+from tests.support.minibatch_data import real, sizes
 
 
 def printed(

@@ -12,7 +12,7 @@ from raymm.errors import PlanError
 from raymm.scheduler.minibatch.costs import CostModel, UnitCost
 from raymm.scheduler.minibatch.metrics import balance, dist_ratio, loads, step_efficiency
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
-from tests.scheduler.minibatch_data import groups_of, sizes
+from tests.support.minibatch_data import groups_of, sizes
 
 
 @st.composite

@@ -23,7 +23,7 @@ from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.memory_search import UNFIT
 from raymm.scheduler.multiplex.solver.solve import solve
-from tests.scheduler.multiplex.mapping_problems import brute_force_iteration, problems
+from tests.support.mapping_problems import brute_force_iteration, problems
 
 
 def short_of_memory(most: int, pools: tuple[int, ...]):

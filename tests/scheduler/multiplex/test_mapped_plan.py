@@ -23,7 +23,7 @@ from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.lower import lower
-from tests.scheduler.multiplex.random_mappings import Node, Use, cases, clip, graph_of, mapping_of
+from tests.support.random_mappings import Node, Use, cases, clip, graph_of, mapping_of
 
 
 def program_of(plan: Plan, sizes: list[int], forward_only: bool = False) -> Program:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mapping_problems import problems
 
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -39,6 +38,7 @@ from raymm.scheduler.schedule.plan_drift import PlanDrift, device_costs
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import edge_bytes, op_seconds, stage_costs
 from raymm.scheduler.search.evaluation import evaluate, step_timeline
+from tests.support.mapping_problems import problems
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.search.module_degrees import ModuleDegrees
 from raymm.scheduler.search.stage_space import StageSpace
-from tests.scheduler.random_models import models
+from tests.support.random_models import models
 
 
 @settings(max_examples=40, deadline=None)

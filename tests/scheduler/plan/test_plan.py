@@ -8,13 +8,13 @@ import re
 
 import pytest
 from hypothesis import given
-from random_plans import alignment, chain, plans
 
 from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedules.registry import SCHEDULES
+from tests.support.random_plans import alignment, chain, plans
 
 GRAPH = ModuleGraph(
     (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)

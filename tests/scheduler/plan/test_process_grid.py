@@ -6,13 +6,13 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import alignment, steps
 
 from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from raymm.errors import PlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
+from tests.support.random_plans import alignment, steps
 
 # (cp, tp, fsdp); sharded parameters are not split further.
 degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(

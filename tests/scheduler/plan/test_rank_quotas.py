@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import costs_of, plans, profiled_plans, steps
 
 from raymm.errors import InternalError, PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -24,6 +23,7 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedules.base import Task
 from raymm.scheduler.schedules.registry import SCHEDULES
+from tests.support.random_plans import costs_of, plans, profiled_plans, steps
 
 # Random plans, each scheduled several times.
 

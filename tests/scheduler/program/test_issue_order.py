@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nccl_oracle import COMPUTE, operations, stuck
-from random_plans import alignment, chain, plans, profiled_plans, steps
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
@@ -19,6 +17,8 @@ from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.schedules.registry import SCHEDULES
+from tests.support.nccl_oracle import COMPUTE, operations, stuck
+from tests.support.random_plans import alignment, chain, plans, profiled_plans, steps
 
 
 def one_queue(process: int, communicator: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import alignment, chain, steps
 
 from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import Direction
@@ -14,6 +13,7 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.schedule.lower import lower
+from tests.support.random_plans import alignment, chain, steps
 
 F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV
 FIRST, SECOND, THIRD = map(StageId, "abc")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from random_plans import chain, uniform
 
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
+from tests.support.random_plans import chain, uniform
 
 TIMELINE = Timeline((
     Span(0, "forward", StageId("a", 0), 0, 1.0, 2.0),

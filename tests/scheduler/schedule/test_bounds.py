@@ -22,7 +22,7 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
 from raymm.scheduler.schedules.registry import SCHEDULES
-from tests.scheduler.random_plans import profiled_plans
+from tests.support.random_plans import profiled_plans
 
 Delays = dict[tuple[str, str], float]
 

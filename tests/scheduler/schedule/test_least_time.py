@@ -17,7 +17,7 @@ from raymm.scheduler.schedule.lower import full_program, one_f_one_b_limits, ref
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
-from tests.scheduler.random_plans import profiled_plans
+from tests.support.random_plans import profiled_plans
 
 SLOW_S = 20.0
 

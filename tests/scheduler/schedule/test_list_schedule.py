@@ -15,7 +15,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import contents, profiled_plans
 
 from raymm.errors import NoPlanError
 from raymm.scheduler.costs.devices import Link
@@ -31,7 +30,8 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
 from raymm.scheduler.schedules.policy import Rules, policies
-from tests.scheduler.schedule.reference_list_schedule import ListScheduler as Reference
+from tests.support.random_plans import contents, profiled_plans
+from tests.support.reference_list_schedule import ListScheduler as Reference
 
 NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
 

@@ -22,7 +22,7 @@ from raymm.scheduler.schedule.memory import GIB, activation_peaks, check_memory,
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedules.registry import SCHEDULES
-from tests.scheduler.random_plans import profiled_plans, steps
+from tests.support.random_plans import profiled_plans, steps
 
 
 @st.composite

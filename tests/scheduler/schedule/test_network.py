@@ -19,8 +19,8 @@ from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.network import Network, Transfer, delays, edge_transfers
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds
-from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain
+from tests.support.random_plans import contents, profiled_plans
 
 FREE = Link(0.0, math.inf)
 Edge = tuple[str, str]

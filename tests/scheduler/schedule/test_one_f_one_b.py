@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -17,6 +16,7 @@ from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
+from tests.support.random_plans import alignment, chain, costs_of, plans, steps, uniform
 
 F, N, B = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import profiled_plans
 
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -23,8 +22,9 @@ from raymm.scheduler.schedule.network import Network, Transfer
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.search.evaluation import evaluate, step_timeline
-from tests.scheduler.multiplex.random_mappings import cases
 from tests.scheduler.multiplex.test_mapped_plan import mapped_plan
+from tests.support.random_mappings import cases
+from tests.support.random_plans import profiled_plans
 
 NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
 GPU = "H100"

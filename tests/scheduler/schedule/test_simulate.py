@@ -7,7 +7,6 @@ from collections import defaultdict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import chain, costs_of, steps, uniform
 
 from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import MESSAGE_BOUND
@@ -16,6 +15,7 @@ from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Instruction,
 from raymm.scheduler.program.timeline import Span
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
+from tests.support.random_plans import chain, costs_of, steps, uniform
 
 FIRST, SECOND = map(StageId, "ab")
 

@@ -26,7 +26,7 @@ from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
 from raymm.scheduler.schedules.entrain import Entrain
 from raymm.scheduler.schedules.registry import SCHEDULES
-from tests.scheduler.random_plans import contents, profiled_plans
+from tests.support.random_plans import contents, profiled_plans
 
 FIELD = ("megatron", "mimo", "mimo_colocated", "entrain", "dip", "bigmac", "optimus")
 RANKS = 4

@@ -17,8 +17,8 @@ from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import iteration_time, lower, refine
 from raymm.scheduler.schedules.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
-from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain
+from tests.support.random_plans import contents, profiled_plans
 
 a_policy = st.builds(
     Policy,

@@ -26,8 +26,8 @@ from raymm.scheduler.schedules.gpipe import GPipe
 from raymm.scheduler.schedules.registry import find_schedule, register
 from raymm.scheduler.search.evaluation import evaluate, step_timeline
 from tests.docs.page_schedule import limited_forwards
-from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain
+from tests.support.random_plans import contents, profiled_plans
 
 
 class AnyOrder(Schedule):
@@ -147,7 +147,7 @@ def test_an_object_and_a_path_name_a_schedule(monkeypatch, tmp_path) -> None:
         full_program(replace(chain(2, 2), schedule=name))
     with pytest.raises(ConfigError, match=r"parallel.schedule: .*my_schedules:None_"):
         named_schedule("parallel.schedule", "my_schedules:None_")
-    import my_schedules  # pyright: ignore[reportMissingImports]
+    import my_schedules
 
     for schedule in (my_schedules.Serial, my_schedules.Serial()):
         assert MultimodalParallelSpec(schedule=schedule).schedule == "my_schedules:Serial"

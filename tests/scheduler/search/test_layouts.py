@@ -22,8 +22,8 @@ from raymm.scheduler.schedules.registry import SCHEDULES
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_backbone, replicated
 from raymm.scheduler.search.planner import time_shared_plans
 from raymm.scheduler.search.stage_space import StageSpace
-from tests.scheduler.random_models import spaces
-from tests.scheduler.random_plans import contents
+from tests.support.random_models import spaces
+from tests.support.random_plans import contents
 
 
 def covered(plan: Plan) -> None:

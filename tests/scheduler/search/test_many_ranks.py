@@ -26,7 +26,7 @@ from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import MANY_RANKS, propose
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSpace
-from tests.scheduler.random_models import models
+from tests.support.random_models import models
 
 NETWORK = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), 4)
 TP, DP = (1, 2), (1, 2, 4, 8)

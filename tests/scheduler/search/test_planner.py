@@ -31,8 +31,8 @@ from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.options import LAYOUTS, PlanProblem
 from raymm.scheduler.search.planner import FINALISTS, MOST_WINDOWS, propose, within_memory
 from raymm.scheduler.search.stage_space import StageSpace
-from tests.scheduler.random_models import models, spaces
-from tests.scheduler.random_plans import contents
+from tests.support.random_models import models, spaces
+from tests.support.random_plans import contents
 
 Model = tuple[ModuleGraph, CostProfile]
 

@@ -25,7 +25,7 @@ from raymm.data.samples.sample import Preference
 from raymm.errors import SampleError
 from raymm.evaluation.text_evaluation import last_answer, prompt_before
 from raymm.model.vlm import PretrainedVlm, from_pretrained
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 
 def turn(role, *content):

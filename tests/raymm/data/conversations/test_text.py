@@ -1,9 +1,9 @@
 import pytest
-from sample_files import build_tokenizer
 
 from raymm.data import Sample
 from raymm.data.conversations.text import TextEncoder
 from raymm.errors import DataError, SampleError
+from tests.support.sample_files import build_tokenizer
 
 X = -100
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from sample_files import write_image
 
 from raymm.data import StepBuilder, check_data, local_steps, open_split
 from raymm.errors import DataError, SampleError
+from tests.support.sample_files import write_image
 
 
 def builder(config):

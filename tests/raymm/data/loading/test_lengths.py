@@ -9,7 +9,7 @@ import pytest
 
 from raymm.data import DataConfig, local_steps, open_split, row_lengths, truncation_note
 from raymm.errors import SampleError
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 
 def configured(kind, data=None, **changes):

@@ -5,10 +5,10 @@ from itertools import islice
 import pytest
 import ray
 import torch
-from same_rows import write_parquet, write_shards
 
 from raymm.data import StepLoader, join_parts, local_steps, open_split, training_sampler
 from raymm.errors import DataError, SampleError
+from tests.support.same_rows import write_parquet, write_shards
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

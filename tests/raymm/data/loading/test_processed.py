@@ -20,7 +20,7 @@ from examples.vlm.kinds import KINDS
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.data import DataConfig, local_steps, open_split, step_builder
 from raymm.errors import DataError, SampleError
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 
 def config(kind, data=None, **more):

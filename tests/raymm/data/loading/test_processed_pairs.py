@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_processed import config, first_step, picture, write
 from transformers import AutoProcessor
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.errors import SampleError
-from tests.tiny_folders import tiny
+from tests.raymm.data.loading.test_processed import config, first_step, picture, write
+from tests.support.tiny_folders import tiny
 
 TEXTS = ("A red one.", "A blue one, as always.")
 

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 from pydantic import ValidationError
-from same_rows import write_datasets_folder
 
 from raymm.data import DataConfig, open_split
 from raymm.errors import DataError
+from tests.support.same_rows import write_datasets_folder
 
 NAME = "hf://datasets/some-org/some_pictures"
 

@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_rows import write_datasets_folder, write_parquet, write_shards
-from sample_files import write_rows
 
 from raymm.data import DataConfig, open_split
 from raymm.data.readers import ReaderOptions
 from raymm.data.readers.detect import detect
 from raymm.errors import DataError
+from tests.support.same_rows import write_datasets_folder, write_parquet, write_shards
+from tests.support.sample_files import write_rows
 
 TURNS = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a cat"}]
 

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from same_rows import add_member, write_datasets_folder, write_parquet, write_shards
-from sample_files import write_image, write_rows
 
 from raymm.data import StepBuilder, local_steps, open_source, open_split
 from raymm.data.readers import DatasetsFolder, ParquetDataset, ReaderOptions, TarDataset
 from raymm.data.samples.limits import Limits
 from raymm.errors import ConfigError, DataError, SampleError
+from tests.support.same_rows import add_member, write_datasets_folder, write_parquet, write_shards
+from tests.support.sample_files import write_image, write_rows
 
 WRITERS = {
     "parquet": lambda folder: write_parquet(folder, 20),

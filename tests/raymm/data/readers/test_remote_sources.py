@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from range_server import RangeServer, write_certificates
-from same_rows import write_parquet, write_shards
-from sample_files import write_image, write_rows
 
 import raymm.actors.storage.bucket as buckets
 from raymm.actors.storage.location import storage_folder
@@ -21,6 +18,9 @@ from raymm.data.remote import bucket as remote_bucket
 from raymm.data.remote import web as remote_web
 from raymm.errors import DataError, SampleError
 from raymm.storage.run_description import fingerprint_of_files
+from tests.support.range_server import RangeServer, write_certificates
+from tests.support.same_rows import write_parquet, write_shards
+from tests.support.sample_files import write_image, write_rows
 
 
 @pytest.fixture(autouse=True)

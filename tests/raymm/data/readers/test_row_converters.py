@@ -32,7 +32,7 @@ def write(path, rows=ROWS):
     return path
 
 
-def config(path, form="row_converters:turns", **more):
+def config(path, form="tests.support.row_converters:turns", **more):
     return DataConfig(
         train=str(path), tokenizer="none", batch_size=1, microbatches=1, row_form=form, **more
     )
@@ -47,12 +47,13 @@ def test_samples_are_those_of_the_converted_rows(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
 @pytest.mark.parametrize(("form", "says"), [
-    ("nothing", "data.row_form 'row_converters:nothing' returned NoneType; accepted: a dict"),
+    ("nothing",
+     "data.row_form 'tests.support.row_converters:nothing' returned NoneType; accepted: a dict"),
     ("with_column", "'source'"),
 ])  # fmt: skip
 def test_results_that_cannot_be_used_are_named(tmp_path, name, form, says):
     with pytest.raises(DataError) as error:
-        open_split(config(write(tmp_path / name), f"row_converters:{form}"), "train")
+        open_split(config(write(tmp_path / name), f"tests.support.row_converters:{form}"), "train")
     assert says in str(error.value)
 
 
@@ -63,16 +64,18 @@ def test_an_error_of_the_function_names_the_row(tmp_path):
 
 
 def test_a_column_of_media_is_not_made_by_the_function(tmp_path):
-    media = {"image": {"column": "images", "processor": "run_processors:image"}}
+    media = {"image": {"column": "images", "processor": "tests.support.run_processors:image"}}
     with pytest.raises(DataError, match="returned 'images', which data.modalities reads"):
         open_split(
-            config(write(tmp_path / "d.jsonl"), "row_converters:with_media", modalities=media),
+            config(write(tmp_path / "d.jsonl"), "tests.support.row_converters:with_media",
+                modalities=media),
             "train",
         )
 
 
 @pytest.mark.parametrize(("form", "error", "says"), [
-    ("row_converters:absent", ConfigError, "data.row_form is 'row_converters:absent'"),
+    ("tests.support.row_converters:absent", ConfigError,
+     "data.row_form is 'tests.support.row_converters:absent'"),
     ("alpacas", ValueError, "row form 'alpacas' is not known; accepted: messages, conversations"),
 ])  # fmt: skip
 def test_unknown_functions_and_forms_are_named(tmp_path, form, error, says):

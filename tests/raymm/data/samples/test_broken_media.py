@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
-from sample_files import write_image, write_sound
 
 from raymm.data import StepBuilder, open_split
 from raymm.data.samples.headers import check_media
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.processors import read_audio, read_image
 from raymm.errors import SampleError
+from tests.support.sample_files import write_image, write_sound
 
 LEVELS = np.array([[0, 257, 256 * 128, 65535]], dtype=np.uint16)
 SHOWN = [0, 1, 128, 255]  # of 255
@@ -166,8 +166,9 @@ def build(config, index: int):
 
 def test_broken_media_are_errors_of_the_sample(make_config, tmp_path):
     """Break rows of ``write_rows``: 1 has an image, 2 has audio."""
-    vision = {"column": "images", "processor": "media_processors:from_picture", "input": "image"}
-    audio = {"column": "audio", "processor": "media_processors:sound"}
+    vision = {"column": "images", "processor": "tests.support.media_processors:from_picture",
+        "input": "image"}
+    audio = {"column": "audio", "processor": "tests.support.media_processors:sound"}
     config = make_config(modalities={"vision": vision, "audio": audio})
     Image.fromarray(LEVELS.astype(np.float32)).save(tmp_path / "i1.png", format="TIFF")
     soundfile.write(tmp_path / "a2.wav", np.array([0, np.nan, np.inf] * 2, dtype=np.float32),

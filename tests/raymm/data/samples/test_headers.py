@@ -5,14 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bombs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import soundfile
 from PIL import Image
-from sample_files import write_image, write_sound
 
 from raymm.data import StepBuilder, open_split
 from raymm.data.readers import ParquetDataset, ReaderOptions, TarDataset
@@ -20,6 +18,8 @@ from raymm.data.samples.headers import check_media, kind_of
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes, MediaRange
 from raymm.errors import DataError, SampleError
+from tests.support import bombs
+from tests.support.sample_files import write_image, write_sound
 
 # A decoded bomb of any kind would need several times as much.
 MAX_GROWTH_MIB = 100

@@ -6,8 +6,6 @@ import tarfile
 import pytest
 import torch
 from PIL import Image
-from same_rows import add_member
-from sample_files import build_tokenizer, write_image, write_sound
 from transformers import CLIPImageProcessor, LlavaProcessor, WhisperFeatureExtractor
 from transformers.models.whisper import WhisperProcessor
 
@@ -15,6 +13,8 @@ from raymm.data import StepBuilder, open_split
 from raymm.data.samples.media import MediaBytes, MediaRange, media_name, open_media, read_media
 from raymm.data.samples.processors import load_processor, processor_input
 from raymm.errors import DataError, SampleError
+from tests.support.same_rows import add_member
+from tests.support.sample_files import build_tokenizer, write_image, write_sound
 
 
 @pytest.fixture
@@ -54,7 +54,8 @@ def test_a_shard_that_became_shorter_is_noticed(forms, tmp_path):
     [("bytes", "from_bytes", None), ("image", "from_picture", [12, 9, 1])],
 )
 def test_functions_get_the_configured_inputs(make_config, kind, function, expected):
-    vision = {"column": "images", "processor": f"media_processors:{function}", "input": kind}
+    vision = {"column": "images", "processor": f"tests.support.media_processors:{function}",
+        "input": kind}
     config = make_config(modalities={"vision": vision}, ignore_columns=["audio"])
     dataset = open_split(config, "train")
     value = StepBuilder(config, dataset).build([1]).microbatches[0]["vision"]["pixel_values"][0]
@@ -66,7 +67,8 @@ def test_functions_get_the_configured_inputs(make_config, kind, function, expect
 def test_items_of_frames(make_config, tmp_path):
     rows = [{"text": "a cat", "images": ["a.png", "b.png"]},
             {"text": "a cat", "images": [["a.png"], ["b.png"] * 5]}, {"text": "a cat"}]
-    vision = {"column": "images", "processor": "media_processors:from_frames", "frames": True}
+    vision = {"column": "images", "processor": "tests.support.media_processors:from_frames",
+        "frames": True}
     config = make_config(modalities={"vision": vision}, batch_size=3, microbatches=1)
     for seed, name in enumerate(("a.png", "b.png")):
         write_image(tmp_path / name, seed)

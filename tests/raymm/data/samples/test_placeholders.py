@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from sample_files import CHATML, build_tokenizer, write_image
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.config.sections import parse_config
@@ -13,6 +12,7 @@ from raymm.data.conversations.text import TextEncoder
 from raymm.data.samples.config import ModalityDataConfig
 from raymm.data.samples.placeholders import check_parts
 from raymm.errors import ConfigError, DataError, SampleError
+from tests.support.sample_files import CHATML, build_tokenizer, write_image
 
 X = -100
 # Templates like those of Llava or SmolVLM: strings unchanged, and parts one by one.
@@ -147,7 +147,7 @@ def test_a_mismatch_is_skipped_and_counted(make_config, tmp_path):
     tokenizer_with_image().save_pretrained(tmp_path / "tokenizer")
     write_image(tmp_path / "i.png", 0)
     modalities = {
-        "vision": {"column": "images", "processor": "media_processors:image",
+        "vision": {"column": "images", "processor": "tests.support.media_processors:image",
                    "placeholder": "<image>", "placeholder_tokens": 2}
     }
     config = make_config(
@@ -199,7 +199,7 @@ def test_data_placeholders_fit_the_merge_policy(make_config, tmp_path):
     tokenizer = tokenizer_with_image()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     modalities = {
-        "vision": {"column": "images", "processor": "media_processors:image",
+        "vision": {"column": "images", "processor": "tests.support.media_processors:image",
                    "placeholder": "<image>", "placeholder_tokens": 2}
     }
     config = make_config(tokenizer=str(tmp_path / "tokenizer"), modalities=modalities)

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from sample_files import build_tokenizer
 from trl.data_utils import maybe_extract_prompt
 
 from raymm.data import DataConfig, open_split
@@ -11,6 +10,7 @@ from raymm.data.loading.builder import StepBuilder
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.rows import RowRules, parse_row
 from raymm.errors import SampleError
+from tests.support.sample_files import build_tokenizer
 
 USER, CAT, DOG = (
     {"role": role, "content": content}

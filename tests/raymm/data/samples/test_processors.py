@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
-from sample_files import write_image, write_sound
 from transformers import SiglipImageProcessor, WhisperFeatureExtractor
 
 from raymm.data.samples.processors import load_processor, read_audio, read_image
 from raymm.errors import DataError
+from tests.support.sample_files import write_image, write_sound
 
 
 def test_transparency_is_white(tmp_path):
@@ -49,7 +49,8 @@ def test_hugging_face_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["nowhere", "no.such.module:fn", "media_processors:missing", "media_processors:np"]
+    "name", ["nowhere", "no.such.module:fn", "tests.support.media_processors:missing",
+        "tests.support.media_processors:np"]
 )
 def test_unknown_processors_name_field_and_value(name):
     with pytest.raises(DataError, match=f"data.vision: .*{name}"):

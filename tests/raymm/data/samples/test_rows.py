@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from sample_files import build_tokenizer
 
 from raymm.data import JsonDataset, Sample
 from raymm.data.conversations.text import TextEncoder, check_vocabulary
@@ -13,6 +12,7 @@ from raymm.data.samples.limits import Limits
 from raymm.data.samples.row_media import MediaRules, items_of
 from raymm.data.samples.rows import RowRules, parse_row
 from raymm.errors import DataError, SampleError
+from tests.support.sample_files import build_tokenizer
 
 
 @pytest.mark.parametrize(("row", "parts"), [

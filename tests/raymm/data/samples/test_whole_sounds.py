@@ -15,7 +15,7 @@ from raymm.data import DataConfig, local_steps, open_split, row_lengths
 from raymm.data.samples.processors import load_processor
 from raymm.data.samples.whole_sounds import WholeSounds
 from raymm.errors import SampleError
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 RATE = 16_000
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import ray
 from pydantic import ValidationError
-from test_loader import assert_same
 
 from raymm.data import (
     DataConfig,
@@ -25,6 +24,7 @@ from raymm.data import (
 from raymm.data.sampling import sampler as samplers
 from raymm.data.sampling.batching import sample_sizes
 from raymm.errors import DataError
+from tests.raymm.data.loading.test_loader import assert_same
 
 FIELDS = {"train": "a", "tokenizer": "t", "batch_size": 8, "microbatches": 4}
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_group_sampler import epoch_of, sizes_of
 
 from raymm.data import Decision
 from raymm.data.sampling.group_sampler import GroupSampler
@@ -20,6 +19,7 @@ from raymm.scheduler.minibatch.measured_costs import (
     efficiency,
     group_units,
 )
+from tests.raymm.data.sampling.test_group_sampler import epoch_of, sizes_of
 
 COPIES = {"text": 2, "vision": 1}
 

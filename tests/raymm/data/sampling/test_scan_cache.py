@@ -6,8 +6,6 @@ import zipfile
 
 import numpy as np
 import pytest
-from same_rows import write_parquet, write_shards
-from sample_files import build_tokenizer, write_image
 
 from raymm.data import StepBuilder, local_steps, open_split, scan
 from raymm.data.sampling.scan_cache import (
@@ -18,6 +16,8 @@ from raymm.data.sampling.scan_cache import (
     scan_key,
 )
 from raymm.errors import SampleError
+from tests.support.same_rows import write_parquet, write_shards
+from tests.support.sample_files import build_tokenizer, write_image
 
 
 def arrays(found):

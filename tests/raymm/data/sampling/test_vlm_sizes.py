@@ -11,7 +11,7 @@ from raymm.data.loading.processed import ProcessedSizes, measure_of
 from raymm.data.sampling.batching import sample_sizes, training_sampler
 from raymm.data.sampling.scan_result import SampleScan
 from raymm.monitor.balance import microbatch_loads
-from tests.tiny_folders import modalities, tiny
+from tests.support.tiny_folders import modalities, tiny
 
 TOWERS = {"vision": {"pixel_values": "pixel_values"}}
 

@@ -16,7 +16,7 @@ from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import TimedFrames
 from raymm.data.samples.row_media import MediaRules, PartMedia
 from raymm.errors import SampleError
-from tests.tiny_folders import tiny
+from tests.support.tiny_folders import tiny
 
 VIDEO_KINDS = [kind for kind, spec in KINDS.items() if "video_processor" in spec.parts]
 # Processors that write times into the text, or positions.

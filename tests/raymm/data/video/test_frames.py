@@ -7,7 +7,6 @@ import io
 import struct
 
 import av
-import clips
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,6 +19,7 @@ from raymm.data.samples.processors import read_track
 from raymm.data.video.container import header_of, read_header
 from raymm.data.video.frames import FrameLimits, FrameSampling, read_clip
 from raymm.errors import SampleError
+from tests.support import clips
 
 LIMITS = FrameLimits(2**22, 3600, 100_000)
 clip = functools.cache(clips.make_clip)

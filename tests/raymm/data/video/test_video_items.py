@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import clips
 import numpy as np
 import pytest
 import torch
@@ -16,9 +15,11 @@ from transformers import AutoProcessor
 from examples.vlm import tiny
 from raymm.data import DataConfig, StepBuilder, local_steps, open_split, scan
 from raymm.errors import ConfigError, SampleError
+from tests.support import clips
 
-VIDEO = {"column": "clips", "processor": "media_processors:from_clip", "video": {"max_frames": 4}}
-SOUND = {"column": "clips", "processor": "media_processors:track"}
+VIDEO = {"column": "clips", "processor": "tests.support.media_processors:from_clip",
+    "video": {"max_frames": 4}}
+SOUND = {"column": "clips", "processor": "tests.support.media_processors:track"}
 clip = functools.cache(clips.make_clip)
 
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from cp_sat_stage import CpSatStageEvaluator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +24,8 @@ from raymm.scheduler.multiplex.solver.solve import (
     solve,
 )
 from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
-from tests.scheduler.multiplex.mapping_problems import (
+from tests.support.cp_sat_stage import CpSatStageEvaluator
+from tests.support.mapping_problems import (
     brute_force_mapping,
     brute_force_stage,
     problems,

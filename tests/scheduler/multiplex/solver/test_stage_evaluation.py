@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from cp_sat_stage import CpSatStageEvaluator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,8 @@ from benchmarks._mapping_instances import random_problem
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.solver.packing import IMPOSSIBLE
 from raymm.scheduler.multiplex.solver.stage_evaluation import StageBounds, StageEvaluator
-from tests.scheduler.multiplex.mapping_problems import brute_force_stage, problems
+from tests.support.cp_sat_stage import CpSatStageEvaluator
+from tests.support.mapping_problems import brute_force_stage, problems
 
 
 def same(found: float, wanted: float) -> bool:

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from fake_driver import FakeDriver
+
+from tests.support.fake_driver import FakeDriver
 
 
 class CudaMisuseError(AssertionError):

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from needs import RAY_FOLDER
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -24,11 +23,11 @@ from transformers import (
 
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
+from tests.support import REPOSITORY
+from tests.support.needs import RAY_FOLDER
 
 # Steps of the run that many tests read.
 STEPS = 12
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
 CHATML = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> "
     "{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
@@ -115,7 +114,8 @@ def settings(inputs: Path, run: Path, steps: int) -> dict[str, Any]:
         "data": {
             "train": str(inputs / "train.jsonl"),
             "tokenizer": str(inputs / "tokenizer"),
-            "modalities": {"vision": {"column": "images", "processor": "run_processors:image"}},
+            "modalities": {
+                "vision": {"column": "images", "processor": "tests.support.run_processors:image"}},
             "batch_size": 4, "microbatches": 2, "max_length": 32,
         },
         "optimizer": {
@@ -180,7 +180,7 @@ def child_environment(**extra: str) -> dict[str, str]:
     }
     return {
         **environment,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        "PYTHONPATH": str(REPOSITORY),
         "RAY_ADDRESS": "local",
         # Otherwise Ray kills workers when other processes use up the machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",

@@ -10,10 +10,10 @@ import ray
 import ray._private.state
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 from ray.util.placement_group import placement_group, remove_placement_group
-from run_processors import image
-from small_disk import SmallDisk
 
 from raymm import Callback
+from tests.support.run_processors import image
+from tests.support.small_disk import SmallDisk
 
 # Seconds that a run waits for resources until it is interrupted.
 WAIT_S = 3.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
+from tests.support import SUPPORT
 
 NAMES = ("vision", "text")
 
@@ -24,7 +24,7 @@ def real(name: str) -> SampleSizes:
             np.concatenate([part.values for part in parts]),
             np.repeat([0, 1], [len(part) for part in parts]),
         )
-    table = np.array(json.loads(Path(__file__).with_name("minibatch_sizes.json").read_text())[name])
+    table = np.array(json.loads((SUPPORT / "minibatch_sizes.json").read_text())[name])
     return SampleSizes(NAMES, np.repeat(table[:, :2], table[:, 2], axis=0))
 
 

@@ -10,9 +10,9 @@ from transformers import AutoProcessor
 
 from raymm.data import IGNORE_INDEX, DataConfig, open_split, step_builder
 from raymm.data.readers.detect import detect
-from tests.tiny_folders import tiny
+from tests.support.tiny_folders import tiny
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "cases" / "data"
 
 
 def case_file(name: str, folder: Path) -> Path:

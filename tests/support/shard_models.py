@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import parity_models as pm
 import torch
 import transformers as hf
 from torch import nn
 
 from raymm.actors.modules.projector import Projector, ProjectorConfig
+from tests.support import parity_models as pm
 
 
 def with_kv_heads(count: int) -> hf.LlamaConfig:

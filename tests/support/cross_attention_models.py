@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from shared_batch import SharedBatch, padded_causal_masks
 from torch import nn
 from transformers import (
     IdeficsConfig,
@@ -21,6 +20,7 @@ from transformers import (
 
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask.cross_masks import cross_masks
+from tests.support.shared_batch import SharedBatch, padded_causal_masks
 
 VOCABULARY, HIDDEN, HEADS, LENGTHS = 61, 32, 4, (23, 17)
 IGNORED = -100

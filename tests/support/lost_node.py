@@ -5,21 +5,19 @@ import signal
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+os.environ["PYTHONPATH"] = sys.path[0] = str(Path(__file__).resolve().parents[2])
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"
 
 import ray  # noqa: E402  after the variables that it reads
 import ray._private.state  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
-from tiny_run import curve, prepare, settings  # noqa: E402
 
 from raymm import Callback  # noqa: E402
 from raymm.config.build import build_model, build_plan  # noqa: E402
 from raymm.config.sections import parse_config  # noqa: E402
 from raymm.runtime.embedded.forked_workers import start_servers  # noqa: E402
 from raymm.training.trainer import Trainer  # noqa: E402
+from tests.support.tiny_run import curve, prepare, settings  # noqa: E402
 
 STEPS, KILL_AFTER = 8, 4
 OPTIONS = {"object_store_memory": 100 * 2**20}

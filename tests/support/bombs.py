@@ -82,7 +82,7 @@ def sparse(path: Path, size: int = 2**40) -> None:
 def shard(path: Path, size: int = 2**33) -> None:
     """Write a tar shard with a good sample, and one whose picture is a sparse range of its file."""
     with tarfile.open(path, "w") as out:
-        from same_rows import add_member
+        from tests.support.same_rows import add_member
 
         add_member(out, "good.txt", b"a cat is a dog")
         add_member(out, "large.txt", b"a cat is a dog")

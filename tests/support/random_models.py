@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.search.stage_space import StageSpace
-from tests.scheduler.random_plans import layer_costs
+from tests.support.random_plans import layer_costs
 
 
 @st.composite

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import parity_models as pm
 import torch
 from hypothesis import strategies as st
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
+from tests.support import parity_models as pm
 
 IMAGE_TOKENS, SOUND_TOKENS = 4, pm.AUDIO_FRAMES // 2
 POSITIONS = 64  # of the language model

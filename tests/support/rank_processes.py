@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fork_server import fork_server
+
+from tests.support.fork_server import fork_server
 
 MOST_RANKS = 4
 TIMEOUT = timedelta(seconds=120)

@@ -5,7 +5,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from sample_files import write_rows
+from tests.support.sample_files import write_rows
 
 
 def add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -25,7 +25,7 @@ from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
 from raymm.scheduler.schedules.base import Task
 from raymm.scheduler.schedules.policy import Rules
-from tests.scheduler.schedule.reference_stage_progress import UNKNOWN_SIZES, StageProgress
+from tests.support.reference_stage_progress import UNKNOWN_SIZES, StageProgress
 
 # Number of microbatches for which a stage without a backward is planned ahead of its consumer. It
 # keeps no activations, only outputs that wait to be received; two hide the jitter between ranks.

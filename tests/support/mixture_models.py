@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from tests.trainer_groups import trainer_groups
+from tests.support.trainer_groups import trainer_groups
 
 Batch = Mapping[str, torch.Tensor]
 Sizes = list[tuple[int, int]]

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from parity_oracle import (
+
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.parallel_model import ParallelModel
+from raymm.runtime.parallel_module import StepOutput
+from tests.support.parity_oracle import (
     MergeRow,
     Oracle,
     Visible,
@@ -15,12 +20,7 @@ from parity_oracle import (
     parameter_errors,
     prepend,
 )
-
-from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.parallel_model import ParallelModel
-from raymm.runtime.parallel_module import StepOutput
-from tests.trainer_groups import trainer_groups
+from tests.support.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is rounding error from moving at the full rate; the norm makes
 # clipping take effect in every step.

@@ -3,7 +3,7 @@
 Not a test by itself: it forks, so it is a separate process without Ray and threads. Uses SIGKILL
 and prints one JSON line.
 
-    python tests/raymm/storage/killed_saves.py FOLDER RANDOM_KILLS
+    python tests/support/killed_saves.py FOLDER RANDOM_KILLS
 """
 
 from __future__ import annotations

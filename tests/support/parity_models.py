@@ -140,7 +140,7 @@ class PlainCNN(nn.Module):
 
 
 def make_cnn(width: int = 12, depth: int = 3) -> PlainCNN:
-    """Build the encoder for ``FactorySource("parity_models:make_cnn")``."""
+    """Build the encoder for ``FactorySource("tests.support.parity_models:make_cnn")``."""
     return PlainCNN(width, depth)
 
 
