@@ -84,7 +84,7 @@ test-fast: ruff
 SMOKE := tests/test_house.py tests/test_references.py tests/raymm/config tests/scheduler/graph \
     tests/scheduler/plan tests/scheduler/program tests/kernels/mask/test_mask.py \
     tests/raymm/data/samples/test_row_forms.py tests/parity/test_reference.py \
-    tests/parity/test_mapped_degrees.py tests/training/test_first_command.py
+    tests/parity/test_mapped_degrees.py tests/raymm/cli/test_main.py
 test-smoke: ruff
 	$(PYTEST) -m "not system and not sweep" $(SMOKE)
 

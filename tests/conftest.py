@@ -32,6 +32,13 @@ from tests.support.needs import (  # noqa: F401 (hooks)
     pytest_runtest_call,
     pytest_runtest_protocol,
 )
+from tests.support.run_fixtures import (  # noqa: F401 (fixtures)
+    finished,
+    inputs,
+    make_config,
+    no_new_actors,
+    raymm,
+)
 from tests.support.s3_server import running_s3, s3  # noqa: F401 (fixtures)
 from tests.support.small_disk import small_disk  # noqa: F401 (fixture)
 

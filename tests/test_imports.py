@@ -125,11 +125,3 @@ def undocumented(path: Path) -> list[str]:
 def test_public_names_have_a_docstring(package: str) -> None:
     missing = [line for path in sources(package) for line in undocumented(path)]
     assert not missing, "without a docstring:\n" + "\n".join(missing)
-
-
-def test_test_files_have_unique_names() -> None:
-    """Require unique names, because pytest imports the files by name alone."""
-    places: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
-    assert not [found for found in places.values() if len(found) > 1]

@@ -24,22 +24,22 @@ PROMISES = {
             "tests/training/test_saved_steps.py::"
             "test_steps_wait_for_synchronous_checkpoints",
         "also on NFS":
-            "tests/training/test_run_owner.py::test_a_link_request_repeated_by_nfs_succeeds",
+            "tests/raymm/files/test_run_owner.py::test_a_link_request_repeated_by_nfs_succeeds",
         "Removing a checkpoint removes only the files that its manifest names.":
             "tests/raymm/storage/test_links.py::"
             "test_link_targets_and_other_files_in_a_step_are_kept",
         "A symbolic link is removed and its target is kept.":
             "tests/raymm/storage/test_links.py::test_removing_a_linked_step_removes_only_the_link",
         "that cannot be written stay in memory and are written, in order, with the first later row":
-            "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
+            "tests/raymm/monitor/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "The run continues and saves when the next checkpoint is due":
             "tests/training/test_full_disk.py::"
             "test_a_full_disk_loses_no_step_and_no_row",
         "verified before use and committed by a manifest that comes last":
-            "tests/training/test_corrupt_checkpoints.py::"
+            "tests/raymm/storage/test_manifest.py::"
             "test_every_effective_mutation_is_reported",
         "A corrupt checkpoint is reported, and the newest intact one is used.":
-            "tests/training/test_corrupt_checkpoints.py::"
+            "tests/raymm/storage/test_manifest.py::"
             "test_a_run_resumes_from_the_newest_intact_checkpoint",
         "Nothing is ever unpickled.":
             "tests/training/test_planted_attacks.py::"
@@ -47,13 +47,13 @@ PROMISES = {
         "a resumed run repeats the uninterrupted one, data included":
             "tests/training/test_resume.py::test_two_halves_equal_an_uninterrupted_run_bitwise",
         "is rejected unless `run.allow_changes` names it":
-            "tests/training/test_resuming.py::"
+            "tests/raymm/storage/test_resuming.py::"
             "test_forbidden_changes_are_rejected_with_both_values",
         "a run may resume with other stages, degrees or replicas":
             "tests/training/test_resume.py::"
             "test_another_layout_resumes_from_the_same_checkpoint",
         "a second run is rejected while the first lives":
-            "tests/training/test_run_owner.py::"
+            "tests/raymm/files/test_run_owner.py::"
             "test_a_concurrent_command_is_rejected_with_the_owner",
         "a save that begins before the previous one is committed waits":
             "tests/raymm/storage/test_background_save.py::"
@@ -71,10 +71,10 @@ PROMISES = {
             "tests/actors/storage/test_storage_folders.py::"
             "test_temporary_failures_are_retried",
         "prints a line for each: `whole`, `CORRUPT` (with the file and the reason), or `torn`":
-            "tests/training/test_check_command.py::"
+            "tests/raymm/storage/test_inspection.py::"
             "test_check_reports_corrupt_files_and_accepts_torn_saves",
         "also removes all but the newest intact one, unless a run is active in the folder":
-            "tests/training/test_check_command.py::test_pruning_keeps_the_newest_intact_checkpoints",
+            "tests/raymm/storage/test_inspection.py::test_pruning_keeps_the_newest_intact_checkpoints",
         "Each tensor is stored in the dtype of the source folder":
             "tests/raymm/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
         "or the command fails and leaves no folder":
@@ -86,18 +86,18 @@ PROMISES = {
         "A folder that has other files in it is renamed":
             "tests/raymm/storage/test_links.py::test_a_linked_run_folder_keeps_its_neighbours",
         "a run that ends before that ends with an error":
-            "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
+            "tests/raymm/monitor/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
         "wait for it, too; a second signal does not":
-            "tests/training/test_stop.py::test_a_signal_during_a_save_and_a_second_one",
+            "tests/raymm/training/test_stop_request.py::test_a_signal_during_a_save_and_a_second_one",
         "is reported, with the file, and earlier checkpoints stay":
             "tests/raymm/storage/test_background_save.py::"
             "test_a_failed_write_is_reported_and_loses_nothing",
         "The second prints which tensors differ, and by how much relative to their norm":
-            "tests/training/test_check_command.py::test_differences_are_relative_and_grouped_by_kind",
+            "tests/raymm/storage/test_inspection.py::test_differences_are_relative_and_grouped_by_kind",
         "whatever layouts the checkpoints were written under":
-            "tests/training/test_check_command.py::test_comparison_ignores_layouts",
+            "tests/raymm/storage/test_inspection.py::test_comparison_ignores_layouts",
         "is 1 if a checkpoint is corrupt or the two differ":
-            "tests/training/test_check_command.py::"
+            "tests/raymm/storage/test_inspection.py::"
             "test_checkpoints_of_a_run_differ_in_trained_parameters",
         "becomes a folder that stock `peft` loads":
             "tests/raymm/storage/test_adapter_folder.py::"
@@ -136,10 +136,10 @@ PROMISES = {
             "tests/training/test_full_disk.py::"
             "test_a_start_on_a_full_disk_exits_with_1_and_no_files",
         "in one step ends the run with code 1":
-            "tests/training/test_recovery.py::"
+            "tests/raymm/recovery/test_run_controller.py::"
             "test_a_lasting_shortage_ends_the_run_after_retries",
         "resource is never skipped, whatever `data.on_error` is":
-            "tests/training/test_recovery.py::test_temporary_shortages_do_not_change_any_loss",
+            "tests/raymm/recovery/test_run_controller.py::test_temporary_shortages_do_not_change_any_loss",
     },
     "docs/security.md": {
         "run only with `model.trust_remote_code: true`":
@@ -149,7 +149,7 @@ PROMISES = {
             "tests/training/test_planted_attacks.py::"
             "test_a_pickled_shard_with_a_valid_checksum_is_rejected",
         "scripts that it contains are not run":
-            "tests/training/test_hub_ids.py::test_a_script_of_a_data_set_is_not_run",
+            "tests/actors/weights/test_pretrained_source.py::test_a_script_of_a_data_set_is_not_run",
         "with `..` resolved before it is compared":
             "tests/raymm/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
@@ -167,7 +167,7 @@ PROMISES = {
         "scans with NumPy's format without objects":
             "tests/raymm/data/sampling/test_scan_cache.py::test_nothing_is_unpickled",
         "settings and safetensors are downloaded, no pickles":
-            "tests/training/test_hub_ids.py::test_a_model_and_rows_train_by_their_ids",
+            "tests/actors/weights/test_pretrained_source.py::test_a_model_and_rows_train_by_their_ids",
         "never with connection options or credentials from the row":
             "tests/raymm/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
@@ -194,7 +194,7 @@ PROMISES = {
         "makes no frame larger than `data.max_image_pixels`":
             "tests/raymm/data/video/test_frames.py::test_large_frames_are_refused_by_the_header",
         "find damage, not forgery":
-            "tests/training/test_corrupt_checkpoints.py::"
+            "tests/raymm/storage/test_manifest.py::"
             "test_edits_with_a_valid_checksum_are_rejected_or_read",
         "raymm does not use torch's own store (TCPStore)":
             "tests/actors/rank/test_rendezvous_store.py::"

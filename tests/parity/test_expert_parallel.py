@@ -9,7 +9,7 @@ from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec
 from raymm.errors import PlanError, ProbeError
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
-from tests.parity.test_router_loss import OPTIMIZER, SIZES, check
+from tests.actors.experts.test_router_loss import OPTIMIZER, SIZES, check
 from tests.support.mixture_models import mixtral, step
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

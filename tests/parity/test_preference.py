@@ -17,7 +17,7 @@ from raymm.kernels.preference import PreferenceLoss
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from tests.parity.test_adapters import LORA, _own_name, in_peft, noisy
+from tests.actors.adapters.test_lora import LORA, _own_name, in_peft, noisy
 from tests.support import parity_models as pm
 from tests.support.parity_check import OPTIMIZER, close
 from tests.support.parity_oracle import gradient_errors, parameter_errors

@@ -13,9 +13,9 @@ from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
+from tests.raymm.planning.test_planned_run import tiny_model
 from tests.support.tiny_run import curve, save_rows
 from tests.training.test_balanced_run import assert_epoch
-from tests.training.test_multiplexed_run import tiny_model
 
 ROWS = 160
 EVERY = 8

@@ -13,7 +13,7 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.inspection import compare_checkpoints, inspect_checkpoints
 from raymm.storage.manifest import FileEntry, Manifest, write_manifest
 from raymm.storage.step_folders import TORN
-from tests.training.test_corrupt_checkpoints import checkpoint, flip_bit
+from tests.raymm.storage.test_manifest import checkpoint, flip_bit
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from raymm.cli.without_config import FolderStart
 from raymm.config.sections import load_config
 from raymm.data import open_split
 from raymm.monitor.metrics import read_metrics
+from tests.support import REPOSITORY
 from tests.support.tiny_folders import tiny
 
 SLOW = ("torch", "transformers", "ray", "numba")
@@ -105,7 +106,7 @@ def early(tmp_path_factory):
     commands = json.dumps([arguments for arguments, _ in EARLY.values()])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, commands, " ".join(SLOW)], cwd=folder, text=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1", "HOME": "/tmp"},
+        env={"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "HOME": "/tmp"},
         capture_output=True, check=True, timeout=120,
     )
     codes, slow = json.loads(done.stdout.splitlines()[-1])

@@ -24,7 +24,7 @@ from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from tests.parity.test_adapters import PeftOracle, in_peft, noisy, step
+from tests.actors.adapters.test_lora import PeftOracle, in_peft, noisy, step
 from tests.support import parity_models as pm
 from tests.support.parity_check import OPTIMIZER, check_gradients, check_training
 from tests.support.parity_oracle import Oracle, prepend
