@@ -40,16 +40,18 @@ def _as_it_is(function: Function) -> Function:
 
 
 if TYPE_CHECKING:
-    entry = part = _as_it_is
+    entry = part = allocating_part = _as_it_is
 else:
     try:
         from numba import njit
         from numba.extending import register_jitable
     except ImportError:  # numba raises it too, for unsupported numpy versions
-        entry = part = _as_it_is
+        entry = part = allocating_part = _as_it_is
     else:
-        # Compiled code inlines these functions (LLVM decides); Python calls them directly.
-        part = register_jitable
+        # Compiled code inlines these functions (LLVM decides); Python calls them directly. They
+        # neither allocate nor count references to arrays, which would take most of their time.
+        part = register_jitable(_nrt=False)
+        allocating_part = register_jitable
 
         def entry(function: Function) -> Function:
             """Decorate a function that Python calls. Its machine code and that of its callees is

@@ -24,7 +24,7 @@ from raymm.scheduler.schedule.compiled.arrays import (
     RECOMPUTES,
     RUN,
 )
-from raymm.scheduler.schedule.compiled.machine_code import part
+from raymm.scheduler.schedule.compiled.machine_code import allocating_part, part
 
 # Number of microbatches that a stage without backward may be ahead of its consumer. Such a stage
 # keeps no activations, only outputs that wait to be received; two hide the jitter between ranks.
@@ -58,6 +58,9 @@ class Progress(NamedTuple):
         begun, begun_seconds: the same of tasks that began together, and seconds on a whole device.
         phase: (R,) current phase of each rank.
         waiting: (R, phases) number of tasks that have not begun.
+        free_at: (R,) seconds at the end of the current task.
+        event_times, event_ranks: binary heap of the times when ranks choose again.
+        num_events: (1,) used length of the heap.
     """
 
     counts: np.ndarray
@@ -75,9 +78,13 @@ class Progress(NamedTuple):
     begun_seconds: np.ndarray
     phase: np.ndarray
     waiting: np.ndarray
+    free_at: np.ndarray
+    event_times: np.ndarray
+    event_ranks: np.ndarray
+    num_events: np.ndarray
 
 
-@part
+@allocating_part
 def nothing_done(step, rules):
     """Return the progress of a step before its first task."""
     stages, microbatches = step.uses.shape
@@ -85,6 +92,9 @@ def nothing_done(step, rules):
     most = 0
     for rank in range(ranks):
         most = max(most, step.rank_starts[rank + 1] - step.rank_starts[rank])
+    # A task has an event for its rank, a forward for its consumers and producers, a backward for
+    # its producers.
+    events = ranks + 3 * (tasks + len(step.edges) * microbatches)
     return Progress(
         np.zeros((stages, 6), np.int64), np.zeros(tasks, np.int64),
         np.full((3, stages, microbatches), np.inf),
@@ -93,10 +103,11 @@ def nothing_done(step, rules):
         np.zeros(ranks), np.empty((3 * tasks, 4), np.int64), np.zeros(1, np.int64),
         np.empty((4 * most, 3), np.int64), np.empty(4 * most), np.empty((most, 3), np.int64),
         np.empty(most), np.zeros(ranks, np.int64), _tasks_by_phase(step, rules, ranks),
+        np.zeros(ranks), np.empty(events), np.empty(events, np.int64), np.zeros(1, np.int64),
     )
 
 
-@part
+@allocating_part
 def _tasks_by_phase(step, rules, ranks):
     """Return (R, phases) numbers of forwards and backwards; (R, 0) without phases."""
     if rules.phases.size == 0:
@@ -110,6 +121,51 @@ def _tasks_by_phase(step, rules, ranks):
             if step.uses[stage, microbatch] & NEEDS:
                 result[rank, rules.phases[1, stage, microbatch]] += 1
     return result
+
+
+@part
+def wake_at(progress, time, rank):
+    """Let a rank choose again at a time, unless it is busy until later."""
+    if progress.free_at[rank] > time:
+        return
+    times, ranks = progress.event_times, progress.event_ranks
+    place = progress.num_events[0]
+    progress.num_events[0] += 1
+    while place > 0:
+        above = (place - 1) >> 1
+        if times[above] < time or (times[above] == time and ranks[above] <= rank):
+            break
+        times[place], ranks[place] = times[above], ranks[above]
+        place = above
+    times[place], ranks[place] = time, rank
+
+
+@part
+def next_event(progress):
+    """Remove the earliest event, of equal ones that of the lowest rank; return time and rank."""
+    times, ranks = progress.event_times, progress.event_ranks
+    now, first = times[0], ranks[0]
+    progress.num_events[0] -= 1
+    count, place = progress.num_events[0], 0
+    time, rank = times[count], ranks[count]
+    while 2 * place + 1 < count:
+        below, other = 2 * place + 1, 2 * place + 2
+        if other < count and (
+            times[other] < times[below]
+            or (times[other] == times[below] and ranks[other] < ranks[below])
+        ):
+            below = other
+        if time < times[below] or (time == times[below] and rank <= ranks[below]):
+            break
+        times[place], ranks[place] = times[below], ranks[below]
+        place = below
+    times[place], ranks[place] = time, rank
+    return now, first
+
+
+@part
+def is_next(progress, time, rank):
+    return progress.event_times[0] == time and progress.event_ranks[0] == rank
 
 
 @part

@@ -3,8 +3,6 @@ plan. :mod:`raymm.scheduler.schedule.list_schedule` explains the rules."""
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from raymm.scheduler.schedule.compiled.arrays import (
@@ -51,8 +49,11 @@ from raymm.scheduler.schedule.compiled.progress import (
     WEIGHT,
     has_room,
     in_phase,
+    is_next,
+    next_event,
     next_task,
     nothing_done,
+    wake_at,
 )
 
 # Operation whose seconds a postponed task takes, by kind.
@@ -67,22 +68,22 @@ def run_schedule(step, rules):
     of forwards and backwards of each stage that never began."""
     ranks = len(step.rank_starts) - 1
     progress = nothing_done(step, rules)
-    free_at = np.zeros(ranks)
-    events = [(0.0, rank) for rank in range(ranks)]
+    for rank in range(ranks):
+        wake_at(progress, 0.0, rank)
     makespan, groups = 0.0, 0
-    while len(events) > 0:
-        now, rank = heapq.heappop(events)
-        while len(events) > 0 and events[0] == (now, rank):
-            heapq.heappop(events)
-        if free_at[rank] > now:
+    while progress.num_events[0] > 0:
+        now, rank = next_event(progress)
+        while progress.num_events[0] > 0 and is_next(progress, now, rank):
+            next_event(progress)
+        if progress.free_at[rank] > now:
             continue
         stage, kind = _choose(step, rules, progress, rank, now, 0)
         if stage < 0:
             continue  # woken again when something becomes ready
-        end, groups = _begin(step, rules, progress, rank, stage, kind, now, groups, events)
-        free_at[rank] = end
+        end, groups = _begin(step, rules, progress, rank, stage, kind, now, groups)
+        progress.free_at[rank] = end
         makespan = max(makespan, end)
-        heapq.heappush(events, (end, rank))
+        wake_at(progress, end, rank)
     unfinished = np.empty(len(step.uses), np.int64)
     for s in range(len(unfinished)):
         unfinished[s] = step.stages[s + 1, FORWARDS] - step.stages[s, FORWARDS]
@@ -176,13 +177,13 @@ def _fits_group(step, rules, progress, stage, kind, microbatch, concurrent):
 
 
 @part
-def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
+def _begin(step, rules, progress, rank, stage, kind, now, groups):
     """Begin a task and concurrent others; return the end of the last and the number of groups."""
     first = progress.length[0]
-    _begin_task(step, rules, progress, 0, stage, kind, now, events)
+    _begin_task(step, rules, progress, 0, stage, kind, now)
     if step.amounts[stage, QUOTA_SHARE] == 0:  # the usual case
         end = now + progress.begun_seconds[0]
-        _end(step, progress, 0, end, events)
+        _end(step, progress, 0, end)
         return end, groups
     count = 1
     device_share = _on_its_quota(step, rules, progress, stage, kind, progress.begun[0, 2])
@@ -191,7 +192,7 @@ def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
             companion, companion_kind = _choose(step, rules, progress, rank, now, count)
             if companion < 0:
                 break
-            _begin_task(step, rules, progress, count, companion, companion_kind, now, events)
+            _begin_task(step, rules, progress, count, companion, companion_kind, now)
             count += 1
     on_quota = device_share == QUOTA or (device_share == ANY and count > 1)
     end = now + progress.begun_seconds[0]
@@ -207,12 +208,12 @@ def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
         began = progress.begun[index]
         if began[1] == FORWARD or began[1] == RECOMPUTE:
             progress.on_quota[began[0], began[2]] = on_quota
-        _end(step, progress, index, end, events)
+        _end(step, progress, index, end)
     return end, groups
 
 
 @part
-def _begin_task(step, rules, progress, place, stage, kind, now, events):
+def _begin_task(step, rules, progress, place, stage, kind, now):
     first = step.stages[stage, BACKWARDS]
     if kind == FORWARD:
         index = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
@@ -228,7 +229,7 @@ def _begin_task(step, rules, progress, place, stage, kind, now, events):
             producer = step.edges[edge, PRODUCER]
             if step.uses[producer, microbatch] & RUN:
                 progress.consumed[producer, step.stages[stage, MODULE]] += 1
-                heapq.heappush(events, (now, step.stages[producer, RANK]))
+                wake_at(progress, now, step.stages[producer, RANK])
     elif kind == RECOMPUTE:
         microbatch = step.microbatches[first + progress.counts[stage, NEXT_RECOMPUTE]]
         progress.counts[stage, NEXT_RECOMPUTE] += 1
@@ -280,7 +281,7 @@ def _note(progress, stage, microbatch, operation):
 
 
 @part
-def _end(step, progress, place, end, events):
+def _end(step, progress, place, end):
     """Record the end of a task, and wake the ranks that may wait for it."""
     began = progress.begun[place]
     stage, kind, microbatch = began[0], began[1], began[2]
@@ -288,11 +289,11 @@ def _end(step, progress, place, end, events):
         progress.ends[FORWARD_END, stage, microbatch] = end
         for row in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
             delay = step.delays[step.edges[row, CONSUMER_EDGE], 0]
-            heapq.heappush(events, (end + delay, step.stages[step.edges[row, CONSUMER], RANK]))
+            wake_at(progress, end + delay, step.stages[step.edges[row, CONSUMER], RANK])
     elif kind == RECOMPUTE:
         progress.ends[RECOMPUTED_END, stage, microbatch] = end
     elif kind == BACKWARD:
         progress.ends[BACKWARD_END, stage, microbatch] = end
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
             delay = step.delays[edge, 1]
-            heapq.heappush(events, (end + delay, step.stages[step.edges[edge, PRODUCER], RANK]))
+            wake_at(progress, end + delay, step.stages[step.edges[edge, PRODUCER], RANK])
