@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from raymm.actors.probe.callbacks import Cuts
-from raymm.errors import NoPlanError, ProbeError
+from raymm.errors import NoPlanError, PlanError, ProbeError
+from raymm.layout.group_check import check_groups
+from raymm.layout.stage_builders import stage_builders
 from raymm.model.features import PIPELINED_PLANS
 from raymm.model.model import Model
 from raymm.planning.degrees import Refused, refused_degrees
@@ -17,7 +19,8 @@ from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_nodes import straddling
 from raymm.scheduler.progress.search_control import SearchControl
-from raymm.scheduler.search.evaluation import Option
+from raymm.scheduler.search.evaluation import Option, Proposal, step_bound
+from raymm.scheduler.search.factor_search import search_factors, with_factor
 from raymm.scheduler.search.module_degrees import degrees_of
 from raymm.scheduler.search.planner import find_plans, has_rank_each
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
@@ -118,6 +121,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         unshared |= not_shared
     if control.stopped is not None:
         notes.append(f"the search was stopped by {control.stopped}: this is the best plan so far")
+    proposal = _with_factors(inputs, proposal, control)
     best = proposal.best.plan
     nodes = [process // costs.ranks_per_node for process in range(best.num_processes)]
     if costs.device is not None and (astride := straddling(best, nodes)) is not None:
@@ -128,6 +132,34 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         best, proposal, costs, replace(problem, degrees={}), tuple(uncut),
         notes=tuple(notes),
     )
+
+
+def _with_factors(inputs: PlanInputs, proposal: Proposal, control: SearchControl) -> Proposal:
+    """Return the proposal with the best plan's fastest factors of encoders, if forwards that
+    several microbatches share make it faster."""
+    best, network = proposal.best, inputs.costs.network
+    if inputs.request.keeps_features:
+        return proposal
+    modules = [
+        name for name in inputs.costs.profile.fixed
+        if _shares_forwards(inputs.model, best.plan, name)
+    ]
+    option = search_factors(best, network, modules, control)
+    if option is best:
+        return proposal
+    bound = step_bound(option.plan, network)
+    return replace(proposal, options=(option, *proposal.options), bound=bound)
+
+
+def _shares_forwards(model: Model, plan: Plan, module: str) -> bool:
+    """Return True if a run of the plan accepts a ``microbatch_factor`` of a module."""
+    try:
+        shared = with_factor(plan, module, 2)
+        check_groups(model, shared)
+        stage_builders(model, shared)
+    except (PlanError, ProbeError):
+        return False
+    return True
 
 
 def _advice(model: Model) -> str:

@@ -159,6 +159,8 @@ class CostProfile:
         ports: bytes of the ports that layers read, by consumer and name.
         sharing: effect of fewer samples, quotas and colocated modules on seconds. If None, time is
             inversely proportional to the number of devices and the quota.
+        fixed: fraction of a module's seconds for this microbatch that a forward or backward takes
+            for any number of items (kernel launches), by module; 0 where missing.
     """
 
     modules: Mapping[str, tuple[LayerCost, ...]]
@@ -170,8 +172,12 @@ class CostProfile:
     links: Links | None = None
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     sharing: DeviceSharing | None = None
+    fixed: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, fraction in self.fixed.items():
+            if not 0 <= fraction <= 1:  # NaN fails too
+                raise PlanError(f"fixed of {name!r} is {fraction}; accepted: 0 to 1")
         if self.dtype not in ("fp32", "bf16"):
             raise PlanError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
 

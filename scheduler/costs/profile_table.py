@@ -116,8 +116,10 @@ class ProfileTable:
         modules = {
             name: self._layers(name, lengths[name], extrapolate) for name in self.modules
         }
+        fixed = {name: self._fixed(name, length) for name, length in lengths.items()}
         return CostProfile(
-            modules, self.device, self.dtype, "measured", lengths, dict(self.versions)
+            modules, self.device, self.dtype, "measured", lengths, dict(self.versions),
+            fixed={name: fraction for name, fraction in fixed.items() if fraction},
         )
 
     def _layers(self, name: str, tokens: int, extrapolate: bool) -> tuple[LayerCost, ...]:
@@ -136,14 +138,23 @@ class ProfileTable:
             )
         if len(rows) == 1:
             return tuple(_between(_nothing(c), c, tokens / high) for c in rows[0].layers)
-        index = next(
-            (i for i in range(1, len(rows)) if tokens < rows[i].tokens), len(rows) - 1
-        )
-        lower, upper = rows[index - 1], rows[index]
+        lower, upper = _nearest(rows, tokens)
         share = (tokens - lower.tokens) / (upper.tokens - lower.tokens)
         return tuple(
             _between(a, b, share) for a, b in zip(lower.layers, upper.layers, strict=True)
         )
+
+    def _fixed(self, name: str, tokens: int) -> float:
+        """Return the fraction of a module's seconds that a line through the two nearest
+        measurements has at zero tokens; 0 for a single measurement."""
+        rows = self.modules[name]
+        if len(rows) == 1:
+            return 0.0
+        lower, upper = _nearest(rows, tokens)
+        least, most = _seconds(lower), _seconds(upper)
+        growth = (most - least) / (upper.tokens - lower.tokens)
+        total = least + growth * (tokens - lower.tokens)
+        return min(max(1 - growth * tokens / total, 0.0), 1.0) if total > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": TABLE_FORMAT, **asdict(self)}
@@ -181,6 +192,16 @@ class ProfileTable:
     @classmethod
     def from_json(cls, text: str) -> ProfileTable:
         return cls.from_dict(json_value(text, "the profile"))
+
+
+def _nearest(rows: Sequence[Measurement], tokens: int) -> tuple[Measurement, Measurement]:
+    """Return the two measurements around a length, or the two nearest to it."""
+    index = next((i for i in range(1, len(rows)) if tokens < rows[i].tokens), len(rows) - 1)
+    return rows[index - 1], rows[index]
+
+
+def _seconds(row: Measurement) -> float:
+    return sum(c.forward + c.backward_input + c.backward_weight for c in row.layers)
 
 
 def _nothing(cost: LayerCost) -> LayerCost:

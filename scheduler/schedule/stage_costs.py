@@ -159,7 +159,7 @@ def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
         # Replicas cost the same if their links are the same.
         kind = (
             stage.module, stage.index, stage.layers, stage.recompute, stage.layer_options, links,
-            _remote(plan, stage),
+            _remote(plan, stage), stage.microbatch_factor,
         )
         if kind not in by_kind:
             by_kind[kind] = _stage_cost(plan, stage, profile, trained_earlier[stage.module], links)
@@ -179,6 +179,17 @@ def _stage_cost(
     layers = stage_layers(process_layers(profile, node, stage.degrees, *links), lo, hi)
     if replicas > 1:
         layers = _layers_of_share(profile, stage.module, layers, replicas)
+    # Microbatches that share a forward and a backward share their fixed seconds.
+    saved = profile.fixed.get(stage.module, 0.0) * (1 - 1 / stage.microbatch_factor)
+    if saved:
+        layers = tuple(
+            replace(
+                cost, forward=cost.forward * (1 - saved),
+                backward_input=cost.backward_input * (1 - saved),
+                backward_weight=cost.backward_weight * (1 - saved),
+            )
+            for cost in layers
+        )
     trainable = node.trainable[lo:hi]
     earlier = before[lo:hi]
     if lo > 0:

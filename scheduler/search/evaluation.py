@@ -65,7 +65,9 @@ class Option:
 def module_text(plan: Plan, module: str) -> str:
     """Return stages and degrees of a module, e.g. ``"2 (tp 4) x3"``."""
     replicas = plan.replicas(module)
-    within = rank_text(replicas[0][0].degrees)
+    factor = replicas[0][0].microbatch_factor
+    shared = f"{factor} microbatches per forward" if factor > 1 else ""
+    within = ", ".join(filter(None, (rank_text(replicas[0][0].degrees), shared)))
     return (
         f"{len(replicas[0])}" + (f" ({within})" if within else "")
         + (f" x{len(replicas)}" if len(replicas) > 1 else "")

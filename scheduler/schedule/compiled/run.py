@@ -102,6 +102,10 @@ def _choose(step, rules, progress, rank, now, concurrent):
     for index in range(step.rank_starts[rank], step.rank_starts[rank + 1]):
         stage = step.rank_stages[index]
         for kind in range(4):
+            if kind == WEIGHT and not rules.split or (
+                kind == RECOMPUTE and not step.stages[stage, RECOMPUTES]
+            ):
+                continue
             microbatch, ready = next_task(step, rules, progress, stage, kind)
             if microbatch < 0 or not in_phase(rules, progress, rank, stage, kind, microbatch):
                 continue

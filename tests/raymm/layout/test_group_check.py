@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import raymm
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.errors import PlanError
 from raymm.layout.group_check import check_groups
@@ -14,6 +15,9 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan, vlm_plan
+from raymm.scheduler.costs.layer_costs import LayerCost
+from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+from raymm.scheduler.plan.plan import Plan
 from tests.parity.test_vlms_on_ray import whole
 from tests.support import parity_models as pm
 from tests.support.graph_models import reading
@@ -107,3 +111,27 @@ def test_a_tower_that_leaves_out_padding_is_refused():
     plan = vlm_plan(model, {"vision": ParallelSpec(microbatch_factor=2)}, 2)
     with pytest.raises(PlanError, match="padding items"):
         ParallelModel.check_plan(model, plan, RuntimeOptions())
+
+
+def launch_bound(model: MultimodalModule) -> ProfileTable:
+    """Return measurements in which the encoder takes as long for one item as for twice as many."""
+    layers = {
+        node.name: (LayerCost(*(seconds,) * 3),) * node.num_layers for node in model.graph.nodes
+        for seconds in (1e-2 if node.name == "vision" else 1e-3,)
+    }
+    return ProfileTable(
+        {name: (Measurement(8, 1, costs), Measurement(16, 2, costs))
+         for name, costs in layers.items()},
+        dict.fromkeys(layers, 8),
+    )
+
+
+@pytest.mark.parametrize(("encoder", "factor"), [(None, 2), (Noisy(5, WIDTH), 1)])
+def test_plans_share_forwards_of_modules_that_allow_it(encoder, factor):
+    model = model_of(encoder, frozen=False)
+    planned = raymm.plan(model, ranks=2, microbatches=4, profile=launch_bound(model))
+    chosen = planned.plan
+    assert chosen.module_stages("vision")[0].microbatch_factor == factor
+    assert ("2 microbatches per forward" in planned.explain()) == (factor > 1)
+    ParallelModel.check_plan(model, chosen, RuntimeOptions())
+    assert Plan.from_json(chosen.to_json()) == chosen

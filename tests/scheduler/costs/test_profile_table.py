@@ -151,3 +151,9 @@ def test_other_files_are_refused():
         ProfileTable.from_json("F: 3")
     with pytest.raises(PlanError, match="the profile is a list; it must be an object"):
         ProfileTable.from_json("[]")
+
+
+@pytest.mark.parametrize("tokens, fixed", [(100, None), (200, 1 / 3), (300, 1 / 4)])
+def test_fixed_seconds_are_those_of_the_line_at_zero(tokens, fixed):
+    profile = table().at({"llm": tokens})
+    assert profile.fixed == pytest.approx({} if fixed is None else {"llm": fixed})
