@@ -6,7 +6,10 @@ Run with `python -m benchmarks.planner --json`.
   takes cut costs into account), to simulate 24 ranks x 24 microbatches, and to lower them;
 - the 27 models of Cornstarch v1 (analytic costs, 24 microbatches) on 8, 12 and 16 ranks: iteration
   time under 1F1B of Cornstarch's Algorithm 1, of a search that ignores frozen modules, and of equal
-  numbers of layers per stage, relative to the exact joint search.
+  numbers of layers per stage, relative to the exact joint search;
+- ``shared_forwards``: the fastest iteration over that of ``microbatch_factor`` 1 on the same
+  stages, for the models with size M encoders and a size S language model on 3 ranks, if a fraction
+  of the encoders' seconds is spent for any number of items. Predicted.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import iteration_time, lower, refine
+from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.evaluation import evaluate
+from raymm.scheduler.search.factor_search import search_factors
 from raymm.scheduler.search.partition import (
     cost_matrix,
     even_layers,
@@ -42,6 +49,7 @@ from raymm.scheduler.search.stage_space import StageSpace
 
 BUDGETS = (8, 12, 16)
 ROUNDS = 15
+RANKS = 3  # of plans that share forwards
 
 
 def main() -> None:
@@ -49,7 +57,7 @@ def main() -> None:
     options.add_argument("--limit", type=int, default=len(VALM_CONFIGS), help="configurations")
     args = options.parse_args()
     console = _common.console()
-    result = {"machine": _common.machine(), **speeds()}
+    result = {"machine": _common.machine(), **speeds(), "shared_forwards": shared_forwards()}
     for size in "SML":  # count layers once, before the processes fork
         valm_profile(size, size, size)
     tasks = [
@@ -114,6 +122,21 @@ def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
             result[name] = run() / best
         except NoPlanError:
             result[name] = None
+    return result
+
+
+def shared_forwards() -> dict[str, float]:
+    """Return relative iteration times by trained modules and fraction of fixed seconds."""
+    result = {}
+    for trainable in TRAINABLE:
+        graph, profile = valm_profile("S", "M", "M", trainable)
+        space = StageSpace(graph, profile, RANKS, MICROBATCHES)
+        plan = joint_search(space, iteration_time, lower_bound, alternatives=0).best.plan
+        for fraction in (0.25, 0.5, 0.75):
+            fixed = replace(profile, fixed=dict.fromkeys(("vision", "audio"), fraction))
+            option, _ = evaluate(replace(plan, profile=fixed), Network())
+            best = search_factors(option, Network(), ("vision", "audio"), SearchControl())
+            result[f"{trainable} {fraction}"] = round(best.seconds / option.seconds, 4)
     return result
 
 

@@ -30,7 +30,8 @@ class PartSchedule(NamedTuple):
     def of(cls, stage_ranks: np.ndarray, log: np.ndarray, makespan: float) -> PartSchedule:
         """Return the schedule of tasks in the order in which they begin. ``stage_ranks`` is
         (stages,)."""
-        ranks = stage_ranks[log[:, 0]]
+        small = stage_ranks.astype(np.min_scalar_type(stage_ranks.max()))  # sorts in linear time
+        ranks = small[log[:, 0]]
         order = np.argsort(ranks, kind="stable")
         starts = np.searchsorted(ranks[order], np.arange(stage_ranks.max() + 2))
         return cls(log[order], starts, makespan)
