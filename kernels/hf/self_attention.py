@@ -243,14 +243,7 @@ def raymm_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: ModelMask | torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    raymm_mask: AttentionMask | Sequence[AttentionMask] | torch.Tensor | None = None,
-    raymm_attend: Callable[..., torch.Tensor] | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention; implements transformers' interface, like ``sdpa_attention_forward``.
 
@@ -259,13 +252,8 @@ def raymm_attention_forward(
         key, value: (B, Hk, Tk, D), not repeated for query heads.
         attention_mask: the model's mask, of the tokens of all processes; ignored if there is a
             ``raymm_mask``.
-        dropout: must be 0.
-        scaling: factor of the scores; default ``D ** -0.5``.
-        sliding_window: most tokens that a row sees.
-        is_causal: used if there is no mask.
-        raymm_mask: replaces the model's mask; a table (:func:`traceable`) in compiled blocks.
-        raymm_attend: replaces the attention function, for tokens split over processes.
-        kwargs: rejected if they change the scores.
+        options: options of the interface, as for :func:`_attend`; rejected if they change the
+            scores in other ways.
 
     Returns:
         (B, Tq, Hq, D), and None in place of attention weights.
@@ -273,29 +261,37 @@ def raymm_attention_forward(
     Raises:
         ModelError: the mask does not fit, or the attention needs more than a mask.
     """
-    _check_supported(type(module).__name__, dropout, kwargs)
-    if isinstance(raymm_mask, torch.Tensor):
+    _check_supported(type(module).__name__, options)
+    table = options.get(MASK_ARGUMENT)
+    if isinstance(table, torch.Tensor):
         _check_chunks(module)
         return masked_attention(
-            query, key, value, raymm_mask, window=sliding_window, scale=scaling, softcap=softcap
+            query, key, value, table, window=options.get("sliding_window"),
+            scale=options.get("scaling"), softcap=options.get("softcap"),
         ), None
     attend: Any = _attend  # the type of a function that is not compiled is unknown
-    return attend(
-        module, query, key, value, attention_mask, scaling, sliding_window, softcap, is_causal,
-        raymm_mask, raymm_attend,
-    )  # fmt: skip
+    return attend(module, query, key, value, attention_mask, **options)
 
 
 # Not compiled: masks are not tensors, and the choice of kernels depends on them.
 @torch.compiler.disable
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: ModelMask | torch.Tensor | None, scaling: float | None,
-    sliding_window: int | None, softcap: float | None, is_causal: bool | None,
-    raymm_mask: AttentionMask | Sequence[AttentionMask] | None,
-    raymm_attend: Callable[..., torch.Tensor] | None,
+    attention_mask: ModelMask | torch.Tensor | None, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None,
+    is_causal: bool | None = None,
+    raymm_mask: AttentionMask | Sequence[AttentionMask] | None = None,
+    raymm_attend: Callable[..., torch.Tensor] | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute :func:`raymm_attention_forward` for masks that are objects."""
+    """Compute :func:`raymm_attention_forward` for masks that are objects.
+
+    Args:
+        scaling: factor of the scores; default ``D ** -0.5``.
+        sliding_window: most tokens that a row sees.
+        is_causal: used if there is no mask.
+        raymm_mask: replaces the model's mask; a table (:func:`traceable`) in compiled blocks.
+        raymm_attend: replaces the attention function, for tokens split over processes.
+    """
     shared: SharedTokens | None = getattr(module, _SHARED, None)
     if shared is not None and (shared.attend is None or raymm_attend is not None):
         shared = None
@@ -319,16 +315,16 @@ def _attend(
     if raymm_attend is not None:
         out = raymm_attend(query, key, value, masks, scale=scaling, softcap=softcap)
     else:
-        out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap, lse=False)
+        out = attention(query, key, value, masks, scale=scaling, softcap=softcap, lse=False)[0]
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_supported(layer: str, dropout: float, arguments: Mapping[str, Any]) -> None:
+def _check_supported(layer: str, arguments: Mapping[str, Any]) -> None:
     """Reject arguments that change the scores and cannot be expressed as a mask."""
     for name, feature in _UNSUPPORTED:
         if arguments.get(name) is not None:
             raise ModelError(f"{layer} has {feature}, which {NAME} attention does not support")
-    if dropout:
+    if dropout := arguments.get("dropout"):
         raise ModelError(
             f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
             "support; set attention_dropout to 0 in the model's config"
