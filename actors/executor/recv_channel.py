@@ -64,7 +64,7 @@ class RecvChannel:
 
     Args:
         links: links to the senders of its messages, by index among the senders.
-        gathered: group of all receivers; None for a single receiver.
+        gathered: group of all receivers in their order; None for a single receiver.
         outputs: if messages are gradients, the channel that sent the corresponding outputs.
         in_order: True to post receives exactly when :meth:`post` is called, even if that has to
             wait for a description. Needed for NCCL, where a process's operations may block each
@@ -77,7 +77,6 @@ class RecvChannel:
         device: torch.device,
         timeout: timedelta,
         resharding: Resharding = Resharding(1, 1),  # noqa: B008  frozen
-        index: int = 0,
         gathered: dist.ProcessGroup | None = None,
         in_order: bool = False,
         outputs: SendChannel | None = None,
@@ -86,7 +85,7 @@ class RecvChannel:
         self._device = device
         self._timeout = timeout
         self._resharding = resharding
-        self._index = index
+        self._index = index = 0 if gathered is None else gathered.rank()
         self._gathered = gathered
         self.in_order = in_order
         self._most_posted = posted_receives(in_order)

@@ -132,7 +132,7 @@ class Connections:
         else:
             self.receivers[edge] = RecvChannel(
                 links, device, self._place.timeouts.wait, resharding,
-                p2p_group.receivers.index(me), self._groups.get(p2p_group.receivers),
+                self._groups.get(p2p_group.receivers),
                 in_order=device.type == "cuda",
                 outputs=self.senders[edge[1], edge[0]] if gradient else None,
             )

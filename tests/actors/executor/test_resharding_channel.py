@@ -83,7 +83,7 @@ def _whole_messages(rank: int, senders: int, receivers: int) -> None:
         channel.end_step(TIMEOUT)
     else:
         if rank < senders + receivers:
-            channel = RecvChannel(links, CPU, TIMEOUT, resharding, rank - senders, gathered)
+            channel = RecvChannel(links, CPU, TIMEOUT, resharding, gathered)
             channel.expect([key for key, _ in sent])
             for key, due in sent:
                 check_equal(key, channel.recv(), due)
@@ -129,7 +129,7 @@ def _summed_gradients(rank: int, tokens: int, tensors: int, receivers: int) -> N
         channel.end_step(TIMEOUT)
     else:
         if rank < senders + receivers:
-            channel = RecvChannel(links, CPU, TIMEOUT, resharding, rank - senders, gathered)
+            channel = RecvChannel(links, CPU, TIMEOUT, resharding, gathered)
             due = [sum(parts) for parts in zip(*map(part, range(tokens)), strict=True)]
             channel.expect(["gradient"] * 2)
             for _ in range(2):
