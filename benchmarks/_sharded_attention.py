@@ -20,7 +20,7 @@ from benchmarks._ranks import EmulatedLink, Ranks
 from raymm.kernels.attention import attention
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import context_attention
-from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, needed_keys
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask.mask import AttentionMask
@@ -160,7 +160,9 @@ def run_on_rank(group: dist.ProcessGroup, call: Call, method: str) -> Timing:
     exchange = context.exchange
     dist.barrier(group)
     start, cpu = time.monotonic(), time.process_time()
-    out = context_attention(query, key, value, call.mask, context, method=method)
+    out = context_attention(
+        query, key, value, ContextCall(context, [call.mask]), method=method
+    )
     forward = exchange.sent_bytes
     out.backward(grad)
     stop = time.monotonic()
@@ -174,7 +176,9 @@ def errors_on_rank(
 ) -> tuple[list[float], list[float]]:
     """Return squared errors and squared norms of O, dQ, dK and dV in a rank's process."""
     context, (query, key, value, grad) = _local(group, call, _only(rows, call.tensors()))
-    out = context_attention(query, key, value, call.mask, context, method=method)
+    out = context_attention(
+        query, key, value, ContextCall(context, [call.mask]), method=method
+    )
     out.backward(grad)
     mine, theirs = (
         layout.positions(group.rank()) for layout in (context.queries, context.keys)

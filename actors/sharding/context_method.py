@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from raymm.kernels.context_parallel.attention import context_attention
-from raymm.kernels.context_parallel.call import ACCUMULATOR, ContextGroup
+from raymm.kernels.context_parallel.call import ACCUMULATOR, ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.scheduler.context_parallel.traffic import METHODS, AttentionShape, choose_method
@@ -45,7 +45,8 @@ def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
     ) -> torch.Tensor:  # fmt: skip
         shape = attention_shape(group, query, key)
         method = choose(tuple(masks), group.queries, group.keys, shape, backward=backward)
-        return context_attention(query, key, value, masks, group, method=method, **options)
+        call = ContextCall(group, masks, **options)
+        return context_attention(query, key, value, call, method=method)
 
     return attend
 

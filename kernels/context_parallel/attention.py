@@ -16,8 +16,9 @@ rank, ``D`` head dim, ``n`` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from raymm.kernels.context_parallel.all_gather import GATHER, NEEDED
-from raymm.kernels.context_parallel.call import ContextCall, ContextGroup, Way
+from raymm.kernels.context_parallel.call import ContextCall, Way
 from raymm.kernels.context_parallel.ring import RING, ROTATE
 from raymm.kernels.context_parallel.ulysses import ULYSSES
 from raymm.kernels.flash.operands import prepare
 from raymm.kernels.flash.operator import attention_operator
-from raymm.kernels.mask.mask import AttentionMask, as_masks
+from raymm.kernels.mask.mask import as_masks
 
 WAYS: dict[str, Way] = {
     "gather": GATHER,
@@ -48,12 +49,9 @@ def context_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: AttentionMask | Sequence[AttentionMask],
-    group: ContextGroup,
+    call: ContextCall,
     *,
     method: str = "gather",
-    scale: float | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute attention of this rank's rows to the keys of all ranks.
 
@@ -61,11 +59,7 @@ def context_attention(
         query: (B, Hq, Tq, D), this rank's rows in ascending order of position.
         key, value: (B, Hk, Tk, D) and (B, Hk, Tk, Dv), this rank's keys. Under autocast all three
             are cast to its dtype.
-        mask: mask of the full sequence; one for all sequences, or one each.
-        group: ranks and token layouts.
         method: one of :data:`METHODS`.
-        scale: default ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None to leave them.
 
     Returns:
         (B, Hq, Tq, Dv) in the dtype of the query.
@@ -75,15 +69,14 @@ def context_attention(
         ValueError: the method is unknown, tensors do not fit one another or the layout, or the
             number of heads is not divisible by the ranks (``ulysses``).
     """
-    query, key, value = prepare(query, key, value, softcap)
+    query, key, value = prepare(query, key, value, call.softcap)
+    call = _checked(call, query, key, method)
     width, common = value.shape[3], max(key.shape[3], value.shape[3])
-    scale = query.shape[3] ** -0.5 if scale is None else scale
     # Keys and values are sent in one message. Padding with zeros changes no score and no column.
     query, key, value = (
         F.pad(each, (0, common - each.shape[3])) if each.shape[3] < common else each
         for each in (query, key, value)
     )
-    call = _call(query, key, mask, group, method, scale, softcap)
     return _ContextAttention.apply(query, key, value, call, WAYS[method])[..., :width]
 
 
@@ -91,12 +84,9 @@ def recomputed_context_attention(
     project: nn.Module,
     hidden: torch.Tensor,
     visual: torch.Tensor,
-    mask: AttentionMask | Sequence[AttentionMask],
-    group: ContextGroup,
+    call: ContextCall,
     *,
     method: str = "rotate",
-    scale: float | None = None,
-    softcap: float | None = None,
     projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute cross attention without saving queries, keys and values: backward recomputes them
@@ -122,7 +112,7 @@ def recomputed_context_attention(
             f"{', '.join(m for m in METHODS if m != 'ulysses')}"
         )
     parameters = [p for p in project.parameters() if p.requires_grad]
-    inputs = (project, projected, mask, group, method, scale, softcap)
+    inputs = project, projected, call, method
     return _RecomputedAttention.apply(hidden, visual, inputs, *parameters)
 
 
@@ -152,8 +142,12 @@ def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def _call(query, key, mask, group, method, scale, softcap) -> ContextCall:
-    masks = as_masks(mask, query.shape[0], group.queries.length, group.keys.length)
+def _checked(
+    call: ContextCall, query: torch.Tensor, key: torch.Tensor, method: str
+) -> ContextCall:
+    """Return the call with a mask per sequence and a scale."""
+    group = call.group
+    masks = as_masks(call.masks, query.shape[0], group.queries.length, group.keys.length)
     expected = group.queries.sizes[group.rank], group.keys.sizes[group.rank]
     if (query.shape[2], key.shape[2]) != expected:
         raise ValueError(
@@ -168,8 +162,8 @@ def _call(query, key, mask, group, method, scale, softcap) -> ContextCall:
             f"ulysses splits heads over ranks: {query.shape[1]} query heads and {key.shape[1]} "
             f"key heads must be multiples of {size} ranks"
         )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return ContextCall(group, masks, scale, softcap)
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    return replace(call, masks=masks, scale=scale)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -198,14 +192,14 @@ class _ContextAttention(torch.autograd.Function):
 class _RecomputedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, visual, inputs, *parameters):
-        project, projected, mask, group, method, scale, softcap = inputs
+        project, projected, call, method = inputs
         ctx.autocast = autocast = current_autocast(hidden.device.type)
         if projected is None:
             with autocast():
                 projected = project(hidden, visual)
-        query, key, value = prepare(*projected, softcap=softcap)
+        query, key, value = prepare(*projected, softcap=call.softcap)
         _same_width(key, value)
-        call = _call(query, key, mask, group, method, scale, softcap)
+        call = _checked(call, query, key, method)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
         ctx.save_for_backward(hidden, visual, out, lse)
         ctx.project, ctx.parameters, ctx.call, ctx.way = project, parameters, call, WAYS[method]

@@ -51,17 +51,29 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextCall:
-    """An attention call, except its tensors."""
+    """An attention call, except its tensors.
+
+    Attributes:
+        group: ranks and token layouts.
+        masks: of the full sequence; one for all sequences, or one each.
+        scale: default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None to leave them.
+    """
 
     group: ContextGroup
-    masks: tuple[AttentionMask, ...]
-    scale: float
-    softcap: float | None
+    masks: Sequence[AttentionMask]
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def _factors(self) -> tuple[float, float | None]:
+        assert self.scale is not None  # set before the computation
+        return self.scale, self.softcap
 
     def masks_of(self, query_rank: int, key_rank: int) -> tuple[AttentionMask, ...]:
         """Return the masks for one rank's rows and one rank's keys."""
         rows = self.group.queries.ranges[query_rank]
-        return local_masks(self.masks, rows, self.group.keys.ranges[key_rank])
+        return local_masks(tuple(self.masks), rows, self.group.keys.ranges[key_rank])
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -75,7 +87,7 @@ class ContextCall:
             from raymm.kernels.flash.cpu.attention import cpu_forward as run
         else:
             from raymm.kernels.flash.gpu.attention import triton_forward as run
-        out, lse = run(query, key, value, tuple(masks), self.scale, self.softcap)
+        out, lse = run(query, key, value, tuple(masks), *self._factors)
         return out, lse.float()
 
     def backward(
@@ -98,7 +110,7 @@ class ContextCall:
             from raymm.kernels.flash.gpu.attention import triton_backward as run
         out = output_like(grad_out, delta)
         tensors = BackwardTensors(grad_out, query, key, value, out, lse)
-        gradients = run(tensors, tuple(masks), self.scale, self.softcap)
+        gradients = run(tensors, tuple(masks), *self._factors)
         return tuple(g for g in gradients if g is not None)  # none is None: all are requested
 
 

@@ -33,7 +33,7 @@ from raymm.kernels.context_parallel.attention import (
     current_autocast,
     recomputed_context_attention,
 )
-from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT, MASK_ARGUMENT, NAME, can_use, register
 from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention, chosen
@@ -145,12 +145,12 @@ class _SharedCrossAttention(nn.Module):
             attended.append(True)
             projected = query, key[:, :, :tokens], value[:, :, :tokens]
             method = chosen(cross.method, cross.group, masks, *projected[:2], recompute)
-            options = {**options, "method": method}
+            call = ContextCall(cross.group, masks, **options)
             if not recompute:
-                return context_attention(*projected, masks, cross.group, **options)
+                return context_attention(*projected, call, method=method)
             torch.set_grad_enabled(True)
             return recomputed_context_attention(
-                project, hidden, arguments[name], masks, cross.group, projected=projected, **options
+                project, hidden, arguments[name], call, method=method, projected=projected
             )
 
         if not recompute:

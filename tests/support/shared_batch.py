@@ -13,7 +13,7 @@ import torch
 
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import context_attention
-from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT, MASK_ARGUMENT
 from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention, MethodChooser, chosen
@@ -63,9 +63,8 @@ class SharedBatch:
 
         def attend(query, key, value, masks, *, scale=None, softcap=None):
             method = chosen(self.self_method, group, masks, query, key)
-            return context_attention(
-                query, key, value, masks, group, method=method, scale=scale, softcap=softcap
-            )
+            call = ContextCall(group, masks, scale, softcap)
+            return context_attention(query, key, value, call, method=method)
 
         crossed = ContextGroup(self.exchange, self.text, self.visual)
         return {

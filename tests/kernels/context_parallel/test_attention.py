@@ -19,7 +19,7 @@ from raymm.kernels.context_parallel.attention import (
     context_attention,
     recomputed_context_attention,
 )
-from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges, needed_keys
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask.mask import AttentionMask
@@ -78,7 +78,7 @@ def run_local(
         t[:, :, index].clone().requires_grad_()
         for t, index in zip(whole, (rows, keys, keys, rows), strict=True)
     )
-    run = partial(context_attention, mask=masks, group=group, method=method, **kwargs)
+    run = partial(context_attention, call=ContextCall(group, masks, **kwargs), method=method)
     exchange = group.exchange
     before = exchange.sent_bytes
     if recompute:
@@ -225,7 +225,7 @@ def autocast_on_a_rank(group) -> list[str]:
                 local = [t.bfloat16() for t in local]
             inputs = [t.requires_grad_() for t in local[:3]]
             with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                out = context_attention(*inputs, mask, context, method=method)
+                out = context_attention(*inputs, ContextCall(context, [mask]), method=method)
             out.backward(local[3].to(out.dtype))
             problems += [
                 f"{method}: gradient in {t.grad.dtype}" for t in inputs if t.grad.dtype != t.dtype
@@ -313,7 +313,7 @@ def recomputed_under_autocast_on_a_rank(group) -> list[str]:
                 layer(hidden, visual) if attend is context_attention
                 else (layer, hidden, visual)
             )
-            out = attend(*made, mask, context, method="rotate")
+            out = attend(*made, ContextCall(context, [mask]), method="rotate")
         out.float().square().sum().backward()
         grads.append([hidden.grad, visual.grad, *(p.grad for p in layer.parameters())])
     return [
@@ -354,11 +354,12 @@ def recomputed_on_a_rank(group, method: str) -> tuple[list[str], int, int]:
     local = [t[:, index].clone() for t, index in zip(whole, (rows, keys, rows), strict=True)]
 
     def kept(layer, hidden, visual):
-        return context_attention(*layer(hidden, visual), mask, context, method=method)
+        call = ContextCall(context, [mask])
+        return context_attention(*layer(hidden, visual), call, method=method)
 
     def recomputed(layer, hidden, visual):
         return recomputed_context_attention(
-            layer, hidden, visual, mask, context, method=method
+            layer, hidden, visual, ContextCall(context, [mask]), method=method
         )
 
     sizes = []
@@ -497,8 +498,8 @@ def refusals_on_a_rank(group) -> list[str]:
         try:
             if "layout" in kwargs:
                 ContextGroup(exchange, kwargs["layout"], layout)
-            arguments = {"mask": causal(12), "group": context, **kwargs}
-            context_attention(query, key, key, **arguments)
+            call = ContextCall(kwargs.get("group", context), [kwargs.get("mask", causal(12))])
+            context_attention(query, key, key, call, method=kwargs.get("method", "gather"))
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))

@@ -6,7 +6,7 @@ import torch
 
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import METHODS, context_attention
-from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, needed_keys
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel import traffic as attention_traffic
@@ -55,7 +55,7 @@ def pairs_on_a_rank(group, cases) -> list:
                 for h, layout in sizes
             )
             before = exchange.sent_bytes
-            out = context_attention(q, k, v, mask, context, method=method)
+            out = context_attention(q, k, v, ContextCall(context, [mask]), method=method)
             middle = exchange.sent_bytes
             out.sum().backward()
             counted = middle - before, exchange.sent_bytes - middle
