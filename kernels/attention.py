@@ -57,8 +57,10 @@ def attention(
         from raymm.kernels.flash.cpu.attention import cpu_attention as run
     else:
         from raymm.kernels.flash.gpu.attention import triton_attention
+        from raymm.kernels.flash.gpu.launch_configs import Launch
 
-        kernel = partial(triton_attention, unordered=KERNEL_CHOICE.kernels == "raymm_unordered")
+        launch = Launch(unordered=KERNEL_CHOICE.kernels == "raymm_unordered")
+        kernel = partial(triton_attention, launch=launch)
         run = chosen_attention(
             query, key, value, masks, scale=scale, softcap=softcap, own=kernel, lse=lse
         )

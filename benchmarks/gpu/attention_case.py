@@ -70,7 +70,7 @@ def run(case: Case, device: str) -> list[torch.Tensor]:
 
 def options(case: Case) -> dict[str, Any]:
     """Return keyword arguments of the call."""
-    from raymm.kernels.flash.gpu.launch_configs import AttentionConfig, KernelConfig
+    from raymm.kernels.flash.gpu.launch_configs import AttentionConfig, KernelConfig, Launch
 
     config = None
     if case.blocks is not None:
@@ -80,9 +80,7 @@ def options(case: Case) -> dict[str, Any]:
     return {
         "scale": case.scale,
         "softcap": case.softcap,
-        "processors": case.processors,
-        "config": config,
-        "unordered": case.unordered,
+        "launch": Launch(case.processors, config, case.unordered),
     }
 
 

@@ -16,6 +16,7 @@ from raymm.actors.executor import link
 from raymm.actors.rank import rendezvous
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.flash.gpu import attention as gpu_attention
+from raymm.kernels.flash.gpu.launch_configs import DEFAULT_LAUNCH, Launch
 
 
 class _Attention(torch.autograd.Function):
@@ -43,10 +44,10 @@ class _Attention(torch.autograd.Function):
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any, *,
-    scale: float | None = None, softcap: float | None = None, unordered: bool = False,
+    scale: float | None = None, softcap: float | None = None, launch: Launch = DEFAULT_LAUNCH,
 ) -> Any:  # fmt: skip
     gpu_attention.check_operands(query, key, value, masks)
-    plan = gpu_attention._plan(query, key, value, masks, softcap, unordered=unordered)
+    plan = gpu_attention._plan((query, key, value), masks, softcap, launch)
     return _Attention.apply(query, key, value, plan, masks, scale, softcap)
 
 

@@ -252,8 +252,15 @@ def raymm_attention_forward(
         key, value: (B, Hk, Tk, D), not repeated for query heads.
         attention_mask: the model's mask, of the tokens of all processes; ignored if there is a
             ``raymm_mask``.
-        options: options of the interface, as for :func:`_attend`; rejected if they change the
-            scores in other ways.
+        options: rejected if they change the scores, except
+
+            - ``scaling``: factor of the scores; default ``D ** -0.5``.
+            - ``softcap``: scores become ``softcap * tanh(scores / softcap)``.
+            - ``sliding_window``: most tokens that a row sees.
+            - ``is_causal``: used if there is no mask.
+            - ``raymm_mask``: replaces the model's mask; a table (:func:`traceable`) in compiled
+              blocks.
+            - ``raymm_attend``: replaces the attention function, for tokens split over processes.
 
     Returns:
         (B, Tq, Hq, D), and None in place of attention weights.
@@ -277,35 +284,26 @@ def raymm_attention_forward(
 @torch.compiler.disable
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: ModelMask | torch.Tensor | None, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None,
-    is_causal: bool | None = None,
-    raymm_mask: AttentionMask | Sequence[AttentionMask] | None = None,
-    raymm_attend: Callable[..., torch.Tensor] | None = None, **_: Any,
+    attention_mask: ModelMask | torch.Tensor | None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute :func:`raymm_attention_forward` for masks that are objects.
-
-    Args:
-        scaling: factor of the scores; default ``D ** -0.5``.
-        sliding_window: most tokens that a row sees.
-        is_causal: used if there is no mask.
-        raymm_mask: replaces the model's mask; a table (:func:`traceable`) in compiled blocks.
-        raymm_attend: replaces the attention function, for tokens split over processes.
-    """
+    """Compute :func:`raymm_attention_forward` for masks that are objects."""
+    raymm_mask, raymm_attend = options.get(MASK_ARGUMENT), options.get(ATTEND_ARGUMENT)
+    window, is_causal = options.get("sliding_window"), options.get("is_causal")
+    factors = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
     shared: SharedTokens | None = getattr(module, _SHARED, None)
     if shared is not None and (shared.attend is None or raymm_attend is not None):
         shared = None
     if shared is not None:
         raymm_attend = shared.attend
     if raymm_mask is not None:
-        masks = _explicit_masks(module, raymm_mask, attention_mask, sliding_window)
+        masks = _explicit_masks(module, raymm_mask, attention_mask, window)
     elif attention_mask is None:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         lengths = query.shape[2], key.shape[2]
         if shared is not None:
             lengths = shared.length, shared.length
-        masks = (_plain(*lengths, bool(is_causal), sliding_window),)
+        masks = (_plain(*lengths, bool(is_causal), window),)
     elif isinstance(attention_mask, ModelMask):
         masks = attention_mask.masks
     elif shared is not None:
@@ -313,9 +311,9 @@ def _attend(
     else:
         masks = _from_dense(attention_mask)
     if raymm_attend is not None:
-        out = raymm_attend(query, key, value, masks, scale=scaling, softcap=softcap)
+        out = raymm_attend(query, key, value, masks, **factors)
     else:
-        out = attention(query, key, value, masks, scale=scaling, softcap=softcap, lse=False)[0]
+        out = attention(query, key, value, masks, **factors, lse=False)[0]
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -28,12 +28,13 @@ from raymm.kernels.flash.gpu.device_tables import (
 )
 from raymm.kernels.flash.gpu.forward import attention_forward, merge_forward
 from raymm.kernels.flash.gpu.launch_configs import (
+    DEFAULT_LAUNCH,
     HEAD_DIM_MULTIPLE,
     MERGE_ROWS,
     SMALL_OPTIONS,
     SMALLEST_HEAD_DIM,
-    AttentionConfig,
     KernelConfig,
+    Launch,
     attention_config,
     constants,
     key_passes,
@@ -83,9 +84,7 @@ def triton_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    processors: int | None = None,
-    config: AttentionConfig | None = None,
-    unordered: bool = False,
+    launch: Launch = DEFAULT_LAUNCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
 
@@ -99,13 +98,6 @@ def triton_attention(
             objects, so layers should share them.
         scale: positive; default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
-        processors: multiprocessors to balance long rows over; default those of the device, fewer if
-            a share of the device is used. The last bits of results depend on the number, because
-            sums are split differently.
-        config: launch configurations; default from a table.
-        unordered: sum the query's gradient in any order, if a kernel for it exists. Backward then
-            computes five products per tile instead of seven, and the last bits of gradients differ
-            from run to run.
 
     Returns:
         Output (B, Hq, Tq, Dv) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural logarithm,
@@ -119,7 +111,7 @@ def triton_attention(
     factors = scales(query.shape[-1], scale, softcap)
     value_dim, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (widened(t, columns) for t in (query, key, value))
-    plan = _plan((query, key, value), masks, softcap, processors, config, unordered)
+    plan = _plan((query, key, value), masks, softcap, launch)
     out, lse = _Attention.apply(query, key, value, plan, factors, softcap is not None)
     return narrowed(out, value_dim), lse
 
@@ -156,7 +148,7 @@ def triton_backward(
 
     Args:
         masks: one per sequence of the batch.
-        unordered: as in :func:`triton_attention`.
+        unordered: as in :class:`Launch`.
     """
     query_dim, value_dim = tensors.query.shape[-1], tensors.value.shape[-1]
     factors = scales(query_dim, scale, softcap)
@@ -164,7 +156,7 @@ def triton_backward(
     wide = BackwardTensors(
         *(aligned(widened(t, columns)) for t in tensors[:-1]), lse=tensors.lse.contiguous()
     )
-    plan = _plan(wide[1:4], masks, softcap, unordered=unordered)
+    plan = _plan(wide[1:4], masks, softcap, Launch(unordered=unordered))
     with _on(wide.query.device):
         gradients = _backward(wide, plan, factors, softcap is not None, True, True, dtype)
     dq, dk, dv = (
@@ -178,21 +170,20 @@ def _plan(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     masks: tuple[AttentionMask, ...],
     softcap: float | None,
-    processors: int | None = None,
-    config: AttentionConfig | None = None,
-    unordered: bool = False,
+    launch: Launch = DEFAULT_LAUNCH,
 ) -> AttentionPlan | None:
     if not len(masks):
         return None
     query, key, _ = inputs
+    config = launch.config
     if config is None:
         config = attention_config(
             query.shape[-1], query.dtype, softcap=softcap is not None,
             descriptors=describable(*inputs),
-            unordered=unordered and sums_in_any_order(query.device),
+            unordered=launch.unordered and sums_in_any_order(query.device),
         )  # fmt: skip
     row_bytes = query.shape[-1] * query.element_size()
-    layout = _layout(query.device, query.shape[1], key.shape[1], row_bytes, processors)
+    layout = _layout(query.device, query.shape[1], key.shape[1], row_bytes, launch.processors)
     return attention_plan(tuple(masks), config, layout, query.device)
 
 

@@ -60,6 +60,27 @@ class AttentionConfig:
     backward_key: KernelConfig
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Options of the launches of an attention call.
+
+    Attributes:
+        processors: multiprocessors to balance long rows over; default those of the device, fewer if
+            a share of the device is used. The last bits of results depend on the number, because
+            sums are split differently.
+        config: launch configurations; default from a table.
+        unordered: sum the query's gradient in any order, if a kernel for it exists. Backward then
+            computes five products per tile instead of seven, and the last bits of gradients differ
+            from run to run.
+    """
+
+    processors: int | None = None
+    config: AttentionConfig | None = None
+    unordered: bool = False
+
+
+DEFAULT_LAUNCH = Launch()
+
 # By padded head dim. All use more than half of an SM's registers, so one program runs per SM.
 _HALF = {
     32: AttentionConfig(

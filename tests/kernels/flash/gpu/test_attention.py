@@ -256,7 +256,7 @@ def _last_plan(attention_plan, case: Case):
     layout = attention._layout(
         torch.device(device()), *case.heads, case.head_dim * 4, case.processors
     )
-    return attention_plan(case.masks, options(case)["config"], layout, _device())
+    return attention_plan(case.masks, options(case)["launch"].config, layout, _device())
 
 
 def _device() -> torch.device:
