@@ -82,21 +82,10 @@ def parts_of(
     kinds = list({id(a): a for a in active}.values())
     numbers = {id(a): number for number, a in enumerate(kinds)}
     kind_of = np.array([numbers[id(a)] for a in active], dtype=np.int64)
-    used: dict[StageId, list[int]] = {}
-    for number, kind in enumerate(kinds):
-        for stage in kind.stages:
-            used.setdefault(stage, []).append(number)
-    result = []
-    for stages in _connected(plan):
-        present = sorted({number for stage in stages for number in used.get(stage.id, ())})
-        microbatches = np.flatnonzero(np.isin(kind_of, present))
-        column_of = {number: index for index, number in enumerate(present)}
-        columns = [column_of[number] for number in kind_of[microbatches]]
-        result.append(_part(
-            plan, stages, [kinds[number] for number in present], columns, microbatches, costs,
-            sizes, delays, loads,
-        ))
-    return result
+    return [
+        loaded(_part(plan, stages, kinds, kind_of, costs, sizes, delays), loads)
+        for stages in _connected(plan)
+    ]
 
 
 def _connected(plan: Plan) -> Iterator[list[Stage]]:
@@ -119,13 +108,18 @@ def _connected(plan: Plan) -> Iterator[list[Stage]]:
 
 
 def _part(
-    plan: Plan, stages: Sequence[Stage], kinds: Sequence[ActiveStages], columns: Sequence[int],
-    microbatches: np.ndarray, costs: Mapping[tuple[StageId, Op], float],
-    sizes: Mapping[StageId, StageCost], delays: Mapping[Edge, float],
-    loads: Loads,
+    plan: Plan, stages: Sequence[Stage], kinds: Sequence[ActiveStages], kind_of: np.ndarray,
+    costs: Mapping[tuple[StageId, Op], float], sizes: Mapping[StageId, StageCost],
+    delays: Mapping[Edge, float],
 ) -> Part:
-    """Return the part of these stages; ``columns`` has the kind of each microbatch."""
+    """Return the part of these stages, with loads of 1; ``kind_of`` has the number of the kind of
+    each microbatch."""
     ids = [stage.id for stage in stages]
+    present = [at for at, kind in enumerate(kinds) if not kind.stages.isdisjoint(ids)]
+    microbatches = np.flatnonzero(np.isin(kind_of, present))
+    column_of = {number: index for index, number in enumerate(present)}
+    columns = [column_of[number] for number in kind_of[microbatches]]
+    kinds = [kinds[number] for number in present]
     number = {name: index for index, name in enumerate(ids)}
     ranks = sorted({stage.rank for stage in stages})
     rank_number = {rank: index for index, rank in enumerate(ranks)}
@@ -186,9 +180,7 @@ def _part(
         consumer_modules,
         _starts(map(len, on_rank)),
         np.array([stage for rank_stages in on_rank for stage in rank_stages], dtype=np.int64),
-        np.array([
-            _loads(loads, stage.module, microbatches) for stage in stages
-        ], dtype=float),
+        np.ones((len(stages), len(microbatches))),
     )
     return Part(
         tuple(stages), tuple(ranks), tuple(microbatches.tolist()), arrays, tuple(names)
