@@ -5,7 +5,7 @@ Run with `python -m benchmarks.instruction_calls --json`.
 Counts calls of Python functions and of C functions between one instruction and the next, on one
 rank of a chain with messages in both directions over links that do nothing. Calls of the stage and
 of autograd are excluded. A test checks the counts
-(`tests/actors/executor/test_instruction_calls.py`), so that no step gets slower unnoticed.
+(`tests/actors/executor/test_stage_actions.py`), so that no step gets slower unnoticed.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ PROMISES = {
             "tests/raymm/storage/test_run_folder.py::"
             "test_a_bucket_gets_changes_and_restores_them",
         "Failed requests are retried, after waits of":
-            "tests/actors/storage/test_storage_folders.py::"
+            "tests/actors/storage/test_bucket.py::"
             "test_temporary_failures_are_retried",
         "prints a line for each: `whole`, `CORRUPT` (with the file and the reason), or `torn`":
             "tests/raymm/storage/test_inspection.py::"

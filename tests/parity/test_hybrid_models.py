@@ -9,7 +9,6 @@ import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.actors.probe.attention import find_mixers
 from raymm.kernels.hf.document_rows import DocumentRows, SharedRows
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
@@ -130,11 +129,6 @@ def test_masks_of_documents_in_one_process():
     model = model_of(convolutions(), packing=False, mask="causal")
     assert model.mixers == {"Lfm2ShortConv"}
     check_reference(model, oracle_of(model, prepend), step())
-
-
-def test_pure_attention_has_no_mixers():
-    model = ModalityModule(pm.build(pm.llama(), 3))
-    assert find_mixers(model.source()) == frozenset()
 
 
 @pytest.mark.cells(1)

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from raymm.actors.faults import cluster_observer
 from raymm.errors import Loss, RunFailedError
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from tests.actors.rank.test_group import microbatch, model_of
+from tests.actors.rank.test_rank_group import microbatch, model_of
 
 # The test need not wait for a GCS that may be restarted.
 cluster_observer.GCS_TIMEOUT_S = 3.0

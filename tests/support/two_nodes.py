@@ -14,7 +14,7 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.devices import Link, Links
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
-from tests.actors.rank.test_group import microbatch, model_of
+from tests.actors.rank.test_rank_group import microbatch, model_of
 
 NEAR, FAR = Link(0.0, 1e9), Link(1.0, 1e6)
 

@@ -1,4 +1,4 @@
-"""Adapters on any layout equal one process with stock ``peft``."""
+"""Adapters equal their formula, and stock ``peft`` in one process on any layout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
+from raymm.actors.adapters.lora import (
+    adapt,
+    disable_dropout,
+    has_adapters,
+    is_adapter,
+    is_of_base,
+    plain_copy,
+    without_adapters,
+)
 from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -138,3 +149,73 @@ def test_encoder_and_projector_with_adapters(ray_cluster):
     oracle = peft_oracle(model)
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, step())
+
+
+def adapted(config, kind="linear"):
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4) if kind == "linear" else Conv1D(4, 6)
+    model = nn.Sequential(layer, nn.GELU(), nn.Linear(4, 3))
+    weight = layer.weight.detach().clone()
+    adapt(model, ["0"], config, seed=1)
+    parameters = {n: p for n, p in model.named_parameters() if is_adapter(n)}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    return model, weight if kind == "linear" else weight.T, parameters
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_layer_computes_its_formula(kind, dora):
+    config = LoraConfig(r=2, alpha=6, dora=dora)
+    model, weight, parameters = adapted(config, kind)
+    low = next(p for p in parameters.values() if p.shape == (2, 6))
+    high = next(p for p in parameters.values() if p.shape == (4, 2))
+    changed = weight + 6 / 2 * high @ low
+    if dora:
+        (magnitude,) = (p for p in parameters.values() if p.dim() == 1)
+        changed = changed * (magnitude / changed.norm(dim=1))[:, None]
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(model[0](x), x @ changed.T + model[0].bias)
+    merged = plain_copy(model, merged=True)
+    assert not has_adapters(merged) and has_adapters(model)
+    torch.testing.assert_close(merged(x), model(x))
+    base = plain_copy(model, merged=False)
+    torch.testing.assert_close(base[0](x), x @ weight.T + model[0].bias)
+    with without_adapters(model):
+        torch.testing.assert_close(model(x), base(x))
+
+
+def test_only_adapters_are_trained():
+    model, _, parameters = adapted(LoraConfig(r=2))
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == parameters.keys()
+    assert {n for n, _ in model.named_parameters() if is_of_base(n)} == {
+        "0.weight", "0.bias", "2.weight", "2.bias"
+    }
+
+
+def test_initial_adapters_depend_on_the_seed_and_change_nothing():
+    def lows(seed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4))
+        plain = model(torch.ones(6))
+        adapt(model, ["0"], LoraConfig(r=2), seed)
+        assert torch.equal(model(torch.ones(6)), plain)
+        return torch.cat([p.flatten() for n, p in model.named_parameters() if is_adapter(n)])
+
+    assert torch.equal(lows(1), lows(1)) and not torch.equal(lows(1), lows(2))
+
+
+def test_dropout_can_be_disabled():
+    model, _, _ = adapted(LoraConfig(r=2, dropout=0.5))
+    x = torch.randn(64, 6)
+    assert not torch.equal(model(x), model(x))
+    disable_dropout(model)
+    assert torch.equal(model(x), model(x))
+
+
+def test_a_shared_weight_is_not_quantised():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model[1].weight = model[0].weight
+    with pytest.raises(ModelError, match="'0' shares its weight with '1'"):
+        adapt(model, ["0"], LoraConfig(base="int8"), 0)

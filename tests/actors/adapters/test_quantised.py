@@ -18,7 +18,7 @@ from raymm.actors.adapters.lora import (
     without_adapters,
 )
 from raymm.actors.adapters.lora_config import LoraConfig
-from raymm.actors.adapters.quantised import SCALE, dequantised, quantise, quantised_product
+from raymm.actors.adapters.quantised import GROUP, SCALE, dequantised, quantise, quantised_product
 from raymm.errors import ModelError, PlanError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
@@ -197,3 +197,20 @@ def test_scales_are_frozen():
     names = {name: p for name, p in module.named_parameters() if name.endswith(SCALE)}
     assert len(names) == 4 * 7 and not any(p.requires_grad for p in names.values())
     assert all(p.dtype == torch.float32 and p.dim() == 1 for p in names.values())
+
+
+@pytest.mark.parametrize("base", ["int8", "int4"])
+def test_products_and_gradients_are_those_of_the_values(base):
+    torch.manual_seed(0)
+    codes, scales = quantise(torch.randn(5, GROUP), base)
+    hidden = torch.randn(3, GROUP, requires_grad=True)
+    copied = hidden.detach().clone().requires_grad_()
+    output, expected = quantised_product(hidden, codes, scales), copied @ dequantised(
+        codes, scales
+    ).T
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(hidden.grad, copied.grad)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert quantised_product(hidden, codes, scales).dtype == torch.bfloat16

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec
+from raymm.actors.experts.router_loss import RouterLoss
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from tests.support.mixture_models import OneProcess, gpt_oss, mixtral, one_batch, qwen3_moe, step
 
@@ -19,6 +21,7 @@ TOLERANCE = 1e-5
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=None)
 SIZES = [(2, 9), (1, 6), (3, 12), (2, 5)]
 STEPS = 3
+LOSS = RouterLoss(experts=4, top_k=2, coefficient=0.25)
 
 
 def check_loads(output, oracle: OneProcess, batch) -> None:
@@ -86,3 +89,30 @@ def check(config, spec: ParallelSpec, microbatches: int = 4, *, plan=None, **mod
 )
 def test_a_router_loss_equals_that_of_one_batch(config, spec, model):
     check(config, spec, **model)
+
+
+def logits_of(rows):
+    torch.manual_seed(0)
+    return [torch.randn(rows, 4) for _ in range(3)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_loss_equals_transformers(padded):
+    logits = logits_of(10)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]) if padded else None
+    due = load_balancing_loss_func(tuple(logits), 4, 2, mask)
+    sums = LOSS.of(logits, None if mask is None else mask.flatten().bool())
+    torch.testing.assert_close(LOSS.part(sums), 0.25 * due)
+
+
+def test_parts_add_up_to_the_loss_of_the_step():
+    logits = logits_of(10)
+    parts = [LOSS.of([layer[rows] for layer in logits]) for rows in (slice(3), slice(3, 10))]
+    counts = sum(part.counts for part in parts).tolist()
+    whole = LOSS.part(LOSS.of(logits))
+    torch.testing.assert_close(sum(LOSS.part(part, counts) for part in parts), whole)
+    torch.testing.assert_close(LOSS.whole(parts), whole)
+
+
+def test_no_tokens_have_no_loss():
+    assert LOSS.part(LOSS.of([layer[:0] for layer in logits_of(2)])) == 0

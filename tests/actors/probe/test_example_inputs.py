@@ -15,11 +15,10 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from raymm.actors.probe import small_model as small_model_file
 from raymm.actors.probe.cut import encoder_inputs, probe_encoder
 from raymm.actors.probe.small_model import small_model
-from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.source import ConfigSource, LiveSource
 from raymm.config.example_section import example_tensors
 from raymm.config.sections import parse_config
-from raymm.errors import ConfigError, ModelError, ProbeError
+from raymm.errors import ConfigError, ProbeError
 
 SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 WHISPER = dict(
@@ -88,19 +87,6 @@ def test_an_encoder_too_small_to_run_is_tried_wider(monkeypatch):
     monkeypatch.setattr(small_model_file, "_MOST_PARAMETERS", 0)
     with pytest.raises(ProbeError, match=r"does not accept.*full size, [\d,]+ parameters, it"):
         probe_encoder(source, odd)
-
-
-def test_classes_are_found_only_in_transformers():
-    assert find_model_class("WhisperEncoder") is WhisperEncoder
-    path = "transformers.models.whisper.modeling_whisper.WhisperEncoder"
-    assert find_model_class(path) is WhisperEncoder
-    for name in ("os.path", "transformers.os.system", "../x", f"{path}.forward", "x.modeling_x.Y"):
-        with pytest.raises(ModelError, match="accepted: a class name, or a path within"):
-            find_model_class(name)
-    with pytest.raises(ModelError, match="no such class; there is SiglipVisionModel"):
-        find_model_class("SiglipVisonModel")
-    with pytest.raises(ModelError, match="not a PreTrainedModel"):
-        find_model_class("WhisperAttention")
 
 
 def configuration(**example):

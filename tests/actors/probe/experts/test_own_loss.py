@@ -1,9 +1,16 @@
 """Language models of parts whose class computes a loss other than next-token cross entropy."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 import transformers as hf
 
+from benchmarks._family_check import runnable
+from benchmarks._family_classes import language_models
+from benchmarks._family_configs import UnmakeableError
+from raymm.actors.probe.cut import probe_language_model
+from raymm.actors.probe.experts.own_loss import check_language_loss, cross_entropy
+from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.weights.source import ConfigSource
 from raymm.errors import ProbeError
 from raymm.model.modality_module import ModalityModule
@@ -13,6 +20,9 @@ SIZES = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
     num_key_value_heads=2, vocab_size=32,
 )  # fmt: skip
+# Plain, another loss, a router loss, no loss for logits of ids; then all others in a sweep.
+QUICK = ("LlamaForCausalLM", "BartForCausalLM", "MixtralForCausalLM")
+FAMILIES = sorted(language_models(), key=lambda family: (family.name not in QUICK, family.name))
 
 
 def plain(logits, labels):
@@ -82,3 +92,41 @@ def test_classes_with_labels_shifted_by_the_caller_are_refused():
     source = ConfigSource(hf.BartForCausalLM, bart)
     with pytest.raises(ProbeError, match="The loss of BartForCausalLM .*label of the same token"):
         MultimodalModule({}, ModalityModule(source)).check_loss()
+
+
+def losses_of(family):
+    """Return the configuration, the loss that a class computes or None, and the cross entropy."""
+    config, microbatches = runnable(family, training=True)
+    torch.manual_seed(0)
+    model = family.model_class._from_config(config).train()
+    ids = microbatches[0]["input_ids"]
+    with torch.no_grad():
+        try:
+            output = model(input_ids=ids, labels=ids, use_cache=False)
+        except Exception:  # noqa: BLE001  the class rejects such labels
+            return config, None, 0.0
+    loss = getattr(output, "loss", None)
+    if loss is None or output.logits.shape[:2] != ids.shape:
+        return config, loss, float("nan")
+    return config, float(loss), cross_entropy(output.logits, ids)
+
+
+@pytest.mark.cells(len(QUICK) + 1)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_another_loss_than_raymm_computes_is_refused(family):
+    try:
+        config, loss, due = losses_of(family)
+    except UnmakeableError as error:
+        pytest.skip(str(error))
+    source = ConfigSource(family.model_class, config, seed=1)
+    try:
+        mixture = mixture_of(source)
+        is_reproduced = mixture is not None and mixture.loss is not None
+        check_language_loss(source, is_reproduced)
+    except ProbeError:
+        assert family.name not in ("LlamaForCausalLM", "MixtralForCausalLM")
+        return
+    if is_reproduced or loss is None or loss == pytest.approx(due, rel=1e-5):
+        return
+    with pytest.raises(ProbeError):  # a class without embeddings as input is not tried with labels
+        probe_language_model(source)

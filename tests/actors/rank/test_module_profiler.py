@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
+from raymm.actors.memory.live_bytes import LiveBytes
 from raymm.actors.modules.merge import Prepend
-from raymm.actors.rank.module_profiler import ModuleProfiler, ProfileRequest
+from raymm.actors.rank.module_profiler import ModuleProfiler, ProfileRequest, layer_peaks
 from raymm.actors.sharding.tensor_plan import tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
@@ -18,6 +19,9 @@ from raymm.actors.weights.source import ConfigSource, LiveSource
 # Seconds of the fake clock per block: forward, input gradient, weight gradient.
 COSTS = ((3.0, 5.0, 7.0), (11.0, 13.0, 17.0), (19.0, 23.0, 29.0))
 CLOCK = [0.0]
+ROWS, WIDTH, INNER = 64, 32, 256
+FLOAT = 4
+HIDDEN, WIDE, WEIGHT = ROWS * WIDTH * FLOAT, ROWS * INNER * FLOAT, WIDTH * INNER * FLOAT
 
 
 class _TimedProduct(torch.autograd.Function):
@@ -259,3 +263,39 @@ def test_half_of_a_module_is_measured():
     shared = 2 * halved[1].activation_bytes - whole[1].activation_bytes
     assert 6 * hidden <= shared < 7 * hidden
     assert 2 * halved[1].options[2].nbytes - whole[1].options[2].nbytes == hidden
+
+
+class Block(nn.Module):
+    """Block ``x -> relu(x A) B``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(WIDTH, INNER))
+        self.down = nn.Parameter(torch.randn(INNER, WIDTH))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return (hidden_states @ self.up).relu() @ self.down
+
+
+def test_layers_of_a_module() -> None:
+    blocks = nn.ModuleList([Block(), Block()])
+    inputs = torch.randn(ROWS, WIDTH)
+
+    def run() -> torch.Tensor:
+        hidden = inputs
+        for block in blocks:
+            hidden = block(hidden)
+        return hidden
+
+    run().sum().backward()  # gradients exist, as in all microbatches but the first
+    live = LiveBytes()
+    live.note_all()
+    with live:
+        # A block keeps the result of relu, and the second one its input.
+        working, forward = layer_peaks(run, list(blocks), live, [WIDE, WIDE + HIDDEN])
+    # The second one's backward needs the output's gradient, and that of relu's result and of its
+    # input, or of a weight. The first one's needs no gradient of the input.
+    assert HIDDEN + WIDE <= working[1] <= HIDDEN + 2 * WIDE + WEIGHT
+    assert HIDDEN + WIDE <= working[0] <= HIDDEN + 2 * WIDE + WEIGHT
+    # Without a backward: the product and the result of relu; the second's input, too.
+    assert forward == [2 * WIDE, HIDDEN + 2 * WIDE]

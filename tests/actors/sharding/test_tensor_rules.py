@@ -1,0 +1,66 @@
+"""Modules that are sharded together, by Hugging Face's plan or by names."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from raymm.actors.sharding.tensor_rules import find_rules, generic
+from raymm.errors import ModelError
+
+SIZES = {
+    "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+    "vocab_size": 16,
+}
+
+
+def made(model_class, config):
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def names(units):
+    return [(unit.columns, unit.rows, unit.heads) for unit in units]
+
+
+def test_a_plan_of_transformers_gives_attention_and_mlp():
+    model = made(LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=1))
+    layer = "model.layers.0"
+    assert names(find_rules(model).units) == [
+        (tuple(f"{layer}.self_attn.{n}_proj" for n in "qkv"), (f"{layer}.self_attn.o_proj",), True),
+        ((f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"), (f"{layer}.mlp.down_proj",), False),
+    ]
+
+
+def test_a_model_without_plan_is_sharded_by_names():
+    layer = "encoder.layer.0"
+    attention, first, second = (
+        f"{layer}.attention", f"{layer}.intermediate.dense", f"{layer}.output.dense"
+    )
+    assert names(find_rules(made(BertModel, BertConfig(**SIZES))).units) == [
+        ((first,), (second,), False),
+        (tuple(f"{attention}.self.{n}" for n in ("query", "key", "value")),
+         (f"{attention}.output.dense",), True),
+    ]
+
+
+@pytest.mark.parametrize("inner", [8, 12])
+def test_names_count_only_with_matching_widths(inner):
+    mlp = nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(inner, 4)})
+    assert len(find_rules(nn.ModuleDict({"mlp": mlp})).units) == (inner == 8)
+
+
+@pytest.mark.parametrize(("plan", "message"), [
+    ({"layers.*.up": "colwise"}, "'colwise', but nothing in 'layers.0' has 'rowwise'"),
+    ({"layers.*.up": "diagonal"}, "'layers.0.up' has the style 'diagonal'"),
+])
+def test_a_plan_that_is_not_supported_is_named(plan, message):
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 2)})])
+    model._tp_plan = plan
+    with pytest.raises(ModelError, match=message):
+        find_rules(model)
+
+
+def test_numbers_of_layers_are_generic():
+    assert generic("layers.12.experts.3") == "layers.*.experts.*" and generic("wi_0.x") == "wi_0.x"
