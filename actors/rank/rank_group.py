@@ -72,7 +72,8 @@ class RankGroup(ObservedRanks):
         try:
             self.placement.wait()
             self._rank_places = [self.placement.place(rank) for rank in range(len(specs))]
-            self._actors = list(map(self._create, specs, self._rank_places))
+            for spec, place in zip(specs, self._rank_places, strict=True):
+                self._actors.append(self._create(spec, place))  # shutdown() ends those so far
             self._describe()
             self._observe(self.nodes)
             refs = [actor.connect.remote({n: self._actors[n] for n in spec.peers})

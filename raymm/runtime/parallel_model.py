@@ -49,7 +49,7 @@ from raymm.runtime.cluster import connect
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.pending_step import PendingStep, grad_norm
-from raymm.runtime.skipped_step import SkippedStep, skipped_step
+from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, skipped_step
 from raymm.scheduler.graph.sample_ranges import rows_of
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes
@@ -165,16 +165,21 @@ class ParallelModel(ParallelModule):
             ranks.specs, process_labels(processes), run.reserved,
             replace(run.placement, degrees=degrees),
         )
-        if (astride := straddling(plan, self.group.placement.process_nodes)) is not None:
-            run.placement.say(astride)
-        self._check_weights()
-        if any(run.copies) or offloads(plan):
-            needs = host_needs(ranks, self.model, run.optimizer, run.copies, run.device)
-            try:
+        try:
+            if (astride := straddling(plan, self.group.placement.process_nodes)) is not None:
+                run.placement.say(astride)
+            if names := self.not_finite_tensors():
+                suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+                raise ModelError(
+                    f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{suffix}; "
+                    "accepted: finite numbers. Check the file or the module that they come from"
+                )
+            if any(run.copies) or offloads(plan):
+                needs = host_needs(ranks, self.model, run.optimizer, run.copies, run.device)
                 check_hosts(needs, self.group.call("host_memory"))
-            except PlanError:
-                self.shutdown()
-                raise
+        except BaseException:  # an interactive session would keep the ranks in the traceback
+            self.shutdown()
+            raise
 
     def renew(self) -> int | None:
         """Replace lost processes after a failure that others survived, and reconnect all. Gradients

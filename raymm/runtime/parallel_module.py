@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from raymm.data import MicrobatchMeta
-from raymm.errors import InputError, ModelError, RankFailedError
+from raymm.errors import InputError, RankFailedError
 from raymm.plural import plural
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
+from raymm.runtime.skipped_step import SkippedStep, warn_of
 from raymm.scheduler.program.timeline import Timeline
 
 # Maximum number of batches between two updates whose samples are remembered.
@@ -274,11 +274,6 @@ class ParallelModule(ABC):
         named = self.group.call("not_finite_tensors")
         return list(dict.fromkeys(name for names in named for name in names))
 
-    def _check_weights(self) -> None:
-        if names := self.not_finite_tensors():
-            self.shutdown()
-            raise not_finite_weights(names)
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Replace parameters by their moving averages within the block
@@ -366,12 +361,3 @@ class ParallelOptimizer:
     def zero_grad(self) -> None:
         """Drop accumulated gradients, as ``step`` also does."""
         self._parallel.zero_grad()
-
-
-def not_finite_weights(names: Sequence[str]) -> ModelError:
-    """Return an error about initial weights that are not finite."""
-    suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ModelError(
-        f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{suffix}; accepted: finite "
-        "numbers. Check the file or the module that they come from"
-    )

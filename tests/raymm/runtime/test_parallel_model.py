@@ -14,6 +14,7 @@ from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import PlacementOptions
+from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.recovery.snapshots import Snapshots
 from raymm.errors import RankFailedError
@@ -95,6 +96,36 @@ def start(ray_cluster):
     yield started
     for parallel in running:
         parallel.shutdown()
+
+
+@pytest.mark.parametrize("at", ["_create", "_describe", "call"])
+def test_an_interrupted_start_leaves_no_actors(start, ray_cluster, monkeypatch, at):
+    """Interrupt while ranks are created, while they start, and after they have started."""
+    import ray._private.state
+
+    def living() -> set[str]:
+        actors = ray._private.state.actors()
+        return {name for name, actor in actors.items() if actor["State"] != "DEAD"}
+
+    before, created = living(), []
+    original = getattr(RankGroup, at)
+
+    def interrupted(group, *arguments, **options):
+        created.append(len(living() - before))
+        if at == "call" and "not_finite_tensors" not in arguments:
+            return original(group, *arguments, **options)
+        if at == "_create" and not group._actors:
+            return original(group, *arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankGroup, at, interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:  # holds the frames, as a notebook does
+        start("pipeline")
+    assert created[-1] > 0 and caught.traceback
+    end = time.monotonic() + 30
+    while living() - before:
+        assert time.monotonic() < end, "actors are left"
+        time.sleep(0.1)
 
 
 def losses(parallel, steps) -> list[float]:
