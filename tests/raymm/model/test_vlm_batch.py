@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.actors.sharding.sample_rows import shares
-from raymm.actors.sharding.vlm.item_rows import items_of_share, rows_per_item, share_lengths
+from raymm.actors.sharding.vlm.item_rows import rows_per_item
 from raymm.actors.sharding.vlm.token_share import zigzag
-from raymm.errors import DataError, ModelError
+from raymm.errors import DataError
 from raymm.model.vlm_batch import TextShares, check_rows, split_rows
 
 
@@ -59,24 +59,6 @@ def test_grids_that_contradict_patches_are_refused():
     assert rows["pixel_values"].tolist() == [4, 6]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_items_of_zeros_belong_to_no_row(processes):
-    pixels = torch.zeros(6, 2, 3)
-    real = [0, 3, 4]
-    pixels[real] = 1
-    shown, counts = [], []
-    for place in range(processes):
-        own, count = items_of_share("vision", {"pixel_values": pixels}, place, processes, True)
-        # a process without items works on another's
-        assert len(own["pixel_values"]) == max(count, 1)
-        assert bool((own["pixel_values"] == 1).all())
-        counts.append(count)
-    assert sum(counts) == len(real) and max(counts) - min(counts) <= 1
-    for place in range(processes):
-        shown += [items_of_share("vision", {"pixel_values": pixels}, place, processes)[1]]
-    assert sum(shown) == len(pixels)
-
-
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_text_too_short_for_all_processes_is_refused(data):
@@ -97,13 +79,3 @@ def test_text_too_short_for_all_processes_is_refused(data):
         check(batch)
         if tokens > 1:
             zigzag(fewest, tokens)
-
-
-def test_outputs_of_joined_items_are_split_by_items_or_patches():
-    shares = [
-        {"pixel_values": torch.zeros(patches, 2), "image_grid_thw": torch.ones(items, 3)}
-        for patches, items in ((8, 1), (16, 3))
-    ]
-    assert share_lengths("vision", shares, [4, 6, 24]) == [[1, 3], [2, 4], [8, 16]]
-    with pytest.raises(ModelError, match="features of 'vision' have 5 rows"):
-        share_lengths("vision", shares, [5])

@@ -1,0 +1,54 @@
+"""Failures of ranks, from how their calls ended."""
+
+import traceback
+
+import pytest
+import torch
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from raymm.actors.faults.diagnosis import first_line, raised
+from raymm.errors import FailureKind, RankFailedError
+
+NAMES = ["rank 0 (llm)", "rank 1 (vision)"]
+
+
+def raised_error(error):
+    try:
+        raise error
+    except type(error):
+        return RayTaskError("step", traceback.format_exc(), error)
+
+
+def test_an_error_of_user_code_replaces_no_process():
+    failure = raised(1, raised_error(ValueError("bad batch")), NAMES)
+    assert failure.message == "rank 1 (vision) failed: ValueError: bad batch"
+    assert failure.own and failure.lost == frozenset()
+    assert failure.raised is FailureKind.USER
+    assert "bad batch" in failure.texts["rank-1.txt"]
+    error = failure.error("text")
+    assert isinstance(error, RankFailedError) and str(error) == "text"
+
+
+def test_an_unexpected_error_shows_where_it_was_raised():
+    failure = raised(0, raised_error(ZeroDivisionError("zero")), NAMES)
+    assert "ZeroDivisionError: zero\n" in failure.message
+    assert "in raised_error" in failure.message
+
+
+def test_a_failed_device_loses_its_rank():
+    failure = raised(1, raised_error(torch.AcceleratorError("ECC error")), NAMES)
+    assert failure.lost == {1} and failure.raised is None and not failure.own
+
+
+@pytest.mark.parametrize(("error", "reason"), [
+    (KeyError("a"), "it could not start: KeyError: 'a', raised in started (model.py, line 7)"),
+    (ModuleNotFoundError("No module named 'x'"),
+     "it could not start: ModuleNotFoundError: No module named 'x', raised in started (model.py, "
+     "line 7). Ranks can import installed packages"),
+])
+def test_a_failed_start_is_named_with_its_place(error, reason):
+    text = (
+        f'Traceback (most recent call last):\n  File "model.py", line 7, in started\n    x\n'
+        f"{type(error).__name__}: {error}"
+    )
+    assert first_line(ActorDiedError(RayTaskError("__init__", text, error))).startswith(reason)
