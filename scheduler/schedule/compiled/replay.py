@@ -69,8 +69,8 @@ class _Messages(NamedTuple):
 
 @entry
 def replay(step, log, starts, early, seconds, transfers, bound, posted):
-    """Return the end of the last rank (-1 if ranks deadlock), and whether the bound made a sender
-    wait.
+    """Return the end of the last rank in seconds (-1 if ranks deadlock), and whether the bound made
+    a sender wait.
 
     Args:
         log: (tasks, 4) stage, microbatch, operation and group, rank by rank.
