@@ -30,16 +30,16 @@ INFO = CutInfo(
     "blocks", 0, frozenset({"embed.weight", "embed.bias"}), frozenset(),
     frozenset({"norm.weight", "norm.bias"}), relayed=(1,),
 )
-BOUNDS = [0, 2, 4, 5]
 
 
-def test_stages_give_the_results_and_gradients_of_the_module():
+@pytest.mark.parametrize("bounds", [[0, 2, 4, 5], [0, 1, 3, 5]])
+def test_stages_give_the_results_and_gradients_of_the_module(bounds):
     torch.manual_seed(0)
     model, x = Model(), torch.randn(6, 3)
     expected = model(x)
     expected.square().sum().backward()
     received, relays, stages = None, (), []
-    for lo, hi in zip(BOUNDS, BOUNDS[1:], strict=False):
+    for lo, hi in zip(bounds, bounds[1:], strict=False):
         stage = prune(copy.deepcopy(model), INFO, lo, hi)
         stage.zero_grad()
         stages.append(stage)
