@@ -121,7 +121,7 @@ def emulated() -> EmulatedBackend:
 def test_frozen_encoders_run_concurrently(ray_cluster):
     def encoder():
         return ModalityModule(
-            FactorySource("test_colocated_quotas:make_sleeper"), None, frozen=True,
+            FactorySource(f"{__name__}:make_sleeper"), None, frozen=True,
             hidden_size=8, example_inputs={"x": torch.ones(1, 1)},
         )
 

@@ -25,7 +25,7 @@ def test_a_spare_replaces_a_slow_rank(
         "run.replace_stragglers": True, "run.steps_in_flight": 1,
         "model.mask": "tests.support.slowed_rank:causal",
         "resources.env": {"RAYMM_SLOWED_FILE": str(file)},
-        "run.callbacks": [{"test_stragglers_run:SlowRank": {"file": str(file)}}],
+        "run.callbacks": [{f"{__name__}:SlowRank": {"file": str(file)}}],
     }))
     assert code == 0, text
     slow = re.search(r"straggler: rank (\d) takes", text)
@@ -61,7 +61,7 @@ def test_processes_of_a_slow_rank_are_replaced_in_turn(
         "run.replace_stragglers": True, "run.steps_in_flight": 1,
         "model.mask": "tests.support.slowed_rank:causal",
         "resources.env": {"RAYMM_SLOWED_FILE": str(file)},
-        "run.callbacks": [{"test_stragglers_run:SlowRank": {"file": str(file), "number": 2}}],
+        "run.callbacks": [{f"{__name__}:SlowRank": {"file": str(file), "number": 2}}],
     }))
     assert code == 0, text
     assert text.count("recovering in place") == 2, text

@@ -15,7 +15,7 @@ from raymm.training.run_plan import RunPlanner
 from tests.docs.pages import blocks
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
-OWN = "test_passes"
+OWN = __name__
 
 
 def model():
@@ -82,7 +82,7 @@ def test_a_result_that_cannot_run_names_the_pass(plan, name, says):
 
 def test_a_result_that_does_not_fit_names_the_pass():
     planned = raymm.plan(model(), ranks=2, microbatches=2, tokens={"llm": 64})
-    with pytest.raises(PlanError, match=r"planning.passes\[0\] is 'test_passes:without_memory'"):
+    with pytest.raises(PlanError, match=rf"planning.passes\[0\] is '{OWN}:without_memory'"):
         run_passes(planned.plan, (f"{OWN}:without_memory",))
 
 
@@ -95,7 +95,7 @@ def test_plans_that_raymm_makes_have_their_passes():
 
 
 @pytest.mark.parametrize(("options", "error", "says"), [
-    ({"passes": (f"{OWN}:absent",)}, ConfigError, r"planning.passes\[0\] is 'test_passes:absent'"),
+    ({"passes": (f"{OWN}:absent",)}, ConfigError, rf"planning.passes\[0\] is '{OWN}:absent'"),
     ({"passes": (f"{OWN}:SIZES",)}, ConfigError, "a dict; accepted: module:function"),
     ({"passes": ("a:b",), "style": "auto"}, PlanError, "parallel.style 'auto'; accepted: style"),
 ])  # fmt: skip
@@ -125,4 +125,4 @@ def test_a_resumed_run_keeps_the_plan_of_the_same_passes_only(plan, monkeypatch)
     assert resumed(zero_bubble) == (saved, ["resuming with the plan of the checkpoint"])
     other, lines = resumed()
     assert other == plan
-    assert lines[0].startswith("planning again: planning.passes is [], and was ['test_passes:zero")
+    assert lines[0].startswith(f"planning again: planning.passes is [], and was ['{OWN}:zero")

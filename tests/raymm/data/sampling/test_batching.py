@@ -136,7 +136,7 @@ def test_sizes_are_tokens_of_the_model(planned_config):
     np.testing.assert_array_equal(
         sizes.values[:, 2], found.text_tokens + 4 * found.counts["vision"]
     )
-    custom = planned_config(batching={"units": {"vision": "test_batching:widths"}})
+    custom = planned_config(batching={"units": {"vision": f"{__name__}:widths"}})
     sizes = sample_sizes(found, custom, {"vision": ItemTokens(13, 4)})
     np.testing.assert_array_equal(sizes.values[:, 0], 12 * found.counts["vision"])
 
@@ -179,7 +179,7 @@ def test_an_item_of_many_tokens_does_not_shrink_microbatches(planned_config):
     [
         ({"budgets": {"text": 5}}, r"data\.batching: sample \d+ has \d+ units of text"),
         ({"units": {"vision": "nowhere:fn"}}, r"data\.batching\.units\.vision: cannot import"),
-        ({"units": {"vision": "test_batching:broken"}}, r"units\.vision: .*32 integers"),
+        ({"units": {"vision": f"{__name__}:broken"}}, r"units\.vision: .*32 integers"),
         ({"cache": "/proc/nowhere"}, r"data\.batching\.cache: .*'/proc/nowhere'"),
     ],
 )
