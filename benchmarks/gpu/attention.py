@@ -211,7 +211,7 @@ def _cudnn(device: Device, pattern: str, mask: AttentionMask) -> Attention:
 
 
 def _flash_varlen(device: Device, length: int) -> Attention:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     ends = torch.tensor([0, length], dtype=torch.int32, device=device.torch)
 
