@@ -116,7 +116,7 @@ PROMISES = {
     },
     "docs/clusters.md": {
         "a second process prints a message on the standard error":
-            "tests/training/test_last_words.py::"
+            "tests/raymm/training/test_last_words.py::"
             "test_only_processes_without_a_message_get_one",
         "SIGTERM before that still finishes the step, saves, and ends with 143":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
