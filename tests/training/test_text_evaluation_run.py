@@ -46,7 +46,7 @@ def test_texts_evaluated_in_training(finished, raymm, inputs, changes, make_conf
     for row in rows:
         assert row["texts"] == 5 and {f"heldout_{name}" for name in METRICS} <= set(row)
         assert 0 <= row["heldout_exact_match"] <= row["heldout_anls"] <= 1
-        assert 0 <= row["heldout_text_functions:length"] <= 5
+        assert 0 <= row["heldout_tests.support.text_functions:length"] <= 5
     assert f"step     3  5 texts: exact_match {rows[1]['heldout_exact_match']:.4g}" in text
     page = (run / rows[-1]["table"]).read_text()
     assert page.count("<tr>") == 6 and "data:image/png" in page and "what is this" in page
@@ -89,7 +89,7 @@ def test_the_best_checkpoint_survives_a_resumption(
     rows = read_metrics(run / "metrics.jsonl")
     for row in rows:
         if row.get("texts"):
-            row["heldout_text_functions:length"] = float(row["step"] == 2) * 99
+            row["heldout_tests.support.text_functions:length"] = float(row["step"] == 2) * 99
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     later = make_config({**values, "run.evaluate": {**evaluate, "every": 7}, "run.steps": 7})
     config = load_config(later)

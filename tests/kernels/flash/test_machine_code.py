@@ -116,7 +116,7 @@ def test_the_pages_table_is_replaced(tmp_path, monkeypatch, after):
     """Replace a table within a page, and one that ends the page."""
     page = tmp_path / "gpus.md"
     page.write_text(f"Text above.\n\n| kernel and head dim | 3.5.1 |\n| --- | --- |\n{after}")
-    monkeypatch.setattr("triton_versions.PAGE", page)
+    monkeypatch.setattr("tests.kernels.triton_versions.PAGE", page)
     counted = {"3.8.0": {"forward 64": (4, 3, 0)}, "3.9.0": {"forward 64": (6, 6, 48)}}
     record(table(counted))
     text = page.read_text()
