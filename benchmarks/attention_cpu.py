@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
@@ -71,16 +71,16 @@ def masks(length: int) -> dict[str, Callable[[], AttentionMask]]:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--length", type=int, default=8192, help="tokens, a multiple of 128")
     options.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="query and key heads")
     options.add_argument("--head-dim", type=int, default=64)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--patterns", nargs="*", help="patterns to run")
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     result: dict[str, Any] = {
-        "machine": _common.machine(),
+        "machine": common.machine(),
         **{name: getattr(args, name) for name in ("length", "heads", "head_dim", "dtype")},
     }
     table = Table(title=f"CPU seconds, forward and backward, T = {args.length}, {args.dtype}")
@@ -100,7 +100,7 @@ def main() -> None:
                 f"{found['raymm_peak_mb']:.0f}", f"{found['relative_error']:.1e}",
             )  # fmt: skip
     console.print(table)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 def measure(

@@ -28,7 +28,7 @@ import xxhash
 from rich.table import Table
 from safetensors.torch import save_file
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.actors.optimizer.checkpoint_shards import verify_shard, write_shard
 
 DIGESTS: dict[str, Callable[[bytes], object]] = {
@@ -103,7 +103,7 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = _common.parser(__doc__.splitlines()[0])
+    parser = common.parser(__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the shard, MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
@@ -116,8 +116,8 @@ def main() -> None:
             where, f"{row['plain_s']}", f"{row['with_checksum_s']}", f"{row['share']:+.1%}",
             f"{row['verify_gb_per_s']}",
         )
-    _common.console().print(table)
-    _common.emit({**found, "machine": _common.machine()}, args.json)
+    common.console().print(table)
+    common.emit({**found, "machine": common.machine()}, args.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 from transformers import LlamaConfig
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_model import ParallelModel
@@ -103,7 +103,7 @@ def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, An
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), MICROBATCHES).plan(model)
     saves: dict[str, list[Save]] = {"synchronous": [], "asynchronous": []}
     store = CheckpointStore(folder, keep=1)
-    with _common.local_ray(4), ParallelModel(model, plan) as parallel:
+    with common.local_ray(4), ParallelModel(model, plan) as parallel:
         def step() -> float:
             return timed(parallel.train_step, batch)
 
@@ -139,7 +139,7 @@ def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = _common.parser(str(__doc__).split("\n", 1)[0])
+    parser = common.parser(str(__doc__).split("\n", 1)[0])
     parser.add_argument("--hidden", type=int, default=768, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--rounds", type=int, default=5)
@@ -152,8 +152,8 @@ def main() -> None:
     table = Table("save", *fields, title=f"{found['bytes'] / 1e6:.0f} MB, a step {found['step_s']}")
     for name in ("synchronous", "asynchronous"):
         table.add_row(name, *(str(found[name][field]) for field in fields))
-    _common.console().print(table)
-    _common.emit({**found, "machine": _common.machine()}, args.json)
+    common.console().print(table)
+    common.emit({**found, "machine": common.machine()}, args.json)
 
 
 if __name__ == "__main__":

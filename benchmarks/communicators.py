@@ -43,8 +43,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._made_groups import made
+from benchmarks.shared import common
+from benchmarks.shared.made_groups import made
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank.connection_plan import ConnectionPlan, connection_plans, link_ctas
 from raymm.actors.sharding.parameter_shards import ShardSpec
@@ -205,8 +205,8 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    args = _common.parser(__doc__.splitlines()[0]).parse_args()
-    result: dict[str, Any] = {"machine": _common.machine()}
+    args = common.parser(__doc__.splitlines()[0]).parse_args()
+    result: dict[str, Any] = {"machine": common.machine()}
     table = Table(
         "processes", "layout", "communicators", "one per edge", "links", "groups", "chain"
     )
@@ -223,18 +223,18 @@ def main() -> None:
             )
         spent = driver(replicas, llm_ranks)
         result |= {f"{key}_{processes}": value for key, value in spent.items()}
-        _common.console().print(processes, counted, spent)
+        common.console().print(processes, counted, spent)
     for llm_ranks in MADE_LLM_RANKS:
         measured = really_made(llm_ranks)
         processes = (len(ENCODERS) + llm_ranks) * TP
         result |= {f"{key}_{processes}": value for key, value in measured.items()}
-        _common.console().print(processes, measured)
+        common.console().print(processes, measured)
     for schedule in ("1f1b", "gpipe"):
         ratio, seconds = proof_over_lowering(schedule)
         result[f"proof_over_lowering_{schedule}"] = round(ratio, 3)
         result[f"lowering_ms_{schedule}"] = round(1e3 * seconds, 2)
-    _common.console().print(table)
-    _common.emit(result, args.json)
+    common.console().print(table)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

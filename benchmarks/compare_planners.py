@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
-from benchmarks import _common
 from benchmarks.baselines.baseline import Baseline, solutions
 from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
+from benchmarks.shared import common
 from raymm.cli.option_arguments import add_option_arguments, read_options
 from raymm.cli.plan import planned_precision
 from raymm.config.build import build_model
@@ -95,7 +95,7 @@ def _table(rows: list[dict[str, str]]) -> Table:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("config", help="YAML file of a run, as for `raymm plan`")
     options.add_argument(
         "--set",
@@ -125,10 +125,10 @@ def main() -> None:
     else:
         planned = search_pipelines(inputs)
         seconds, baselines, solved = planned.seconds, PIPELINES, other_pipelines(planned)
-    _common.console().print(_table(comparison_rows(seconds, solved, baselines)))
-    _common.emit(
+    common.console().print(_table(comparison_rows(seconds, solved, baselines)))
+    common.emit(
         {
-            "machine": _common.machine(),
+            "machine": common.machine(),
             "raymm": seconds,
             **{name: one if isinstance(one, str) else one.seconds for name, one in solved.items()},
         },

@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common, _token_policies
-from benchmarks._ranks import Ranks, gloo_ranks
-from benchmarks._sharded_attention import (
+from benchmarks.shared import common, token_policies
+from benchmarks.shared.ranks import Ranks, gloo_ranks
+from benchmarks.shared.sharded_attention import (
     Call,
     Measured,
     largest_error,
@@ -59,7 +59,7 @@ TEXT, TOKENS = 256, {1: 299, 2: 750}
 SAMPLE = TEXT + sum(TOKENS.values())
 LONGEST_DOCUMENT = 4  # samples
 POLICIES = ("balanced", "contiguous", "zigzag")
-BY_NAME = {"balanced": balanced, **_token_policies.POLICIES}
+BY_NAME = {"balanced": balanced, **token_policies.POLICIES}
 # Neither end is a block boundary, and the rows include items and text.
 CHECKED_ROWS = slice(9000, 9300)
 
@@ -170,16 +170,16 @@ def timed(ranks: Ranks, name: str, args: argparse.Namespace, path: Path) -> dict
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--length", type=int, default=LENGTH, help="tokens, at least 9300")
     options.add_argument("--heads", type=int, nargs=2, default=(4, 4), help="query and key heads")
     options.add_argument("--head-dim", type=int, default=32)
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--seeds", type=int, default=20, help="masks per pattern, for imbalance")
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     result: dict[str, Any] = {
-        "machine": _common.machine(), "ranks": RANKS,
+        "machine": common.machine(), "ranks": RANKS,
         **{name: getattr(args, name)
            for name in ("length", "heads", "head_dim", "rounds", "seeds")},
         **imbalances(args.length, args.seeds),
@@ -189,7 +189,7 @@ def main() -> None:
             found = timed(ranks, name, args, Path(folder) / "expected.pt")
             result |= {f"{key}_{name}": value for key, value in found.items()}
     show(console, result)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 def show(console: Any, result: dict[str, Any]) -> None:

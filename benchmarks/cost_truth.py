@@ -29,9 +29,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import eager_mask
 from transformers.utils.generic import ModelOutput
 
-from benchmarks import _common
-from benchmarks._cost_cases import VOCABULARY, Case, cases
-from benchmarks._sent_messages import message_rows
+from benchmarks.shared import common
+from benchmarks.shared.cost_cases import VOCABULARY, Case, cases
+from benchmarks.shared.sent_messages import message_rows
 from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings, num_blocks
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.projector import Projector
@@ -301,10 +301,10 @@ def result_of(rows: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dic
 
 
 def main() -> None:
-    options = _common.parser((__doc__ or "").splitlines()[0])
+    options = common.parser((__doc__ or "").splitlines()[0])
     options.add_argument("--only", help="only cases whose name contains this, without messages")
     arguments = options.parse_args()
-    console = _common.console()
+    console = common.console()
     names = ("parameters", *FLOPS, *BYTES)
     table = Table("case", "size", *names)
     rows = []
@@ -320,10 +320,10 @@ def main() -> None:
     console.print(table)
     messages: list[dict[str, Any]] = []
     if not arguments.only:
-        with _common.local_ray(8):
+        with common.local_ray(8):
             messages = list(message_rows())
     result = result_of(rows, messages)
-    _common.emit({"machine": _common.machine(), **result}, arguments.json)
+    common.emit({"machine": common.machine(), **result}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._ranks import LIMITS, Ranks, gloo_ranks, slow_network
-from benchmarks._sharded_attention import (
+from benchmarks.shared import common
+from benchmarks.shared.ranks import LIMITS, Ranks, gloo_ranks, slow_network
+from benchmarks.shared.sharded_attention import (
     Call,
     Measured,
     bandwidth_on_rank,
@@ -50,7 +50,7 @@ BANDWIDTH_MEGABYTES = 40
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--limit", choices=("auto", *LIMITS), default="auto")
     options.add_argument("--gbit", type=float, default=1.0, help="Gbit/s shared by all ranks")
     options.add_argument("--ranks", type=int, default=4)
@@ -62,8 +62,8 @@ def main() -> None:
         "--cases", nargs="+", type=_case, default=CASES, metavar="SqxSkv", help="rows and keys"
     )
     args = options.parse_args()
-    console = _common.console()
-    machine = _common.machine()  # before this process loses its network
+    console = common.console()
+    machine = common.machine()  # before this process loses its network
     limit, why = slow_network(args.limit, args.gbit)
     if limit != "namespace":
         what = {"emulated": "the link is EMULATED in user space", "none": "it ran UNLIMITED"}
@@ -96,7 +96,7 @@ def main() -> None:
     for key, value in result.items():
         if key.startswith(("lv_over", "bytes_ratio", "auto_over", "loopback")):
             console.print(f"{key:32} {value}", highlight=False)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 def _case(text: str) -> tuple[int, int]:

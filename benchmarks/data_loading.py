@@ -41,11 +41,11 @@ import torch
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.config.sections import load_config
 from raymm.data import DataConfig, StepBuilder, StepLoader, open_split, training_sampler
 
-CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
+CONFIG = common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
 AHEAD = 2  # steps per worker, as DataLoader's default
 SETTLE_SECONDS = 1.0
 OTHERS_SHARE = 0.05  # share of the machine's time above which a round is repeated
@@ -214,7 +214,7 @@ def stall_share(config: Path, overrides: list[str], steps: int) -> float:
         subprocess.run(
             [sys.executable, "-m", "raymm", "train", config.resolve(),
              *(part for one in settings for part in ("--set", one))],
-            check=True, stdout=sys.stderr, cwd=_common.REPOSITORY, timeout=TRAIN_SECONDS,
+            check=True, stdout=sys.stderr, cwd=common.REPOSITORY, timeout=TRAIN_SECONDS,
         )
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "loss" in row][1:]
@@ -248,7 +248,7 @@ def result_of(found: dict[str, list[Measured]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--config", type=Path, default=CONFIG, help="configuration with the data")
     options.add_argument("--workers", type=int, default=2, help="workers per loader")
     options.add_argument("--rounds", type=int, default=8, help="quiet rounds per loader")
@@ -264,10 +264,10 @@ def main() -> None:
     )
     # raymm sets these for its workers; the workers of DataLoader inherit them.
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    with _common.local_ray(num_cpus=args.workers + 1):
+    with common.local_ray(num_cpus=args.workers + 1):
         found = compare(config, args.rounds, args.steps)
     result = {
-        "machine": _common.machine(),
+        "machine": common.machine(),
         "workers": args.workers,
         "batch_size": config.batch_size,
         **result_of(found),
@@ -279,8 +279,8 @@ def main() -> None:
         table.add_row(
             name, f"{result[f'samples_per_s_{name}']}", f"{result[f'cpu_ms_per_sample_{name}']}"
         )
-    _common.console().print(table)
-    _common.emit(result, args.json)
+    common.console().print(table)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks.shared import common
 
 SHARDS = 10
 SIZE = 64  # pixels per side
@@ -148,7 +148,7 @@ def measure(path: str, tokenizer: Path, items: int, every: int) -> dict[str, Any
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--items", type=int, default=10_000, help="items of the stream")
     options.add_argument("--every", type=int, default=500, help="items between two measurements")
     args = options.parse_args()
@@ -160,7 +160,7 @@ def main() -> None:
         size = write_shards(folder / "shards", args.items)
         server, url = start_server(folder / "shards")
         try:
-            with _common.local_ray(num_cpus=2, environment=keys):
+            with common.local_ray(num_cpus=2, environment=keys):
                 found = {
                     where: measure(path, folder / "tokenizer", args.items, args.every)
                     for where, path in (("local", str(folder / "shards")), ("s3", url))
@@ -175,9 +175,9 @@ def main() -> None:
             where, str(values["items_per_s"]), str(values["most_mib"]), str(values["growth_mib"]),
             json.dumps(values["resident_mib"]),
         )
-    _common.console().print(table)
-    _common.emit(
-        {"machine": _common.machine(), "source_mib": round(size / 2**20, 1), **found}, args.json
+    common.console().print(table)
+    common.emit(
+        {"machine": common.machine(), "source_mib": round(size / 2**20, 1), **found}, args.json
     )
 
 

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from benchmarks._common import console, emit, machine, origin, parser
-from benchmarks._family_check import (
+from benchmarks.shared.common import console, emit, machine, origin, parser
+from benchmarks.shared.family_check import (
     EXACT,
     NOT_APPLICABLE,
     REFUSED,
@@ -42,7 +42,7 @@ from benchmarks._family_check import (
     Outcome,
     check,
 )
-from benchmarks._family_classes import ENCODER, LANGUAGE, Family, encoders, language_models
+from benchmarks.shared.family_classes import ENCODER, LANGUAGE, Family, encoders, language_models
 from raymm.files.run_files import write_whole
 
 TIMEOUT_SECONDS = 120

@@ -35,7 +35,7 @@ import torch
 from rich.table import Table
 from transformers import LlamaConfig
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.actors.faults.heartbeats import BEAT_S
 from raymm.actors.faults.inquiry import inquire
 from raymm.actors.placement.placement import PlacementOptions
@@ -231,7 +231,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = _common.parser(str(__doc__).split("\n", 1)[0])
+    parser = common.parser(str(__doc__).split("\n", 1)[0])
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per microbatch")
@@ -244,8 +244,8 @@ def main() -> None:
     table = Table("figure", "value")
     for name, value in result.items():
         table.add_row(name, str(value))
-    _common.console().print(table)
-    _common.emit({**result, "machine": _common.machine()}, args.json)
+    common.console().print(table)
+    common.emit({**result, "machine": common.machine()}, args.json)
 
 
 if __name__ == "__main__":

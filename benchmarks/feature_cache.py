@@ -32,7 +32,7 @@ import torch
 import yaml
 from torch import nn
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.features.kept_features import FEATURES
 from raymm.config.build import build_model, build_plan
@@ -43,7 +43,7 @@ from raymm.data.loading.feature_lookup import FeatureLookup, item_key
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.training.kept_features import KeptFeatures
 
-CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
+CONFIG = common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
 COLUMNS = {"vision": "images", "audio": "audio"}
 FILLED_SECONDS = 2.0  # wait for background writes after the last step
 
@@ -209,12 +209,12 @@ def result_of(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = _common.parser(__doc__ or "")
+    parser = common.parser(__doc__ or "")
     parser.add_argument("--rows", type=int, default=180, help="rows of the data; a step has 12")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="raymm-features-") as folder, _common.local_ray(4):
+    with tempfile.TemporaryDirectory(prefix="raymm-features-") as folder, common.local_ray(4):
         result = {"benchmark": "feature_cache", **measure(args.rows, Path(folder))}
-    result["machine"] = _common.machine()
+    result["machine"] = common.machine()
     print(json.dumps(result))
     if not result["same_bits"]:
         sys.exit("the losses are not bitwise equal")

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -64,7 +64,7 @@ from raymm.scheduler.search.stage_space import StageSpace
 
 RANKS, MICROBATCHES, SAMPLES = 8, 16, 64
 TILE_TOKENS = 256
-SIZES = _common.REPOSITORY / "tests" / "support" / "minibatch_sizes.json"
+SIZES = common.REPOSITORY / "tests" / "support" / "minibatch_sizes.json"
 AUTO_SCHEDULES = ("1f1b", "zero_bubble", "entrain", "dip", "bigmac", "optimus")
 Draw = Callable[[np.random.Generator, int], dict[str, np.ndarray]]
 Work = dict[str, np.ndarray]
@@ -363,14 +363,14 @@ def table(outcomes: list[Outcome]) -> Table:
 
 
 def main() -> int:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--batches", type=int, default=4, help="batches per distribution")
     options.add_argument("--distributions", nargs="+", default=list(DISTRIBUTIONS),
                          choices=list(DISTRIBUTIONS))
     options.add_argument("--no-actors", action="store_true", help="leave out sleeping stages")
     options.add_argument("--picture", type=Path, help="draw all schedules of one batch (.png)")
     chosen: argparse.Namespace = options.parse_args()
-    out = _common.console()
+    out = common.console()
     outcomes = [measure(name, chosen.batches) for name in chosen.distributions]
     rows = list(_rows(outcomes))
     ratios = [row["auto_over_best_peer"] for row in rows]
@@ -384,7 +384,7 @@ def main() -> int:
         "choice_cpu_ms": round(choice_cpu_ms(), 1),
     }
     if not chosen.no_actors:
-        from benchmarks._sleeping_batches import emulated_errors
+        from benchmarks.devices.sleeping_batches import emulated_errors
 
         errors = emulated_errors()
         result["emulated_error"] = round(max(map(abs, errors.values())), 4)
@@ -397,7 +397,7 @@ def main() -> int:
             outcomes[-1].timelines, chosen.picture, title="One batch under each schedule",
             rank_names={rank: f"rank {rank}" for rank in range(RANKS)},
         )
-    _common.emit({**result, "rows": rows, "machine": _common.machine()}, chosen.json)
+    common.emit({**result, "rows": rows, "machine": common.machine()}, chosen.json)
     return 0
 
 

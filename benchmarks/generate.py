@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks.shared import common
 
 VOCABULARY, PROMPTS, STAGES, CORES = 4096, 8, 2, 2
 WARM_UP = 1
@@ -216,7 +216,7 @@ def result_of(
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--tokens", type=int, default=32, help="generated tokens per prompt")
     options.add_argument("--prompt", type=int, default=48, help="tokens of the longest prompt")
@@ -224,18 +224,18 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=8)
     args = options.parse_args()
     result = {
-        "benchmark": "generate", "machine": _common.machine(),
+        "benchmark": "generate", "machine": common.machine(),
         **{name: getattr(args, name) for name in ("rounds", "tokens", "prompt", "hidden")},
         "layers": args.layers, "prompts": PROMPTS, "stages": STAGES,
     }
     module = llama(args.hidden, args.layers)
-    with _common.local_ray(STAGES):
+    with common.local_ray(STAGES):
         result |= measure(module, prompts_of(args.prompt), args.tokens, args.rounds)
     table = Table("way", "tokens/s")
     for way, value in result["tokens_per_second"].items():
         table.add_row(way, f"{value:.1f}")
-    _common.console().print(table)
-    _common.emit(result, args.json)
+    common.console().print(table)
+    common.emit(result, args.json)
     if not result["tokens_equal"]:
         sys.exit("the methods do not generate the same tokens")
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks.shared import common
 
-# Ranks by case of benchmarks.pretended_gpu.steps, whose libraries must not be imported here.
+# Ranks by case of benchmarks.devices.pretended_gpu.steps, whose libraries are not imported here.
 RANKS = {
     "fp32": 1, "bf16": 1, "frozen": 1, "plain": 1, "packed": 1, "two ranks": 2,
     "two ranks, plain": 2,
@@ -48,8 +48,9 @@ def measure(case: str) -> dict[str, Any]:
     port = _two_free_ports()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.pretended_gpu.case", case, str(rank), str(port)],
-            cwd=_common.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "benchmarks.devices.pretended_gpu.case", case, str(rank),
+             str(port)],
+            cwd=common.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(RANKS[case])
     ]  # fmt: skip
@@ -85,7 +86,7 @@ def _two_free_ports() -> int:
 
 def main() -> int:
     """Run all cases, print the table, then the result line."""
-    options = _common.parser((__doc__ or "").splitlines()[0])
+    options = common.parser((__doc__ or "").splitlines()[0])
     options.add_argument("--cases", nargs="+", choices=RANKS, default=list(RANKS))
     chosen = options.parse_args()
     cases = [measure(case) for case in chosen.cases]
@@ -99,14 +100,14 @@ def main() -> int:
         )
         numbers = (str(case[figure]) for figure in FIGURES.values())
         table.add_row(case["case"], *numbers, f"{case['max_relative_error']:.1e}", where)
-    _common.console().print(table)
+    common.console().print(table)
     result = {
         "benchmark": "host_stalls",
         **{figure: max(case[figure] for case in cases) for figure in FIGURES.values()},
         "cases": cases,
-        "machine": _common.machine(),
+        "machine": common.machine(),
     }
-    _common.emit(result, chosen.json)
+    common.emit(result, chosen.json)
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks._common import console, emit, machine, parser
+from benchmarks.shared.common import console, emit, machine, parser
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.link import Link
 from raymm.actors.executor.message_layout import Layout

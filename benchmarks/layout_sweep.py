@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import console, emit, machine, parser
-from benchmarks._family_check import EXACT, REFUSED, UNCLEAR, WRONG
-from benchmarks._sweep_cells import Cell, cells, outcomes
-from benchmarks._sweep_tables import FEATURES, LAYOUTS, OPTIONS
+from benchmarks.shared.common import console, emit, machine, parser
+from benchmarks.shared.family_check import EXACT, REFUSED, UNCLEAR, WRONG
+from benchmarks.shared.sweep_cells import Cell, cells, outcomes
+from benchmarks.shared.sweep_tables import FEATURES, LAYOUTS, OPTIONS
 
 RESULTS = (EXACT, REFUSED, WRONG, UNCLEAR)
 # Logical CPUs: the largest number of processes of a layout, with a margin.

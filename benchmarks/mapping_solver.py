@@ -19,7 +19,7 @@ tenth. Keys of the result, n being the number of modules:
 - `performance_model`: per number of modules, errors (mean of |predicted / measured - 1|) for plans
   and modules that were not fitted, with 5 % noise on fitted and measured values; `_true`: against
   the time without noise (the noise alone makes 4.0 %); R² of the delay, both ways. The ground truth
-  is a closed queueing network (`benchmarks._colocations`), not eq. 8. `blind`, `additive` and
+  is a closed queueing network (`benchmarks.shared.colocations`), not eq. 8. `blind`, `additive` and
   `full`, the latter with the coupling that also holds for three or more modules on a GPU;
   `full_eq8`: with eq. 8's product.
 """
@@ -33,10 +33,10 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._colocations import random_colocations
-from benchmarks._mapping_instances import KINDS, random_problem
 from benchmarks.baselines.mappings import distmm, megatron, spindle
+from benchmarks.shared import common
+from benchmarks.shared.colocations import random_colocations
+from benchmarks.shared.mapping_instances import KINDS, random_problem
 from raymm.scheduler.costs.interference import Colocation, fit_interference, report
 from raymm.scheduler.multiplex.iteration_memory import balanced, fits_iteration
 from raymm.scheduler.multiplex.mapping import Mapping
@@ -163,7 +163,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--modules", type=int, nargs="+", default=[12, 20], help="per problem")
     options.add_argument("--gpus", type=int, nargs="+", default=[8, 32], help="in the cluster")
     options.add_argument("--seeds", type=int, default=3, help="problems per case")
@@ -172,7 +172,7 @@ def main() -> None:
         help="wall seconds of the exact run if auto has not proven its mapping",
     )
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     for strategy in ("auto", "local_search"):  # load compiled code
         solve(random_problem(0, "parallel", 13, 8), strategy)
 
@@ -183,7 +183,7 @@ def main() -> None:
                 for seed in range(args.seeds):
                     rows.append(one(kind, modules, gpus, seed, args.oracle_seconds))
     console.print(table(rows))
-    result: dict[str, Any] = {"machine": _common.machine()}
+    result: dict[str, Any] = {"machine": common.machine()}
     for modules in args.modules:
         result.update(summary(rows, modules))
     fewest = min(args.modules)
@@ -205,7 +205,7 @@ def main() -> None:
     result["rows"] = [
         {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows
     ]
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 from rich.table import Table
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks import _common, _image_text
+from benchmarks.shared import common, image_text
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.host.memory import CopyOptions
 from raymm.actors.memory.live_bytes import LiveBytes
@@ -166,13 +166,13 @@ class Row:
 
 
 def main() -> None:
-    parser = _common.parser(str(__doc__).split("\n", 1)[0])
+    parser = common.parser(str(__doc__).split("\n", 1)[0])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
     hosts: list[HostRow] = []
-    with _common.local_ray(10):
+    with common.local_ray(10):
         model, batch = build_model(), microbatches(MICROBATCHES)
         profiles: dict[str, CostProfile] = {}
         for name in args.cases:
@@ -183,13 +183,13 @@ def main() -> None:
             measured, copied = measure(name, case, model, batch, profiles[case.precision])
             rows += measured
             hosts += copied
-    console = _common.console()
+    console = common.console()
     console.print(table_of(rows))
     console.print(host_table(hosts))
     worst, worst_host = (max(abs(row.error) for row in each) for each in (rows, hosts))
-    _common.emit(
+    common.emit(
         {
-            "machine": _common.machine(), "max_relative_error": round(worst, 4),
+            "machine": common.machine(), "max_relative_error": round(worst, 4),
             "max_host_relative_error": round(worst_host, 4),
             "rows": [row_dict(row) for row in rows],
             "host_rows": [
@@ -238,7 +238,7 @@ def build_model() -> MultimodalModule:
 
 def microbatches(count: int) -> list[dict[str, Any]]:
     """Return microbatches of :data:`ROWS` rows with one image each."""
-    return _image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
+    return image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
 
 
 def table_of(rows: Sequence[Row]) -> Table:

@@ -18,7 +18,7 @@ all together if there are several, per method and number of data-parallel ranks:
 
 Also the CPU seconds to plan 1.2 million samples drawn with replacement from all files.
 
-Without files, only figures for sizes drawn from seeded distributions of `_drawn_sizes.py`, at 8 to
+Without files, only figures for sizes drawn from seeded distributions of `drawn_sizes.py`, at 8 to
 256 ranks. `drawn_steps_over_bound`: steps over the least number that could hold the samples within
 the budgets (every step has a group per rank), worst and median; `drawn_efficiency_min`; and
 `drawn_step_efficiency_over_isf_min`, where ISF has groups for all ranks. `documents`: 30,000 sizes
@@ -42,10 +42,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._drawn_sizes import DISTRIBUTIONS, NAMES, drawn_sizes
-from benchmarks._isf import plan_isf, search_budgets
-from benchmarks._transformer_cost import transformer_cost
+from benchmarks.shared import common
+from benchmarks.shared.drawn_sizes import DISTRIBUTIONS, NAMES, drawn_sizes
+from benchmarks.shared.isf import plan_isf, search_budgets
+from benchmarks.shared.transformer_cost import transformer_cost
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
@@ -305,7 +305,7 @@ def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--data", type=Path, nargs="+", help="files of sample sizes")
     options.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="ranks (dp)")
     options.add_argument("--epochs", type=int, default=3, help="plans per row")
@@ -314,14 +314,14 @@ def main() -> None:
     options.add_argument("--draw", type=Path, help="also write a picture to this path")
     args = options.parse_args()
     budgets = tuple(args.budgets) if args.budgets else None
-    console = _common.console()
+    console = common.console()
     if not args.data:
         result = {
-            "machine": _common.machine(), **drawn(args.epochs), **documents(args.epochs),
+            "machine": common.machine(), **drawn(args.epochs), **documents(args.epochs),
         }
         for case, row in (result["drawn"] | result["documents"]).items():
             console.print(f"{case:28} {row}", highlight=False)
-        _common.emit(result, args.json)
+        common.emit(result, args.json)
         return
 
     parts = {path.stem.split("_")[0]: read(path) for path in args.data}
@@ -334,7 +334,7 @@ def main() -> None:
     plan_balanced(together, args.ranks[0], budgets)  # compile first
     plan_isf(together, args.ranks[0], iterations=1)
 
-    result: dict[str, Any] = {"machine": _common.machine(), "methods": {}}
+    result: dict[str, Any] = {"machine": common.machine(), "methods": {}}
     for name, sizes in sets.items():
         for ranks in args.ranks:
             case = f"{name}_dp{ranks}"
@@ -382,7 +382,7 @@ def main() -> None:
     }
     if args.draw:
         draw(args.draw, together, args.ranks[0])
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks._common import console, emit, local_ray, machine, parser
-from benchmarks._multiplexed_models import SHAPES, Shape
 from benchmarks.baselines.mappings import distmm, megatron, spindle
-from benchmarks.emulated_gpu import SurfaceSeconds
-from benchmarks.emulation import ENTRY, emulate
+from benchmarks.devices.emulated_gpu import SurfaceSeconds
+from benchmarks.devices.emulation import ENTRY, emulate
+from benchmarks.shared.common import console, emit, local_ray, machine, parser
+from benchmarks.shared.multiplexed_models import SHAPES, Shape
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.draw import draw_timelines
 from raymm.runtime.parallel_model import ParallelModel

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks.baselines.actor_calls import ActorCallsContender
 from benchmarks.baselines.chain import ChainConfig, ChainResult, calibrate_burn, reference
 from benchmarks.baselines.compiled_graph import (
@@ -35,6 +34,7 @@ from benchmarks.baselines.isend_irecv import LoopContender
 from benchmarks.baselines.raymm_pipeline import RaymmContender
 from benchmarks.baselines.torch_pipelining import PipeliningContender
 from benchmarks.baselines.varied_pipeline import NewShapesContender, VariedContender
+from benchmarks.shared.common import console, emit, local_ray, machine, parser
 
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender

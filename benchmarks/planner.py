@@ -22,9 +22,9 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-from benchmarks import _common
 from benchmarks.baselines.loosely_coupled import loosely_coupled
 from benchmarks.baselines.pipelines import unaware_work
+from benchmarks.shared import common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
 from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -53,11 +53,11 @@ RANKS = 3  # of plans that share forwards
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--limit", type=int, default=len(VALM_CONFIGS), help="configurations")
     args = options.parse_args()
-    console = _common.console()
-    result = {"machine": _common.machine(), **speeds(), "shared_forwards": shared_forwards()}
+    console = common.console()
+    result = {"machine": common.machine(), **speeds(), "shared_forwards": shared_forwards()}
     for size in "SML":  # count layers once, before the processes fork
         valm_profile(size, size, size)
     tasks = [
@@ -78,7 +78,7 @@ def main() -> None:
     for key, value in result.items():
         if key != "machine":
             console.print(f"{key:36} {value}", highlight=False)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:

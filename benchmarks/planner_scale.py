@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks import _common
+from benchmarks.shared import common
 from raymm.actors.modules.projector import Projector, ProjectorConfig
 from raymm.actors.weights.source import ConfigSource
 from raymm.costs.analytic import analytic_layers, projector_layers
@@ -36,18 +36,18 @@ MOST_MICROBATCHES = 2048
 
 
 def main() -> None:
-    options = _common.parser(str(__doc__).splitlines()[0])
+    options = common.parser(str(__doc__).splitlines()[0])
     options.add_argument("--devices", default="64,256", help="comma-separated numbers of devices")
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     graph, profile = model()
-    result: dict[str, object] = {"machine": _common.machine()}
+    result: dict[str, object] = {"machine": common.machine()}
     for devices in map(int, args.devices.split(",")):
         row = plan(graph, profile, devices)
         for key, value in row.items():
             result[f"{key}_{devices}"] = value
             console.print(f"{key + '_' + str(devices):36} {value}", highlight=False)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 def model() -> tuple[ModuleGraph, CostProfile]:

@@ -29,9 +29,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import real_model
-from benchmarks._common import console, emit, local_ray, machine, parser
-from benchmarks.paper_rows import ROWS, PaperRow, own_plan, scale_of, table_plan
-from benchmarks.sleeping_stages import Overheads, SleepingPipeline, op_seconds_measured
+from benchmarks.devices.sleeping_stages import Overheads, SleepingPipeline, op_seconds_measured
+from benchmarks.shared.common import console, emit, local_ray, machine, parser
+from benchmarks.shared.paper_rows import ROWS, PaperRow, own_plan, scale_of, table_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaModel, SiglipVisionConfig
 
-from benchmarks import _image_text
+from benchmarks.shared import image_text
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import LayerMeasurement
@@ -90,7 +90,7 @@ def build_model(llm_frozen: bool) -> MultimodalModule:
 def microbatches(count: int) -> list[dict[str, Any]]:
     """Return microbatches of :data:`ROWS` rows with one image each."""
     size = VISION["image_size"]
-    return _image_text.microbatches(count, ROWS, TEXT_TOKENS, LLAMA["vocab_size"], size)
+    return image_text.microbatches(count, ROWS, TEXT_TOKENS, LLAMA["vocab_size"], size)
 
 
 def message_floats() -> int:

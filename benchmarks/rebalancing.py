@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
 from benchmarks.minibatch import joined, read
+from benchmarks.shared import common
 from raymm.data import RebalanceConfig
 from raymm.data.sampling.group_sampler import Groups, GroupSampler
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
@@ -224,19 +224,19 @@ def tables(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = _common.parser(__doc__.splitlines()[0])
+    parser = common.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", type=Path, required=True, help="files of sample sizes")
     args = parser.parse_args()
     sizes = joined([read(path) for path in args.data])
     kinds = truths(sizes)
     run(sizes, *next(iter(kinds.values())))  # compile first
     result = {
-        "benchmark": "rebalancing", "machine": _common.machine(), "samples": len(sizes),
+        "benchmark": "rebalancing", "machine": common.machine(), "samples": len(sizes),
         "microbatches": MICROBATCHES, "noise": NOISE,
         "drifts": {name: run(sizes, *costs) for name, costs in kinds.items()},
     }
-    _common.console().print(tables(result))
-    _common.emit(result, args.json)
+    common.console().print(tables(result))
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

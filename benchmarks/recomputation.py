@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks import _common, _image_text
+from benchmarks.shared import common, image_text
 from benchmarks.valm_configs import valm_profile
 from raymm.errors import NoPlanError
 from raymm.model.modality_module import ModalityModule
@@ -67,12 +67,12 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "655
 
 
 def main() -> None:
-    parser = _common.parser(__doc__.split("\n", 1)[0])
+    parser = common.parser(__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=4, help="measured steps per plan")
     parser.add_argument("--only", choices=("planned", "measured"), help="run only this part")
     args = parser.parse_args()
-    console = _common.console()
-    result: dict = {"machine": _common.machine()}
+    console = common.console()
+    result: dict = {"machine": common.machine()}
     if args.only != "measured":
         rows = result["planned"] = planned(console)
         for way in WAYS:
@@ -83,10 +83,10 @@ def main() -> None:
             result[f"{key}_fits"] = len(values)
     if args.only != "planned":
         result |= measured(console, args.steps)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
-def planned(console: _common.Console) -> list[dict]:
+def planned(console: common.Console) -> list[dict]:
     """Return a row per model and share of memory.
 
     Step times are relative to those with enough memory for all activations; None if no plan fits.
@@ -174,7 +174,7 @@ def build_model() -> MultimodalModule:
 
 def microbatches(count: int) -> list[dict]:
     """Return microbatches of :data:`ROWS` rows with one image each."""
-    return _image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
+    return image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
 
 
 def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, Plan]:
@@ -198,10 +198,10 @@ def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, P
     }
 
 
-def measured(console: _common.Console, steps: int) -> dict:
+def measured(console: common.Console, steps: int) -> dict:
     """Run the plans' steps alternately."""
     os.environ |= ENVIRONMENT
-    with _common.local_ray(10, ENVIRONMENT):
+    with common.local_ray(10, ENVIRONMENT):
         model = build_model()
         batch = microbatches(STEP)
         profile = LayerMeasurement(model, batch[0], repeats=3).run().at()
@@ -224,7 +224,7 @@ def measured(console: _common.Console, steps: int) -> dict:
 
 
 def _report(
-    console: _common.Console, found: Mapping[str, Plan], rows: Mapping[str, Measured]
+    console: common.Console, found: Mapping[str, Plan], rows: Mapping[str, Measured]
 ) -> dict:
     limit = found["chosen"].memory_limit
     table = Table("plan", "seconds", "peak MiB per rank", title=f"limit {limit / 2**20:.0f} MiB")

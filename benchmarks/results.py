@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from benchmarks._common import REPOSITORY
+from benchmarks.shared.common import REPOSITORY
 
 LOG = REPOSITORY / "benchmarks" / "log"
 RESULTS, README = REPOSITORY / "benchmarks" / "RESULTS.md", REPOSITORY / "README.md"

@@ -27,11 +27,11 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer
 
-from benchmarks._common import console, emit, machine, parser
-from benchmarks._row_cases import CLIP, Case, Media, cases, write
-from benchmarks._row_models import TARGETS, Target, save
-from benchmarks._row_reference import IGNORED, CannotRenderError, Expected, reference
-from benchmarks._templates import SHAPES
+from benchmarks.shared.common import console, emit, machine, parser
+from benchmarks.shared.row_cases import CLIP, Case, Media, cases, write
+from benchmarks.shared.row_models import TARGETS, Target, save
+from benchmarks.shared.row_reference import IGNORED, CannotRenderError, Expected, reference
+from benchmarks.shared.templates import SHAPES
 from raymm.data import DataConfig, open_split, step_builder
 from raymm.data.readers.detect import detect
 from raymm.errors import DataError, SampleError

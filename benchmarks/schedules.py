@@ -21,7 +21,7 @@ none is faster. ``bound`` is a lower bound for every schedule of the best plan.
 Stages per module are searched for 1F1B and each kind of training, on as many ranks as the paper's
 Table 6 has; ``table6_`` keys are for the table's own stages, which were made for alignment.
 
-``tight_`` keys are for random plans (``_tight_plans.py``: 1 to 4 encoders, 2 to 24 ranks, odd
+``tight_`` keys are for random plans (``tight_plans.py``: 1 to 4 encoders, 2 to 24 ranks, odd
 numbers of microbatches): zero bubble over its bound, within 1F1B's memory (``tight_over_bound_``)
 and, tighter, with at most as much on each rank as 1F1B has on that rank
 (``tight_own_over_bound_``). ``tight_1f1b_over_bound_`` is 1F1B itself.
@@ -39,8 +39,8 @@ from dataclasses import replace
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._tight_plans import tight_plans
+from benchmarks.shared import common
+from benchmarks.shared.tight_plans import tight_plans
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
 from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
@@ -149,11 +149,11 @@ def tight_figures(count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--limit", type=int, default=len(VALM_CONFIGS), help="configurations")
     options.add_argument("--tight", type=int, default=300, help="random plans; 0 for none")
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     for size in "SML":  # count layers once, before the processes fork
         valm_profile(size, size, size)
     tasks = [(c, t) for t in TRAINABLE for c in VALM_CONFIGS[: args.limit]]
@@ -167,7 +167,7 @@ def main() -> None:
                 f"(bound {best['bound']:.3f}); on Table 6's stages {table['best']:.3f}",
                 highlight=False,
             )
-    result = {"machine": _common.machine(), "rows": rows}
+    result = {"machine": common.machine(), "rows": rows}
     if args.tight:
         result |= tight_figures(args.tight)
     if rows:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks.shared import common
 
 ROOT = Path(__file__).resolve().parents[1]
 ACTORS = 3  # two ranks and a data worker
@@ -96,7 +96,7 @@ def seconds(code: str, *arguments: str, **variables: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = _common.parser(__doc__.splitlines()[0])
+    parser = common.parser(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     from tests.support.tiny_run import prepare, settings, write_config
@@ -127,11 +127,11 @@ def main() -> None:
     table = Table("", *columns)
     for name, values in parts.items():
         table.add_row(name, *(f"{values[part]:.1f}" if part in values else "" for part in columns))
-    _common.console().print(table)
-    _common.emit({
+    common.console().print(table)
+    common.emit({
         "rounds": args.rounds, "seconds": parts, "start_over_floor": over("raymm", "floor"),
         "start_over_bare": over("raymm", "bare"), "fresh_over_floor": over("fresh", "floor"),
-        "machine": _common.machine(),
+        "machine": common.machine(),
     }, args.json)
 
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks._common import console, emit, local_ray, machine, parser
-from benchmarks._multiplexed_models import (
+from benchmarks.devices.emulation import ENTRY
+from benchmarks.shared.common import console, emit, local_ray, machine, parser
+from benchmarks.shared.multiplexed_models import (
     INTERFERENCE,
     RIDGE_INTENSITY,
     SHAPES,
@@ -30,9 +31,8 @@ from benchmarks._multiplexed_models import (
     Kind,
     Shape,
 )
-from benchmarks._roofline import roofline_surface
-from benchmarks._styled_plans import backend, styled
-from benchmarks.emulation import ENTRY
+from benchmarks.shared.roofline import roofline_surface
+from benchmarks.shared.styled_plans import backend, styled
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.errors import NoPlanError, PlanError
 from raymm.runtime.parallel_model import ParallelModel

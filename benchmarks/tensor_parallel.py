@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._ranks import gloo_ranks
+from benchmarks.shared import common
+from benchmarks.shared.ranks import gloo_ranks
 
 PROCESSES = 2
 LAYERS, HEADS, KEY_HEADS, VOCABULARY = 4, 8, 4, 4096
@@ -115,11 +115,11 @@ def _whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=9)
     args = options.parse_args()
     result: dict[str, Any] = {
-        "machine": _common.machine(), "processes": PROCESSES, "rounds": args.rounds,
+        "machine": common.machine(), "processes": PROCESSES, "rounds": args.rounds,
     }  # fmt: skip
     table = Table("hidden x tokens", *(f"{way} (ms)" for way in WAYS), "dtensor / local")
     with gloo_ranks(PROCESSES) as ranks:
@@ -140,8 +140,8 @@ def main() -> None:
                 f"{hidden} x {ROWS * tokens}", *(f"{1e3 * median[way]:.1f}" for way in WAYS),
                 f"{ratio:.2f}",
             )
-    _common.console().print(table)
-    _common.emit(result, args.json)
+    common.console().print(table)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

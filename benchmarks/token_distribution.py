@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._exact_distribution import exact_distribution
-from benchmarks._token_policies import POLICIES
+from benchmarks.shared import common
+from benchmarks.shared.exact_distribution import exact_distribution
+from benchmarks.shared.token_policies import POLICIES
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
@@ -241,14 +241,14 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--seeds", type=int, default=5, help="masks per pattern and length")
     options.add_argument("--exact-seconds", type=float, default=10.0, help="CP-SAT, per pattern")
     options.add_argument("--draw", type=Path, help="also write a picture to this path")
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     masks = every_mask(LENGTHS["1m"])
-    result = {"machine": _common.machine(), **speeds(masks), **imbalances(args.seeds)}
+    result = {"machine": common.machine(), **speeds(masks), **imbalances(args.seeds)}
     if args.exact_seconds > 0:
         result |= exact(args.exact_seconds)
     if args.draw:
@@ -272,7 +272,7 @@ def main() -> None:
     for key, value in result.items():
         if key.startswith(("exact_", "balanced_ms_")):
             console.print(f"{key:28} {value}", highlight=False)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Run with `python -m benchmarks.token_time --json`.
 
-Masks are drawn (`benchmarks._drawn_masks`): packed documents of lognormal lengths, a long one among
-short ones, documents with images, causal blockwise; 4k to 128k tokens over 2 to 32 processes,
+Masks are drawn (`benchmarks.shared.drawn_masks`): packed documents of lognormal lengths, a long one
+among short ones, documents with images, causal blockwise; 4k to 128k tokens over 2 to 32 processes,
 distributed as in training. A process's time is the attention of its rows, in tiles of the kernels
 (a tile is computed entirely if one of its rows sees one of its keys), plus the other work of a
 layer for its tokens, in the proportions of three models. Figures: the slowest process's time over
@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
-from benchmarks._drawn_masks import DRAWS, Draw
+from benchmarks.shared import common
+from benchmarks.shared.drawn_masks import DRAWS, Draw
 from raymm.actors.sharding.context_rows import (
     BLOCKS_PER_PROCESS,
     MOST_BLOCK,
@@ -121,13 +121,13 @@ def case(
 
 
 def main() -> None:
-    options = _common.parser((__doc__ or "").partition("\n")[0])
+    options = common.parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--masks", type=int, default=300, help="masks per kind")
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     models = {model: pairs_of(model) for model in MODELS}
-    result: dict[str, Any] = {"machine": _common.machine(), "token_pairs": models}
+    result: dict[str, Any] = {"machine": common.machine(), "token_pairs": models}
     table = Table("mask", "blocks", "of", *(f"{q:.0%}" for q in QUANTILES))
     for kind, draw in DRAWS.items():
         generator = np.random.default_rng(args.seed)
@@ -143,7 +143,7 @@ def main() -> None:
                 table.add_row(kind, size, name, *map(str, quantiles))
             console.print(f"{kind}, {size}: {len(alike)} masks", result[f"{kind}, {size}: proven"])
     console.print(table)
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import console, emit, machine, parser
+from benchmarks.shared.common import console, emit, machine, parser
 from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.optimizer.updates import layer_norm_parameters

@@ -17,11 +17,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks._common import console, emit, machine, parser
-from benchmarks._family_check import EXACT, UNCLEAR, WRONG, Outcome
-from benchmarks._ranks import gloo_ranks
-from benchmarks._vlm_shares import Layout, outcome
 from benchmarks.families import RESULTS
+from benchmarks.shared.common import console, emit, machine, parser
+from benchmarks.shared.family_check import EXACT, UNCLEAR, WRONG, Outcome
+from benchmarks.shared.ranks import gloo_ranks
+from benchmarks.shared.vlm_shares import Layout, outcome
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.runtime.specs import ParallelSpec
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from benchmarks._family_classes import Family, _pairs
-from benchmarks._vlm_check import check
 from benchmarks.families import class_parser, named, run
+from benchmarks.shared.family_classes import Family, _pairs
+from benchmarks.shared.vlm_check import check
 
 KIND = "vision- or audio-language model"
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
+from benchmarks.shared.rank_p2p_groups import p2p_groups_between_ranks
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.rank.connection_plan import connection_plans

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._tcp_rendezvous import use_loopback
 from benchmarks.gpu.device import Device
+from benchmarks.shared.tcp_rendezvous import use_loopback
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig

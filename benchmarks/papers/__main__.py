@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import _common
 from benchmarks.papers.tables import Table
+from benchmarks.shared import common
 
 PAPERS = ("cornstarch_v1", "omnibal", "lv_xattn", "cornstarch_v2", "mosaic")
 
@@ -45,12 +45,12 @@ def draw(paper: str, tables: Sequence[Table], folder: Path) -> None:
 
 
 def main() -> None:
-    options = _common.parser("figures of five papers, computed by raymm")
+    options = common.parser("figures of five papers, computed by raymm")
     options.add_argument("--papers", nargs="+", default=PAPERS, choices=PAPERS, metavar="PAPER",
                          help=f"papers: {', '.join(PAPERS)}")
     options.add_argument("--draw", type=Path, help="folder for a picture of every paper")
     args = options.parse_args()
-    console = _common.console()
+    console = common.console()
     found: list[Table] = []
     started = time.perf_counter()
     for paper in args.papers:
@@ -61,7 +61,7 @@ def main() -> None:
             draw(paper, tables, args.draw)
         found += tables
     result = {
-        "machine": _common.machine(),
+        "machine": common.machine(),
         "seconds": round(time.perf_counter() - started, 1),
         "tables": [table.to_dict() for table in found],
     }
@@ -71,7 +71,7 @@ def main() -> None:
             f"{table['worst_difference']}, rank correlation {table['rank_correlation']}",
             highlight=False, soft_wrap=True,
         )
-    _common.emit(result, args.json)
+    common.emit(result, args.json)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from functools import cache
 import numpy as np
 
 from benchmarks import token_distribution
-from benchmarks._token_policies import POLICIES
 from benchmarks.baselines.pipelines import unaware_work
-from benchmarks.paper_rows import ENCODER, ROWS, table_plan
 from benchmarks.papers.tables import Row, Table, paired, relative
+from benchmarks.shared.paper_rows import ENCODER, ROWS, table_plan
+from benchmarks.shared.token_policies import POLICIES
 from benchmarks.valm_configs import (
     AUDIO_TOKENS,
     DEVICE,
@@ -250,7 +250,8 @@ def modality_tables(number: int, section: str, llm: str, figures, tp: int, cp: i
 
 
 def frozen_aware_tables() -> list[Table]:
-    """Return Table 3, with the stage counts that its times imply (:mod:`benchmarks.paper_rows`)."""
+    """Return Table 3, with the stage counts that its times imply
+    (:mod:`benchmarks.shared.paper_rows`)."""
     rows, times = [], []
     for row in ROWS:
         if row.name not in TABLE_3:

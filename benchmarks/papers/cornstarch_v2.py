@@ -1,13 +1,14 @@
 """Cornstarch v2: steps of frozen-aware and -unaware pipelines, from Table 2's stage times.
 
-Stage times, and the stage counts that they imply, are those of :mod:`benchmarks.paper_rows`; a step
-has 12 microbatches of 4 samples under 1F1B, and messages cost nothing.
+Stage times, and the stage counts that they imply, are those of
+:mod:`benchmarks.shared.paper_rows`; a step has 12 microbatches of 4 samples under 1F1B, and
+messages cost nothing.
 """
 
 from __future__ import annotations
 
-from benchmarks.paper_rows import ROWS, table_plan
 from benchmarks.papers.tables import Row, Table, paired
+from benchmarks.shared.paper_rows import ROWS, table_plan
 from raymm.scheduler.schedule.lower import iteration_time
 
 # Table 2: seconds per iteration, (aware, unaware).

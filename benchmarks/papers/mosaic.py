@@ -1,17 +1,17 @@
 """Mosaic: iteration times of multiplexed plans over those of Megatron-LM, DistMM and Spindle.
 
-Modules follow Mosaic's Table 1 (:mod:`benchmarks._multiplexed_models`), whose scaling surfaces are
-rooflines, because the paper prints its measured surfaces only as pictures. Plans are raymm's and
-the baselines' for the same surfaces; times are sums of stages (eq. 1).
+Modules follow Mosaic's Table 1 (:mod:`benchmarks.shared.multiplexed_models`), whose scaling
+surfaces are rooflines, because the paper prints its measured surfaces only as pictures. Plans are
+raymm's and the baselines' for the same surfaces; times are sums of stages (eq. 1).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks._multiplexed_models import ENCODERS, SHAPES, Kind, Shape
 from benchmarks.baselines.mappings import distmm, megatron, spindle
 from benchmarks.papers.tables import Row, Table
+from benchmarks.shared.multiplexed_models import ENCODERS, SHAPES, Kind, Shape
 from raymm.scheduler.multiplex.solver.solve import solve
 
 SURFACES = "measured scaling surfaces (Figure 7 is a picture)"

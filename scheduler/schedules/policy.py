@@ -134,7 +134,7 @@ _ONE_STAGE_PER_RANK = (
 )
 # A recomputation ahead of its gradient takes memory from forwards; which of them matters more
 # depends on the distance of the gradient. Chosen from 260 policies that were tried on random graphs
-# (benchmarks/_tight_plans.py).
+# (benchmarks/shared/tight_plans.py).
 _RECOMPUTING = (
     Policy((0, 2, 1, 3), 0.5, 8), Policy((1, 2, 0, 3), beyond_depth=True),
     Policy((0, 2, 1, 3), 0.5, 2), Policy((0, 0, 1, 3), 0.5, 4), Policy((1, 1, 0, 3), 0.5, 1, True),

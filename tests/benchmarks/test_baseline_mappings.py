@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from benchmarks._mapping_instances import KINDS, random_problem
 from benchmarks.baselines.mappings import distmm, megatron, spindle
+from benchmarks.shared.mapping_instances import KINDS, random_problem
 from raymm.errors import PlanError
 from raymm.scheduler.multiplex.solver.solve import solve
 from tests.support.mapping_problems import problems

@@ -7,9 +7,9 @@ import pytest
 import transformers
 
 from benchmarks import families
-from benchmarks._family_check import EXACT, Outcome
-from benchmarks._family_classes import LANGUAGE, Family
 from benchmarks.families import named, run
+from benchmarks.shared.family_check import EXACT, Outcome
+from benchmarks.shared.family_classes import LANGUAGE, Family
 
 EVERY = [
     Family(LANGUAGE, getattr(transformers, f"{name}Model"), getattr(transformers, f"{name}Config"))

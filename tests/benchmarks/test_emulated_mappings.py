@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._mapping_instances import random_problem
-from benchmarks._multiplexed_models import SHAPES
 from benchmarks.baselines.mappings import megatron, spindle
-from benchmarks.emulated_gpu import Slice, SurfaceSeconds
-from benchmarks.emulation import ENTRY, emulate
+from benchmarks.devices.emulated_gpu import Slice, SurfaceSeconds
+from benchmarks.devices.emulation import ENTRY, emulate
+from benchmarks.shared.mapping_instances import random_problem
+from benchmarks.shared.multiplexed_models import SHAPES
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import module_seconds

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from benchmarks import _sweep_cells
-from benchmarks._family_check import REFUSED, UNCLEAR, WRONG
-from benchmarks._sweep_cells import Cell, cells, outcomes
-from benchmarks._sweep_oracle import Training
-from benchmarks._sweep_tables import FEATURES, LAYOUTS, OPTIONS, PLAIN, ROPES
 from benchmarks.layout_sweep import quick_cells
+from benchmarks.shared import sweep_cells
+from benchmarks.shared.family_check import REFUSED, UNCLEAR, WRONG
+from benchmarks.shared.sweep_cells import Cell, cells, outcomes
+from benchmarks.shared.sweep_oracle import Training
+from benchmarks.shared.sweep_tables import FEATURES, LAYOUTS, OPTIONS, PLAIN, ROPES
 from raymm.actors.optimizer.optimizer_config import ALGORITHMS, PARAMETERS
 from raymm.errors import Error
 
@@ -48,8 +48,8 @@ def test_small_errors_are_wrong(ray_cluster, monkeypatch, kind):
             values[key] = values[key] * 1.001
         return found
 
-    trained = _sweep_cells.trained
-    monkeypatch.setattr(_sweep_cells, "trained", altered)
+    trained = sweep_cells.trained
+    monkeypatch.setattr(sweep_cells, "trained", altered)
     [(_, outcome)] = outcomes([PLAIN_CELL])
     assert outcome.result == WRONG
     assert "batch 1" in outcome.sentence if kind == "losses" else "layers.2.mlp" in outcome.sentence
@@ -63,8 +63,8 @@ def test_refusals_name_the_combination(monkeypatch):
     def nameless(*_: object, **__: object) -> None:
         raise Error("this does not work")
 
-    monkeypatch.setattr(_sweep_cells, "described", nameless)
-    monkeypatch.setattr(_sweep_cells, "trained", lambda *_, **__: None)
+    monkeypatch.setattr(sweep_cells, "described", nameless)
+    monkeypatch.setattr(sweep_cells, "trained", lambda *_, **__: None)
     [(_, outcome)] = outcomes([refused])
     assert outcome.result == UNCLEAR and "names none of" in outcome.sentence
 
@@ -73,7 +73,7 @@ def test_other_exceptions_are_unclear(monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(_sweep_cells, "described", broken)
-    monkeypatch.setattr(_sweep_cells, "trained", lambda *_, **__: None)
+    monkeypatch.setattr(sweep_cells, "described", broken)
+    monkeypatch.setattr(sweep_cells, "trained", lambda *_, **__: None)
     [(_, outcome)] = outcomes([PLAIN_CELL])
     assert outcome.result == UNCLEAR and "AttributeError" in outcome.sentence

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from benchmarks.paper_rows import ROWS
 from benchmarks.papers import cornstarch_v1, cornstarch_v2, lv_xattn
 from benchmarks.papers.tables import Row, Table, paired, relative
+from benchmarks.shared.paper_rows import ROWS
 
 
 @pytest.mark.parametrize("seed", range(5))

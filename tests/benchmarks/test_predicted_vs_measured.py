@@ -3,9 +3,19 @@
 import pytest
 import torch
 
-from benchmarks import sleeping_stages
 from benchmarks.baselines.pipelines import unaware_work
-from benchmarks.paper_rows import (
+from benchmarks.devices import sleeping_stages
+from benchmarks.devices.sleeping_stages import (
+    Overheads,
+    Renaming,
+    SleepingPipeline,
+    SleepingStage,
+    chain_plan,
+    message_seconds,
+    ready_receives,
+)
+from benchmarks.predicted_vs_measured import Run, plans_of
+from benchmarks.shared.paper_rows import (
     ENCODER,
     LLM,
     MAX_STAGES,
@@ -16,16 +26,6 @@ from benchmarks.paper_rows import (
     same_totals,
     scale_of,
     table_plan,
-)
-from benchmarks.predicted_vs_measured import Run, plans_of
-from benchmarks.sleeping_stages import (
-    Overheads,
-    Renaming,
-    SleepingPipeline,
-    SleepingStage,
-    chain_plan,
-    message_seconds,
-    ready_receives,
 )
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.modules.message import Message, MicrobatchContext

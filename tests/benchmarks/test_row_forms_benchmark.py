@@ -3,11 +3,11 @@
 import pytest
 import transformers
 
-from benchmarks._row_cases import CLIP, Media, cases
-from benchmarks._row_models import TARGETS
-from benchmarks._row_reference import IGNORED, CannotRenderError, reference, trl_mask
-from benchmarks._templates import SHAPES
 from benchmarks.row_forms import WRONG, applies, check, load
+from benchmarks.shared.row_cases import CLIP, Media, cases
+from benchmarks.shared.row_models import TARGETS
+from benchmarks.shared.row_reference import IGNORED, CannotRenderError, reference, trl_mask
+from benchmarks.shared.templates import SHAPES
 
 # Rows that are read for every target; the others for two of them.
 FOR_ALL = (

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks._styled_plans import backend, styled
-from benchmarks.emulation import ENTRY
+from benchmarks.devices.emulation import ENTRY
+from benchmarks.shared.styled_plans import backend, styled
 from benchmarks.styles import AUTO, BILLIONS, MODELS, searched
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.parallel_model import ParallelModel

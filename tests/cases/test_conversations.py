@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks._row_models import TARGETS, save
-from benchmarks._templates import SHAPES
+from benchmarks.shared.row_models import TARGETS, save
+from benchmarks.shared.templates import SHAPES
 from raymm.errors import SampleError
 from tests.support.built_rows import BuiltRows, case_file, with_template
 from tests.support.tiny_folders import tiny

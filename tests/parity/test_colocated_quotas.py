@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.emulated_backend import EmulatedBackend
+from benchmarks.devices.emulated_backend import EmulatedBackend
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.weights.source import FactorySource
 from raymm.errors import PlanError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._sent_messages import message_rows, planned_bytes, sent_bytes
+from benchmarks.shared.sent_messages import message_rows, planned_bytes, sent_bytes
 from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.parallel_model import ParallelModel

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks._family_check import EXACT, REFUSED, check
-from benchmarks._family_classes import ENCODER, LANGUAGE, named
 from benchmarks.families import QUICK
+from benchmarks.shared.family_check import EXACT, REFUSED, check
+from benchmarks.shared.family_classes import ENCODER, LANGUAGE, named
 
 
 @pytest.fixture(autouse=True)

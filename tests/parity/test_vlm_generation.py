@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.errors import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._family_check import EXACT, REFUSED
-from benchmarks._ranks import gloo_ranks
-from benchmarks._vlm_shares import outcome
+from benchmarks.shared.family_check import EXACT, REFUSED
+from benchmarks.shared.ranks import gloo_ranks
+from benchmarks.shared.vlm_shares import outcome
 from benchmarks.vlm_layouts import CLASSES, LAYOUTS, PROCESSES
 
 QWEN2_5, QWEN3, EXPERTS, GEMMA3, AUDIO = CLASSES

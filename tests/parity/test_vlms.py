@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from benchmarks._family_check import EXACT
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import SEVERAL, check, runnable
+from benchmarks.shared.family_check import EXACT
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import SEVERAL, check, runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.stages.tower import TowerStage

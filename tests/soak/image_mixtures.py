@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.vlm import PretrainedVlm, from_pretrained

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
+from benchmarks.devices.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta

@@ -33,10 +33,10 @@ def test_the_host_does_not_wait_within_a_step(case):
 
 
 WAITING = """
-from benchmarks.pretended_gpu.library import load
+from benchmarks.devices.pretended_gpu.library import load
 load()
 import torch
-from benchmarks.pretended_gpu.device import MixedDevicesError, pretended_gpu
+from benchmarks.devices.pretended_gpu.device import MixedDevicesError, pretended_gpu
 from raymm.kernels.host_copies import on_host, to_device
 
 def waits(of):

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import noisy, runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import noisy, runnable
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.modules.message import MicrobatchContext

@@ -6,9 +6,9 @@ import transformers as hf
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from benchmarks._family_check import runnable
-from benchmarks._family_classes import ENCODER, LANGUAGE, named
 from benchmarks.families import QUICK
+from benchmarks.shared.family_check import runnable
+from benchmarks.shared.family_classes import ENCODER, LANGUAGE, named
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.probe import outputs
 from raymm.actors.probe.experts import own_loss

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
+from benchmarks.devices.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import (
     RecordingBackend,
     StreamPool,

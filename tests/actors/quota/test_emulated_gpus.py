@@ -7,7 +7,7 @@ import threading
 import ray
 import torch
 
-from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
+from benchmarks.devices.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import ConcurrentModules, StreamPool, Work
 from tests.support.quota_spans import most_sms
 

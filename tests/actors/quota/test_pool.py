@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
+from benchmarks.devices.emulated_backend import EmulatedBackend, EmulatedModule, pause
 from raymm.actors.quota import CudaBackend, Multiprocessors, RecordingBackend, StreamPool
 from raymm.errors import InputError, InternalError, PlanError
 from tests.support.quota_spans import most_sms, seconds_together
@@ -232,7 +232,7 @@ def test_streams_are_current_in_their_own_thread_only():
 
 def test_pauses_are_never_short(monkeypatch):
     """Use a clock whose sleeps end early, at the latest moment, or not at all."""
-    from benchmarks import emulated_backend
+    from benchmarks.devices import emulated_backend
 
     for woken in (0.0, 0.5, 1.0):
         now = [100.0]

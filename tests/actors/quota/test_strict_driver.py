@@ -186,11 +186,11 @@ def test_the_pool_reports_its_queues(cuda) -> None:
 
 # Two modules whose backwards wait for each other, which would block a sequential thread.
 CONCURRENT_BACKWARDS = """
-from benchmarks.pretended_gpu.library import load
+from benchmarks.devices.pretended_gpu.library import load
 load()
 import threading
 import torch
-from benchmarks.pretended_gpu.device import pretended_gpu
+from benchmarks.devices.pretended_gpu.device import pretended_gpu
 from raymm.actors.quota import ConcurrentModules, RecordingBackend, StreamPool, Work
 
 class Noting(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from benchmarks import communicators
-from benchmarks._tcp_rendezvous import LOCAL, TcpRendezvousStore
+from benchmarks.shared.tcp_rendezvous import LOCAL, TcpRendezvousStore
 from raymm.actors.faults.flight_recorder import records
 from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup

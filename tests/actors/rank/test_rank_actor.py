@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks._tcp_rendezvous import TcpRendezvousStore
-from benchmarks.pretended_gpu.steps import CASES, RankProcess
+from benchmarks.devices.pretended_gpu.steps import CASES, RankProcess
+from benchmarks.shared.tcp_rendezvous import TcpRendezvousStore
 from raymm.actors.optimizer.optimizer import Progress
 from raymm.actors.rank import rank_actor
 from raymm.actors.rank.rank_actor import RankActor

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.weights.source import ConfigSource, FactorySource, LiveSource, ModuleSource

@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from benchmarks._row_models import TARGETS, save
+from benchmarks.shared.row_models import TARGETS, save
 from raymm.cli.main import main
 from tests.support.tiny_folders import tiny
 

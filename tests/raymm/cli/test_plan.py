@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from benchmarks import _common, compare_planners
+from benchmarks import compare_planners
 from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
+from benchmarks.shared import common
 from raymm.cli.option_arguments import parse_counts
 from raymm.errors import PlanError
 from raymm.planning.plan import _slower
@@ -90,7 +91,7 @@ def test_a_benchmark_compares_plans_with_other_planners(make_config, monkeypatch
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     baselines = PIPELINES if style == "pipelined" else MAPPINGS
     names = {"raymm", *(baseline.name for baseline in baselines)}
-    assert set(result) == {*_common.origin(), "machine", *names}
+    assert set(result) == {*common.origin(), "machine", *names}
 
 
 def test_a_given_layout_is_evaluated_unchanged(raymm, make_config, tmp_path, wide):

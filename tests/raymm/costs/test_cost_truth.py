@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks._cost_cases import cases
 from benchmarks.cost_truth import BYTES, FLOPS, error, rows_of
+from benchmarks.shared.cost_cases import cases
 
 NAMES = (
     "windows that merge", "native sizes, windows", "projector, mlp", "convolutions",

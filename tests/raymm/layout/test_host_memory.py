@@ -7,7 +7,7 @@ import ray
 from safetensors.torch import load_file
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks._image_text import microbatches
+from benchmarks.shared.image_text import microbatches
 from raymm.actors.host.memory import CopyOptions, HostMemory, available_memory
 from raymm.actors.optimizer.host_staging import CHUNK_BYTES
 from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig

@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 
 import raymm
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.cli.plan import _measured
 from raymm.config.cache_section import CacheSection

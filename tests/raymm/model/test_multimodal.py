@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks._family_check import runnable
-from benchmarks._family_classes import LANGUAGE, named
+from benchmarks.shared.family_check import runnable
+from benchmarks.shared.family_classes import LANGUAGE, named
 from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL

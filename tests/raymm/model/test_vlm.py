@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.errors import ModelError
 from raymm.model.vlm import FROZEN, FULL, LANGUAGE, PROJECTOR, PretrainedVlm, from_pretrained

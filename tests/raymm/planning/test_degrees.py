@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import transformers
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.vlm import from_pretrained

@@ -8,8 +8,8 @@ import pytest
 import transformers
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.host.memory import CopyOptions, HostMemory, available_memory

@@ -8,8 +8,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.placement.placement import count_places
 from raymm.actors.rank.rank_resources import RankResources

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks._exact_distribution import exact_distribution
-from benchmarks._token_policies import POLICIES, TOKENS
 from benchmarks.baselines.baseline import solutions
+from benchmarks.shared.exact_distribution import exact_distribution
+from benchmarks.shared.token_policies import POLICIES, TOKENS
 from raymm.errors import PlanError
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel import swaps as token_swaps

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks._colocations import bus_slowdowns, random_colocations
+from benchmarks.shared.colocations import bus_slowdowns, random_colocations
 from raymm.errors import PlanError
 from raymm.scheduler.costs.interference import (
     COUPLINGS,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._roofline import roofline_surface
+from benchmarks.shared.roofline import roofline_surface
 from raymm.errors import PlanError
 from raymm.scheduler.costs.surface import (
     ScalingSurface,

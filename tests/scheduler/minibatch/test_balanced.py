@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._drawn_sizes import DISTRIBUTIONS, drawn_sizes
-from benchmarks._isf import plan_isf
+from benchmarks.shared.drawn_sizes import DISTRIBUTIONS, drawn_sizes
+from benchmarks.shared.isf import plan_isf
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import WAVE_STEPS, _waves, plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._isf import (
+from benchmarks.baselines.baseline import solutions
+from benchmarks.shared.isf import (
     MINIBATCHES,
     isf_groups,
     plan_isf,
     search_budgets,
     statistical_budgets,
 )
-from benchmarks.baselines.baseline import solutions
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.methods import plan_random
 from raymm.scheduler.minibatch.metrics import balance

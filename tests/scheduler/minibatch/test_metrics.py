@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._transformer_cost import transformer_cost
+from benchmarks.shared.transformer_cost import transformer_cost
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.costs import CostModel, UnitCost
 from raymm.scheduler.minibatch.metrics import balance, dist_ratio, loads, step_efficiency

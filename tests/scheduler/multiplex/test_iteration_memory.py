@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._mapping_instances import random_problem
+from benchmarks.shared.mapping_instances import random_problem
 from raymm.errors import PlanError
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.iteration_memory import (

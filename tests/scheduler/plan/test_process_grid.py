@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
+from benchmarks.shared.rank_p2p_groups import p2p_groups_between_ranks
 from raymm.errors import PlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Processes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._tight_plans import tight_plans
+from benchmarks.shared.tight_plans import tight_plans
 from raymm.errors import PlanError
 from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan

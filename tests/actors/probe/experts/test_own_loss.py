@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
-from benchmarks._family_check import runnable
-from benchmarks._family_classes import language_models
-from benchmarks._family_configs import UnmakeableError
+from benchmarks.shared.family_check import runnable
+from benchmarks.shared.family_classes import language_models
+from benchmarks.shared.family_configs import UnmakeableError
 from raymm.actors.probe.cut import probe_language_model
 from raymm.actors.probe.experts.own_loss import check_language_loss, cross_entropy
 from raymm.actors.probe.experts.router_loss import mixture_of

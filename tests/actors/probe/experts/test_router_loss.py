@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.weights.source import ConfigSource
 from raymm.errors import ProbeError

@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from benchmarks._family_classes import Family
-from benchmarks._vlm_check import runnable
+from benchmarks.shared.family_classes import Family
+from benchmarks.shared.vlm_check import runnable
 from raymm.actors.probe.vlm import history
 from raymm.actors.probe.vlm.history import check_vlm_history
 from raymm.actors.weights.source import ConfigSource

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from benchmarks._templates import SHAPES
+from benchmarks.shared.templates import SHAPES
 from examples.vlm.kinds import KINDS
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.data import DataConfig, local_steps, open_split, step_builder

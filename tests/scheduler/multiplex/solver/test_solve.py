@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._mapping_instances import KINDS, random_problem
+from benchmarks.shared.mapping_instances import KINDS, random_problem
 from raymm.errors import PlanError
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._mapping_instances import random_problem
+from benchmarks.shared.mapping_instances import random_problem
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.solver.packing import IMPOSSIBLE
 from raymm.scheduler.multiplex.solver.stage_evaluation import StageBounds, StageEvaluator

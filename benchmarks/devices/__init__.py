@@ -1,0 +1,1 @@
+"""Devices that stand in for GPUs: emulated and pretended ones, and stages that sleep."""

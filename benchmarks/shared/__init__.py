@@ -1,0 +1,1 @@
+"""Parts that several benchmarks share: options, processes, models, inputs and oracles."""
