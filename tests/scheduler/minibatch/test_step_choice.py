@@ -22,7 +22,7 @@ from raymm.scheduler.minibatch.step_choice import (
 )
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program
-from tests.scheduler.schedules.test_field_schedules import FIELD, replicated_plan
+from tests.support.field_schedules import FIELD, replicated_plan
 
 SCHEDULES = ("1f1b", "zero_bubble", *FIELD)
 
