@@ -9,8 +9,6 @@ import pytest
 from PIL import Image
 
 from raymm.draw import draw_loss, draw_plan, draw_timelines
-from raymm.draw.loss import LINE, _smooth, _spread
-from raymm.draw.palette import module_hues
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -198,25 +196,6 @@ def test_loss_annotates_the_gaps_at_the_end(tmp_path) -> None:
 def test_the_loss_curve_skips_invalid_values(tmp_path, rows) -> None:
     draw_loss(rows, tmp_path / "loss.svg")
     check_picture(tmp_path, "loss.svg")
-
-
-def test_smoothing_has_no_bias_to_the_start() -> None:
-    assert [v for _, v in _smooth([(i, 3.0) for i in range(100)])] == pytest.approx([3.0] * 100)
-    values = [v for _, v in _smooth([(i, float(i % 2)) for i in range(400)])]
-    assert max(values[-50:]) - min(values[-50:]) < 0.1 and abs(values[-1] - 0.5) < 0.1
-
-
-def test_labels_keep_apart_and_in_order() -> None:
-    placed = _spread([3.0, 3.01, 2.99, 0.0, 3.6], 3.6)
-    order = sorted(placed)
-    assert all(b - a >= LINE - 1e-9 for a, b in zip(order, order[1:], strict=False))
-    assert placed[2] < placed[0] < placed[1] and min(placed) >= 0 and max(placed) <= 3.6
-
-
-def test_a_module_keeps_its_colour() -> None:
-    every = module_hues(["vision", "llm", "audio"])
-    assert module_hues(["vision"])["vision"] == every["vision"]
-    assert len(set(module_hues([f"m{i}" for i in range(6)] + ["llm", "vision"]).values())) == 8
 
 
 def draw_each(path) -> list:

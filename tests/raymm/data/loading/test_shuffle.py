@@ -34,12 +34,13 @@ def test_as_few_items_as_possible_stay():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_both_rows_of_a_pair_get_the_same_items(seed):
-    pixels = torch.tensor([5, 5, 6, 6, 7, 7])
-    batch = {"vision": {"pixels": pixels, "sample_index": torch.arange(6)}}
+    pixels = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4], [5, 6], [5, 6]]).flatten()
+    owners = torch.arange(6).repeat_interleave(2)
+    batch = {"vision": {"pixels": pixels, "sample_index": owners}}
     after = shuffle_modality(batch, "vision", torch.Generator().manual_seed(seed), rows=2)
-    moved = after["vision"]["pixels"].view(3, 2)
+    moved = after["vision"]["pixels"].view(3, 2, 2)
     assert bool((moved[:, 0] == moved[:, 1]).all())
-    assert bool((moved[:, 0] != torch.tensor([5, 6, 7])).all())
+    assert bool((moved != pixels.view(3, 2, 2)).all())
 
 
 def test_a_microbatch_without_the_modality_is_unchanged():
