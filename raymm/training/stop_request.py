@@ -73,6 +73,7 @@ class StopRequest:
         self.reason: StopReason | None = None
         self.at_once = False
         self._deferred = False
+        self._finishes = False  # True within deferred(), also while an item is awaited
         self._signalled_at: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -143,11 +144,11 @@ class StopRequest:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Only record the first signal within the block instead of raising."""
-        was_deferred, self._deferred = self._deferred, True
+        before, self._deferred, self._finishes = (self._deferred, self._finishes), True, True
         try:
             yield
         finally:
-            self._deferred = was_deferred
+            self._deferred, self._finishes = before
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -185,9 +186,10 @@ class StopRequest:
         if self._signalled_at is None:
             self._signalled_at = now
             self.ask(StopReason(name, number))
-            if self._deferred:
+            if self._finishes:
                 _say(f"{name}: finishing and saving the current step; a second signal ends the "
                      f"run immediately{_job_note()}")  # fmt: skip
+            if self._deferred:
                 return
         elif now - self._signalled_at < SAME_SIGNAL_S:
             return

@@ -213,3 +213,20 @@ def test_stop_requests_from_threads_and_libraries(handlers):
     thread.start()
     thread.join()
     assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("where", ["while an item is awaited", "while an item is used"])
+def test_the_first_signal_is_acknowledged(handlers, capfd, where):
+    stop = StopRequest()
+
+    def items():
+        yield 0
+        me()
+        yield 1
+
+    with stop.listening(), stop.deferred():
+        for _ in stop.until_asked(items() if where == "while an item is awaited" else [0]):
+            if where == "while an item is used":
+                me()
+    assert stop.reason is not None
+    assert capfd.readouterr().err.count("SIGTERM: finishing and saving the current step") == 1
