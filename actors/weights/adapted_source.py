@@ -19,8 +19,25 @@ from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource, set_mode
 
 
+class _OverBase(ModuleSource):
+    """Source whose module is that of ``base``, changed after it is built."""
+
+    base: ModuleSource
+
+    def check(self) -> list[str]:
+        return self.base.check()
+
+    @property
+    def origin(self) -> ModuleSource:
+        return self.base.origin
+
+    @property
+    def config(self) -> PretrainedConfig | None:
+        return self.base.config
+
+
 @dataclass(frozen=True)
-class AdaptedSource(ModuleSource):
+class AdaptedSource(_OverBase):
     """Frozen module of another source, with adapters (initialised from ``seed``) in layers
     ``targets``.
 
@@ -66,24 +83,13 @@ class AdaptedSource(ModuleSource):
             set_trained(module, False)
         return set_mode(module)
 
-    def check(self) -> list[str]:
-        return self.base.check()
-
     def for_names(self, names: Iterable[str]) -> AdaptedSource:
         base = self.base.for_names(filter(is_of_base, names))
         return replace(self, base=base)
 
-    @property
-    def origin(self) -> ModuleSource:
-        return self.base.origin
-
-    @property
-    def config(self) -> PretrainedConfig | None:
-        return self.base.config
-
 
 @dataclass(frozen=True)
-class NewRowsSource(ModuleSource):
+class NewRowsSource(_OverBase):
     """Model of another source that trains only the rows of new tokens, ids [start, stop). The
     weights of ``base`` already have these rows."""
 
@@ -101,17 +107,6 @@ class NewRowsSource(ModuleSource):
     def _with_rows(self, module: nn.Module) -> nn.Module:
         return set_mode(add_rows(module, range(self.start, self.stop)))
 
-    def check(self) -> list[str]:
-        return self.base.check()
-
     def for_names(self, names: Iterable[str]) -> NewRowsSource:
         base = self.base.for_names(name for name in names if not is_new_rows(name))
         return replace(self, base=base)
-
-    @property
-    def origin(self) -> ModuleSource:
-        return self.base.origin
-
-    @property
-    def config(self) -> PretrainedConfig | None:
-        return self.base.config
