@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raymm.errors import ConfigError, ModelError
+from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.packages import import_object
 from raymm.scheduler.schedules.registry import register
 
@@ -21,3 +21,5 @@ def named_schedule(field: str, name: str) -> str:
         return register(import_object(name), name)
     except ModelError as error:
         raise ConfigError(f"{field}: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{field} is {name!r}: {error}") from None

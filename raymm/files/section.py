@@ -33,13 +33,15 @@ class Section(BaseModel):
 
 
 def section_of(options: type) -> type[Section]:
-    """Return a section with the fields of a dataclass: types, ranges and defaults."""
+    """Return a section with the fields of a dataclass: types, ranges and defaults. A field
+    without a default is required."""
     hints = get_type_hints(options, include_extras=True)
     definitions: dict[str, Any] = {
         option.name: (
             hints[option.name],
-            option.default if option.default_factory is MISSING
-            else Field(default_factory=option.default_factory),
+            Field(default_factory=option.default_factory)
+            if option.default_factory is not MISSING
+            else ... if option.default is MISSING else option.default,
         )
         for option in fields(options)
     }

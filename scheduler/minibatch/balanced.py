@@ -232,7 +232,7 @@ def _steps(
     cost = np.bincount(group_of, columns.cost, groups)
     by_cost = _of_similar_cost(cost[large:], alike, random)
     levelled = np.column_stack([
-        columns.features[:, : columns.sizes], columns.cost * (UNMEASURED / cost.mean())
+        columns.features[:, : columns.sizes], columns.cost * (UNMEASURED / (cost.mean() or 1.0))
     ])
     limits = np.append(columns.limits[: columns.sizes], np.inf)
     best: tuple[float, np.ndarray, np.ndarray] | None = None

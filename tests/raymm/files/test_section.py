@@ -73,3 +73,15 @@ def test_a_section_of_a_dataclass_has_its_fields():
     assert first.names is not second.names
     with pytest.raises(ValidationError, match="(?s)size.*greater than 0"):
         section.model_validate({"size": 0})
+
+
+def test_a_field_without_a_default_is_required():
+    @dataclass
+    class Sized:
+        size: int
+        names: list[str] = field(default_factory=list)
+
+    section = section_of(Sized)
+    assert section.model_validate({"size": 1}).model_dump() == {"size": 1, "names": []}
+    with pytest.raises(ValidationError, match="size\n  Field required"):
+        section.model_validate({})
