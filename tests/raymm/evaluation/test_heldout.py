@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from raymm.evaluation.heldout import HeldoutLoss
+from raymm.runtime.parallel_module import StepOutput
+from raymm.scheduler.program.timeline import Timeline
 
 
 def step(number):
@@ -12,9 +14,11 @@ def step(number):
 
 
 OUTPUTS = {
-    0: SimpleNamespace(loss=2.0, label_tokens=3, source_losses={0: (2.0, 3)}, rewards={"r": 1.0}),
-    1: SimpleNamespace(
-        loss=4.0, label_tokens=1, source_losses={0: (6.0, 1), 1: (4.0, 2)}, rewards={"r": -1.0}
+    0: StepOutput(
+        2.0, 3, Timeline((), 1), source_losses={0: (2.0, 3)}, rewards={"r": 1.0}
+    ),
+    1: StepOutput(
+        4.0, 1, Timeline((), 1), source_losses={0: (6.0, 1), 1: (4.0, 2)}, rewards={"r": -1.0}
     ),
 }
 

@@ -1,14 +1,13 @@
 """Losses by source of a step, compared with sums over the parts of all processes."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from raymm.actors.executor.step_meta import StepResult
 from raymm.runtime.pending_step import grad_norm, source_losses
 
 
 def result(**parts):
-    return SimpleNamespace(
+    return StepResult(
         by_source={("llm", int(name[1:])): sums for name, sums in parts.items()}
     )
 
@@ -26,5 +25,5 @@ def test_sums_do_not_depend_on_the_order_of_processes():
 
 
 def test_the_norm_is_that_of_a_process_that_has_one():
-    norms = [SimpleNamespace(grad_norm=norm) for norm in (None, 0.0, 0.0)]
+    norms = [StepResult(grad_norm=norm) for norm in (None, 0.0, 0.0)]
     assert grad_norm(norms) == 0.0 and grad_norm(norms[:1]) is None

@@ -26,8 +26,9 @@ def test_a_function_of_the_same_code_and_values_is_equal():
 
 
 @pytest.mark.parametrize(("one", "other"), [
-    (1, 1.0), (1, True), ("1", 1), (b"a", "a"), ([1], (1,)), ([[1], 2], [1, [2]]), (None, "None"),
-    ({"a": 1}, {"a": 2}), ("\ud800", "\ud801"), (0.0, -0.0), ({1, 2}, {1, 3}),
+    (1, 1.0), (1, True), ("1", 1), (b"a", "a"), ([1], (1,)), (None, "None"),
+    ([[1], 2], [1, [2]]), ([[1], 2], [[1, 2]]), ({"a": 1}, {"a": 2}),
+    ("\ud800", "\ud801"), (0.0, -0.0), ({1, 2}, {1, 3}),
     (torch.zeros(2), torch.zeros(2, dtype=torch.int32)), (torch.zeros(2, 3), torch.zeros(3, 2)),
     (np.array([1.0]), torch.tensor([1.0], dtype=torch.float64)),
 ])
