@@ -36,6 +36,9 @@ from raymm.scheduler.schedule.step_parts import OPS, UNKNOWN_SIZES, Loads, Part,
 from raymm.scheduler.schedule.step_schedule import PartSchedule, StepSchedule
 from raymm.scheduler.schedules.policy import FILLS_BUBBLES, Policy, Rules, TaskOrder
 
+# Relative error of sums of seconds in different orders.
+ROUNDING = 1e-9
+
 
 class ListScheduler:
     """List scheduler for one step.
@@ -72,10 +75,18 @@ class ListScheduler:
             self.plan, self.active, self.costs, self.sizes, self.delays, self.loads
         )
 
-    def run(self, rules: Rules) -> StepSchedule:
+    def run(self, rules: Rules, until: float = float("inf")) -> StepSchedule:
         """Schedule all tasks; raise ``NoPlanError`` if a rank reaches its byte limit and
-        deadlocks."""
+        deadlocks.
+
+        Args:
+            until: seconds after which the schedule is of no interest: one whose program certainly
+                takes longer may have infinite seconds and lack tasks. Only for rules with a policy,
+                without separate weight gradients and early recomputations.
+        """
         policy, limits = rules.policy, rules.byte_limits
+        on_quota = any(stage.quota is not None for stage in self.plan.stages)
+        latest = float("inf") if on_quota else until * (1 + ROUNDING)
         results: dict[object, PartSchedule] = {}
         schedules = []
         for part, key in zip(self.parts, self._keys, strict=True):
@@ -91,7 +102,9 @@ class ListScheduler:
                     policy.beyond_depth, rules.flush, rules.split, rules.early_recompute,
                     np.array(rank_limits, dtype=float), ahead, keys, phases,
                     FILLS_BUBBLES,
-                ))
+                ), latest)
+                if makespan == float("inf"):
+                    return StepSchedule((), (), makespan)
                 self._check_finished(part, unfinished, rules)
                 results[cache_key] = PartSchedule.of(
                     part.arrays.stages[:-1, RANK], log, float(makespan)

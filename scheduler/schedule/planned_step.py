@@ -39,6 +39,8 @@ class PlannedStep(ListScheduler):
         delays: seconds of a message per directed edge; 0 where missing.
         forward_only: True for evaluation: no stage has a backward.
         loads: factors of seconds and bytes of every microbatch, by module; 1 where missing.
+        until: seconds after which the step is of no interest. :meth:`seconds` of a step that takes
+            longer may be infinite, and such a step has no program.
     """
 
     def __init__(
@@ -49,20 +51,24 @@ class PlannedStep(ListScheduler):
         delays: Mapping[Edge, float] | None = None,
         forward_only: bool = False,
         loads: Loads | None = None,
+        until: float = float("inf"),
     ) -> None:
         sizes = {} if plan.profile is None else stage_costs(plan)
         if costs is None:
             costs = {} if plan.profile is None else op_seconds(plan)
         super().__init__(plan, active, costs, sizes, delays, loads)
         self.forward_only = forward_only
+        self.until = float("inf") if self._needs_simulator else until
 
-    def with_loads(self, schedule: str, loads: Loads) -> PlannedStep:
+    def with_loads(
+        self, schedule: str, loads: Loads, until: float = float("inf")
+    ) -> PlannedStep:
         """Return the step with other loads of the same microbatches, under a schedule."""
         plan = self.plan if schedule == self.plan.schedule else replace(
             self.plan, schedule=schedule
         )
         step = PlannedStep(
-            plan, self.active, self.costs, self.delays, self.forward_only, loads
+            plan, self.active, self.costs, self.delays, self.forward_only, loads, until
         )
         step.parts = [loaded(part, loads) for part in self.parts]
         return step
@@ -166,6 +172,8 @@ class PlannedStep(ListScheduler):
                 delays of the schedule.
         """
         if not self._needs_simulator and self.listed is not None:
+            if self.listed.makespan == float("inf"):
+                return self.listed.makespan
             return self.replayed(self.listed, transfers, None if transfers is None else self.costs)
         if transfers is None:
             transfers = {edge: Transfer(0.0, delay) for edge, delay in self.delays.items()}

@@ -14,4 +14,4 @@ class GPipe(ListedSchedule):
     name = "gpipe"
 
     def listed(self, step: Any) -> Any:
-        return step.run(Rules(flush=True))
+        return step.run(Rules(flush=True), step.until)

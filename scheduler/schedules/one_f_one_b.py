@@ -23,4 +23,4 @@ class OneFOneB(ListedSchedule):
     holds_warm_up = True
 
     def listed(self, step: Any) -> Any:
-        return step.run(Rules())
+        return step.run(Rules(), step.until)

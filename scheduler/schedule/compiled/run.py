@@ -32,7 +32,7 @@ from raymm.scheduler.schedule.compiled.arrays import (
     F,
     R,
 )
-from raymm.scheduler.schedule.compiled.machine_code import entry, part
+from raymm.scheduler.schedule.compiled.machine_code import allocating_part, entry, part
 from raymm.scheduler.schedule.compiled.progress import (
     BACKWARD,
     BACKWARD_END,
@@ -62,12 +62,19 @@ ANY, WHOLE, QUOTA = range(3)  # where a task may run: anywhere, on the whole dev
 
 
 @entry
-def run_schedule(step, rules):
+def run_schedule(step, rules, until):
     """Schedule all tasks of a step. Return (tasks, 4) int64, stage, microbatch, operation and group
     of every task in the order in which tasks begin; the end of the last task; and (S,) the number
-    of forwards and backwards of each stage that never began."""
+    of forwards and backwards of each stage that never began.
+
+    A run whose program certainly ends after ``until`` seconds stops as soon as that is known, and
+    then returns ``inf`` for the end. Only for rules without separate weight gradients and early
+    recomputations, on ranks without quotas; ``inf`` for all other rules.
+    """
     ranks = len(step.rank_starts) - 1
     progress = nothing_done(step, rules)
+    remaining = _rank_seconds(step, until)
+    on_time = until < np.inf  # True while every task began as soon as its program will begin it
     for rank in range(ranks):
         wake_at(progress, 0.0, rank)
     makespan, groups = 0.0, 0
@@ -80,8 +87,18 @@ def run_schedule(step, rules):
         stage, kind = _choose(step, rules, progress, rank, now, 0)
         if stage < 0:
             continue  # woken again when something becomes ready
+        if on_time:
+            # A program never waits on purpose, so its tasks may begin earlier than those of a
+            # schedule that postpones them.
+            _, ready = next_task(step, rules, progress, stage, kind)
+            on_time = now <= max(progress.free_at[rank], ready)
+            if on_time and now + remaining[rank] > until:
+                makespan = np.inf
+                break
         end, groups = _begin(step, rules, progress, rank, stage, kind, now, groups)
         progress.free_at[rank] = end
+        if on_time:
+            remaining[rank] -= end - now
         makespan = max(makespan, end)
         wake_at(progress, end, rank)
     unfinished = np.empty(len(step.uses), np.int64)
@@ -91,6 +108,56 @@ def run_schedule(step, rules):
         unfinished[s] += step.stages[s + 1, BACKWARDS] - step.stages[s, BACKWARDS]
         unfinished[s] -= progress.counts[s, NEXT_BACKWARD]
     return progress.log[: progress.length[0]], makespan, unfinished
+
+
+@allocating_part
+def _rank_seconds(step, until):
+    """Return the (R,) seconds from the first task of each rank to the end of the step, without
+    waits; zeros for an infinite ``until``. After its last task, a rank's gradient passes through
+    the stages before it."""
+    result = np.zeros(len(step.rank_starts) - 1)
+    if until == np.inf:
+        return result
+    after = np.zeros(step.uses.shape)
+    least = np.full(len(result), np.inf)
+    for stage in np.argsort(-step.stages[:-1, DEPTH]):  # producers before consumers
+        rank, last = step.stages[stage, RANK], -1
+        for microbatch in range(step.uses.shape[1]):
+            uses = step.uses[stage, microbatch]
+            if uses & RUN:
+                seconds = step.amounts[stage, F_NO_GRAD] * step.loads[stage, microbatch]
+                if uses & NEEDS:
+                    recomputes = step.stages[stage, RECOMPUTES] > 0
+                    operation = F_CHECKPOINTED if recomputes else F
+                    seconds = step.amounts[stage, operation] * step.loads[stage, microbatch]
+                    seconds += _backward_seconds(step, stage, microbatch)
+                    last = microbatch
+                else:
+                    least[rank] = 0.0
+                result[rank] += seconds
+            first = step.stages[stage, PRODUCERS] if uses & OWES else step.stages[
+                stage + 1, PRODUCERS
+            ]
+            for edge in range(first, step.stages[stage + 1, PRODUCERS]):
+                producer = step.edges[edge, PRODUCER]
+                if step.uses[producer, microbatch] & NEEDS:
+                    path = step.delays[edge, 1] + after[producer, microbatch]
+                    path += _backward_seconds(step, producer, microbatch)
+                    after[stage, microbatch] = max(after[stage, microbatch], path)
+        if last >= 0:
+            least[rank] = min(least[rank], after[stage, last])
+    for rank in range(len(result)):
+        if least[rank] < np.inf:
+            result[rank] += least[rank]
+    return result
+
+
+@part
+def _backward_seconds(step, stage, microbatch):
+    seconds = step.amounts[stage, B]
+    if step.stages[stage, RECOMPUTES] > 0:
+        seconds += step.amounts[stage, R]
+    return seconds * step.loads[stage, microbatch]
 
 
 @part

@@ -22,6 +22,7 @@ from raymm.scheduler.minibatch.step_choice import (
 )
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.schedule.planned_step import PlannedStep
 from tests.support.field_schedules import FIELD, replicated_plan
 
 SCHEDULES = ("1f1b", "zero_bubble", *FIELD)
@@ -108,3 +109,17 @@ def test_work_that_does_not_fit_the_plan_is_refused() -> None:
         choose_step(plan, {"llm": np.ones(3)})
     with pytest.raises(PlanError, match=r"work names \['audio'\]; modules are"):
         choose_step(plan, {"audio": np.ones(4), "llm": np.ones(4)})
+
+
+@given(st.data(), st.sampled_from(("1f1b", "gpipe", "zero_bubble")))
+def test_ending_slow_simulations_early_changes_no_choice(data, schedule: str) -> None:
+    plan = replicated_plan(data.draw(st.integers(2, 8)), schedule)
+    work = data.draw(works(plan.num_microbatches))
+    choices = [choose_step(plan, work, ("1f1b",))]
+    with pytest.MonkeyPatch.context() as patch:
+        complete = PlannedStep.with_loads
+        patch.setattr(
+            PlannedStep, "with_loads", lambda step, name, loads, until: complete(step, name, loads)
+        )
+        choices.append(choose_step(plan, work, ("1f1b",)))
+    assert choices[0] == choices[1]

@@ -12,7 +12,7 @@ from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.schedules.registry import SCHEDULES
-from tests.support.field_schedules import stepped
+from tests.support.field_schedules import replicated_plan, stepped
 from tests.support.random_plans import contents, profiled_plans
 
 
@@ -33,3 +33,21 @@ def test_loads_take_the_seconds_that_the_simulator_finds(data, schedule: str) ->
         step.program, {}, microbatch_costs=costs, posted=plan.posted_receives
     )
     assert step.seconds() == pytest.approx(timeline.makespan, abs=1e-6)
+
+
+@given(st.data(), st.sampled_from(SCHEDULES), st.sampled_from((0.3, 0.7, 0.95, 1.0, 1.2)))
+def test_only_a_slower_step_ends_early(data, schedule: str, share: float) -> None:
+    plan = replace(data.draw(profiled_plans()), schedule=schedule)
+    present = data.draw(contents(plan))
+    loads = {
+        node.name: [data.draw(st.integers(0, 4)) / 2 for _ in present] for node in plan.graph.nodes
+    }
+    step = stepped(plan, present, loads)
+    until = share * step.seconds()
+    taken = step.with_loads(schedule, loads, until).seconds()
+    assert taken == step.seconds() or taken == float("inf") and share < 1
+
+
+def test_a_much_slower_step_of_1f1b_ends_early() -> None:
+    step = stepped(replicated_plan(8, "1f1b"))
+    assert step.with_loads("1f1b", {}, step.seconds() / 2).seconds() == float("inf")
