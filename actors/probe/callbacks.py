@@ -29,6 +29,7 @@ from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, Read, first_tensor
 from raymm.actors.probe.cut import encoder_inputs, ghost_inputs, of_one_that_runs, probe_encoder
 from raymm.actors.probe.example_inputs import in_words
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.stage_inputs import fields
 from raymm.errors import USER_CODE_RAISES, ProbeError
@@ -183,7 +184,7 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
     """Return the output fields that differ between the last stage and the complete module."""
     assert spec.cut is not None
     total, entered = len(block_list(model, spec.cut.blocks)), {}
-    uncut = copy.deepcopy(model)
+    uncut = trial_copy(model)
     for index, block in enumerate(block_list(uncut, spec.cut.blocks)):
         block.register_forward_pre_hook(
             lambda block, args, kwargs, index=index: entered.update(
@@ -195,7 +196,7 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
         torch.default_generator.manual_seed(0)
         expected = fields(uncut(**copy.deepcopy(dict(inputs))))
         for lo in {1, total - 1}:
-            stage = prune(copy.deepcopy(model), spec.cut, lo, total)
+            stage = prune(trial_copy(model), spec.cut, lo, total)
             torch.default_generator.manual_seed(0)
             # A forward may skip blocks: the stage starts at the first block that is called.
             called = min((index for index in entered if index >= lo), default=None)
@@ -317,7 +318,7 @@ class _Chain:
 
     def _stage(self, lo: int, hi: int) -> EncoderStage:
         spec = own_callbacks(self.spec)
-        module = copy.deepcopy(self._model)
+        module = trial_copy(self._model)
         if (lo or hi < spec.num_blocks) and lo < spec.num_blocks:
             assert spec.cut is not None  # a module without cut is one stage
             module = prune(module, spec.cut, lo, min(hi, spec.num_blocks))

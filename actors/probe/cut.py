@@ -26,7 +26,7 @@ from raymm.actors.modules.brief_error import because, brief
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.example_inputs import example_inputs, in_words
-from raymm.actors.probe.small_model import parameters_of, small_models
+from raymm.actors.probe.small_model import parameters_of, small_models, trial_copy
 from raymm.actors.probe.stage_comparison import (
     Run,
     TrainingDraws,
@@ -54,7 +54,7 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
             raise NotRunError(str(error)) from error
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
+            trial_copy(model)(**copy.deepcopy(dict(inputs)))
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
             f"{type(model).__name__} does not accept {in_words(inputs)} from "
@@ -84,7 +84,7 @@ def _merged_run(model: nn.Module, arguments: Callable[[nn.Module], Mapping[str, 
     called_with = dict(arguments(model))
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(**called_with, use_cache=False)
+            trial_copy(model)(**called_with, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
             f"{type(model).__name__} does not run on the arguments that the merge policy "
@@ -139,7 +139,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
     """Raise ProbeError unless embeddings give the same result as the ids that they belong to."""
-    name, replica = type(model).__name__, copy.deepcopy(model)
+    name, replica = type(model).__name__, trial_copy(model)
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     if isinstance(padding, int):  # some models have no position for padding
         ids = torch.where(ids == padding, (ids + ids.shape[1]) % _vocabulary(model), ids)

@@ -19,6 +19,7 @@ from torch import nn
 
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.small_model import trial_copy
 from raymm.errors import USER_CODE_RAISES, ModelError
 
 IMAGE_SIZE = 224
@@ -48,7 +49,7 @@ def example_inputs(model: nn.Module) -> Inputs:
             f"{name} is an encoder with a decoder, which takes text too; the encoder alone is "
             f"model_class {encoder!r}"
         )
-    trial = copy.deepcopy(model)  # some models store tensors of their last forward
+    trial = trial_copy(model)  # some models store tensors of their last forward
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     tried = []
     for inputs in _candidates(model):

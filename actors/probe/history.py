@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.rotary import RotaryState
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.quota.generators import generators_kept, seed_generators
 from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
@@ -46,7 +47,7 @@ def check_history(
             change.
         NotRunError: the copy does not run.
     """
-    model = copy.deepcopy(model)
+    model = trial_copy(model)
     RotaryState(model)
 
     def result(training: bool, other: bool) -> torch.Tensor:

@@ -7,7 +7,6 @@ from a record of the complete run.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.cut import encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.probe.stage_comparison import skips_blocks
 from raymm.actors.sharding.context_method import Attend
 from raymm.actors.sharding.shared_items import Peers, SharedItems
@@ -86,12 +86,12 @@ def _check_shares(
 ) -> None:
     # Seeded before every run: encoders may drop random patches.
     torch.default_generator.manual_seed(0)
-    expected = read(copy.deepcopy(model)(**inputs))
+    expected = read(trial_copy(model)(**inputs))
     full_run = _Whole()
     if training:
-        _check_training(copy.deepcopy(model).train(), inputs, read)
+        _check_training(trial_copy(model).train(), inputs, read)
     _compare(
-        _run(copy.deepcopy(model), inputs, full_run, read), expected,
+        _run(trial_copy(model), inputs, full_run, read), expected,
         f"its attention is not what {hf_attention.NAME} attention makes of it",
     )  # fmt: skip
     tokens = full_run.tokens.shape[1]
@@ -102,7 +102,7 @@ def _check_shares(
     for rank in range(_PROCESSES):
         share = _Part(full_run, rank)
         try:
-            output = _run(copy.deepcopy(model), inputs, share, read)
+            output = _run(trial_copy(model), inputs, share, read)
         except ModelError:
             raise
         except _FAILURES as error:

@@ -61,7 +61,7 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
     """
     skeleton = source.skeleton()
     if skeleton in _latest:
-        yield copy.deepcopy(_latest[skeleton])
+        yield trial_copy(_latest[skeleton])
         yield from islice(_made_models(source, skeleton), 1, None)
         return
     for number, model in enumerate(_made_models(source, skeleton)):
@@ -69,8 +69,20 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
             _latest.clear()
             # A module that keeps a tensor computed from its parameters cannot be copied.
             with contextlib.suppress(*USER_CODE_RAISES):
-                _latest[skeleton] = copy.deepcopy(model)
+                _latest[skeleton] = trial_copy(model)
         yield model
+
+
+def trial_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy whose parameters share memory with the model's until one is written."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            torch._lazy_clone(parameter.detach()),  # pyright: ignore[reportPrivateImportUsage]
+            parameter.requires_grad,
+        )
+        for parameter in model.parameters() if type(parameter) is nn.Parameter
+    }
+    return copy.deepcopy(model, memo)
 
 
 def _made_models(source: ModuleSource, skeleton: nn.Module) -> Iterator[nn.Module]:

@@ -7,7 +7,6 @@ outside the blocks only occur in training. Random decisions are forced
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import CutInfo, Passage, ghost_parameter, prune
 from raymm.actors.modules.draws import BlockDraws, Draws
 from raymm.actors.probe.draws import extreme_draws
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.quota.generators import (
     generator_state,
     generators_kept,
@@ -67,7 +67,7 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
         if isinstance(hidden, torch.Tensor):
             shapes[index] = hidden.shape
 
-    replica = copy.deepcopy(model)  # some models store tensors of their last forward
+    replica = trial_copy(model)  # some models store tensors of their last forward
     listed = block_list(replica, blocks)
     for index, block in enumerate(listed):
         block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
@@ -152,7 +152,7 @@ def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -
     grid = Grid(Cut.from_range(0, 2, 4), None if tokens is None else Cut.uncut(tokens))
     try:
         with generators_kept(), torch.no_grad(), SharedDraws(grid):
-            two_rows(copy.deepcopy(model), True)
+            two_rows(trial_copy(model), True)
     except PlanError as error:
         return str(error)
     except USER_CODE_RAISES:
@@ -164,7 +164,7 @@ def _draws_on_host(model: nn.Module, run: Run, blocks: str | None, seed: int) ->
     """Return True if a forward (``blocks`` empty) or its blocks draw with NumPy or Python."""
     if blocks is None:
         return False
-    replica, states, drawn = copy.deepcopy(model), [], []
+    replica, states, drawn = trial_copy(model), [], []
     for module in block_list(replica, blocks) if blocks else [replica]:
         module.register_forward_pre_hook(lambda *_: states.append(host_states()))
         module.register_forward_hook(lambda *_: drawn.append(host_states() != states.pop()))
@@ -204,7 +204,7 @@ def _draws(model: nn.Module, run: Run) -> bool:
     with generators_kept():
         seed_generators(0)
         states = generator_state(), host_states()
-        run(copy.deepcopy(model), True)
+        run(trial_copy(model), True)
         return (generator_state(), host_states()) != states
 
 
@@ -304,7 +304,7 @@ class _Stages:
     def _stage(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
         assert self._length is not None  # set by the first complete forward
         everywhere = self._info(self._outer, self._outer, self._outer)
-        stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
+        stage = prune(trial_copy(self._model), everywhere, lo, hi)
         return stage, Passage(stage, everywhere, lo, hi)
 
     def _run_stages(self, seed: int) -> torch.Tensor:
@@ -377,7 +377,7 @@ class _Stages:
     ) -> _Handed:
         """Return the output of a stage with only its own parameters, except ``without``."""
         lo, hi = self._between[number]
-        stage = prune(copy.deepcopy(self._model), info, lo, hi)
+        stage = prune(trial_copy(self._model), info, lo, hi)
         tied = {id(p) for n, p in stage.named_parameters() if n in without}
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
             if id(parameter) in tied:

@@ -7,7 +7,6 @@ found here.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.modules.projector import Projector
 from raymm.actors.probe.cut import encoder_inputs, of_one_that_runs
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.sharding.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
 from raymm.actors.sharding.tensor_rules import generic
 from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module
@@ -155,7 +155,7 @@ def example_run(
 
 def run_whole(model: nn.Module, run: Run, inputs: Tensors) -> Result:
     """Run a copy of the complete model, to compare with :func:`compare_shards`."""
-    return _run(copy.deepcopy(model), run, inputs, None, None)
+    return _run(trial_copy(model), run, inputs, None, None)
 
 
 def compare_shards(
@@ -174,7 +174,7 @@ def compare_shards(
             errors.append(error)
             group.abort()
 
-    copies = [copy.deepcopy(model) for _ in range(plan.tp)]
+    copies = [trial_copy(model) for _ in range(plan.tp)]
     groups = thread_groups(plan.tp)
     threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
     for thread in threads:

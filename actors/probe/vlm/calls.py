@@ -5,7 +5,6 @@ These are functions such as ``get_image_features``, or the encoder from ``get_en
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -20,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.example_inputs import in_words
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.weights.model_part import Call, is_within
 from raymm.errors import USER_CODE_RAISES, NotRunError
 
@@ -58,7 +58,7 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
 def calls_of(model: nn.Module, inputs: Inputs) -> list[Called]:
     """Return the outermost calls of feature functions, in order, even if the forward fails later.
     """
-    return _observed_run(copy.deepcopy(model), inputs, dict(_functions(model)), fails=True)
+    return _observed_run(trial_copy(model), inputs, dict(_functions(model)), fails=True)
 
 
 def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:

@@ -7,7 +7,6 @@ tower features that later stages of the language model read (deepstack, cross at
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +20,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import CutInfo, PassThrough, prune
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
 from raymm.actors.probe.vlm.towers import Tower, as_copied
 from raymm.actors.probe.vlm.trials import LanguageTrial, TowerTrial
@@ -226,7 +226,7 @@ def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(f"{name} does not run on the example{because(error)}") from error
     relayed = _read_outputs(
-        copy.deepcopy(model), blocks, uncut.tuple_length, lambda part: run(part, True), uncut.shapes
+        trial_copy(model), blocks, uncut.tuple_length, lambda part: run(part, True), uncut.shapes
     )
     return compare_stages(model.eval(), blocks, run, trains, relayed)
 

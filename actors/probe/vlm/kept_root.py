@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from raymm.actors.features.root_features import RootCall, RootForm
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.probe.vlm.cut import run_without_values
 from raymm.actors.probe.vlm.trials import TowerTrial, leaves_out_zeros, twice_along
 from raymm.actors.stages.tower import TowerSpec, features_of_items, of_outlines, outlines
@@ -69,7 +69,7 @@ class _Trial:
         inputs, name = self._trial.inputs, type(self._model).__name__
         try:
             with torch.no_grad():
-                due = self._trial.read(copy.deepcopy(self._model), inputs)
+                due = self._trial.read(trial_copy(self._model), inputs)
             root_output = _root_output(self._model, self._spec, self._place, inputs)
             form = _read_form(self._model, self._spec, self._place, inputs, root_output)
         except USER_CODE_RAISES as error:  # whatever a model may raise
@@ -92,7 +92,7 @@ class _Trial:
         raise ProbeError(f"single items give other features of {self._place} than a batch of items")
 
     def _of(self, form: RootForm) -> tuple[nn.Module, RootCall]:
-        model = copy.deepcopy(self._model)
+        model = trial_copy(self._model)
         call = RootCall(model, form.place)
         cast(PartSource, self._spec.source).called(model)
         return model, call
@@ -139,7 +139,7 @@ def _alike(own: torch.Tensor, due: torch.Tensor) -> bool:
 def _root_output(model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs) -> Any:
     """Return the output of the part within the tower's forward, or raise ProbeError if it is not
     called."""
-    model = copy.deepcopy(model)
+    model = trial_copy(model)
     RootCall(model, place)
     cast(PartSource, spec.source).called(model)
     try:
@@ -154,7 +154,7 @@ def _read_form(
     model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs, output: Any
 ) -> RootForm:
     """Return the form of an output, with the floats that get a gradient, and all other tensors."""
-    model = copy.deepcopy(model)
+    model = trial_copy(model)
     call = RootCall(model, place)
     cast(PartSource, spec.source).called(model)
     leaves, tree = tree_flatten(output)

@@ -8,7 +8,6 @@ it in their own forward, after the call.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.probe.vlm.calls import Called, Inputs, run_model
 from raymm.actors.stages.features import Form
 from raymm.actors.weights.model_part import is_within
@@ -64,7 +64,7 @@ def encoder_of(model: nn.Module, called: Called, modules: Collection[str]) -> st
 
 def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[str, Inflow]:
     """Return the inflow of submodules in a call; empty ones if the call fails on its own."""
-    model = copy.deepcopy(model)
+    model = trial_copy(model)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     arguments = tree_map(_as_leaf, called.arguments)
@@ -126,7 +126,7 @@ def projector_within(
     adjacent = _following(model, called, places, root)
     if any(is_within(name, adjacent) for name, _ in model.named_parameters()):
         return adjacent
-    model = copy.deepcopy(model)
+    model = trial_copy(model)
     try:
         blocks = _first_blocks(model, called, model.get_submodule(root))
         for block in blocks:

@@ -18,6 +18,7 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.attention import mixing_layers
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.items import probe_shared_items
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.probe.stage_comparison import TrainingDraws, training_draws
 from raymm.actors.probe.tensor import Trial, probe_tensor
 from raymm.actors.probe.vlm.towers import Tower
@@ -247,13 +248,13 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
         name = type(model).__name__
         with torch.no_grad():
             try:
-                form, expected, side = trial.packed(copy.deepcopy(model), trial.inputs)
+                form, expected, side = trial.packed(trial_copy(model), trial.inputs)
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise NotRunError(f"{name} does not run on the example{because(error)}") from error
             try:
                 inputs_of = [items_of_share(spec.name, trial.inputs, rank, _PROCESSES)[0]
                              for rank in range(_PROCESSES)]  # fmt: skip
-                outputs = [trial.packed(copy.deepcopy(model), each) for each in inputs_of]
+                outputs = [trial.packed(trial_copy(model), each) for each in inputs_of]
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise ProbeError(
                     f"{name} does not run on some of the items{because(error)}"

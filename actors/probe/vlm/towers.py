@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from raymm.actors.probe.small_model import small_ids
+from raymm.actors.probe.small_model import small_ids, trial_copy
 from raymm.actors.probe.vlm.calls import (
     Called,
     arguments_of,
@@ -95,7 +95,7 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
         NotRunError: the model does not run on the inputs.
     """
     check_kind(model)
-    observed_model = copy.deepcopy(model)
+    observed_model = trial_copy(model)
     seen = tower_calls(observed_model, inputs)
     if not seen and (has_towers(model) or not _is_text(inputs)):
         raise ProbeError(
@@ -186,7 +186,7 @@ def _read_before(
         name: value for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.shape[:2] != shape
     }  # fmt: skip
-    copied = copy.deepcopy(model)
+    copied = trial_copy(model)
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             if not is_within(name, places):
@@ -293,7 +293,7 @@ def _apart(
     Raises:
         ProbeError: a parameter belongs to two towers, or to a tower and the language model.
     """
-    handed = copy.deepcopy(model)
+    handed = trial_copy(model)
     outputs = {
         tower.call: tower.output(handed, copy.deepcopy(tower.inputs(inputs) or {}))
         for tower in towers

@@ -12,6 +12,7 @@ from torch import nn
 
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
+from raymm.actors.probe.small_model import trial_copy
 from raymm.actors.probe.vlm.towers import Tower, as_copied
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.tower import TowerSpec
@@ -151,11 +152,11 @@ def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
         trial = TowerTrial(spec, model, inputs)
         with torch.no_grad():
             try:
-                due = trial.read(copy.deepcopy(model), trial.inputs)
+                due = trial.read(trial_copy(model), trial.inputs)
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise NotRunError(f"it does not run on the example{because(error)}") from error
             try:
-                features = trial.read(copy.deepcopy(model), padded)
+                features = trial.read(trial_copy(model), padded)
             except USER_CODE_RAISES:  # rejects such items
                 return False
         return features.shape == due.shape and torch.equal(features, due)

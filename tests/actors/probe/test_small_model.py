@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from raymm.actors.probe.small_model import small_model
+from raymm.actors.probe.small_model import small_model, trial_copy
 from raymm.actors.weights.source import ConfigSource
 
 
@@ -58,3 +58,25 @@ def test_a_model_that_cannot_be_copied_is_made_again() -> None:
     again = small_model(source)
     assert again is not first
     torch.testing.assert_close(_values(again), _values(first), rtol=0, atol=0)
+
+
+def test_a_trial_copy_is_independent_of_the_model() -> None:
+    """Writes, gradients and buffers of a copy do not reach the model, nor the other way round."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    values = _values(model)
+    copied = trial_copy(model)
+    assert copied[2].weight is copied[0].weight is not model[0].weight
+    assert not copied[0].bias.requires_grad and copied[2].bias.requires_grad
+    copied(torch.randn(4, 3)).square().sum().backward()
+    assert copied[0].weight.grad is not None and model[0].weight.grad is None
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.add_(1)
+    torch.testing.assert_close(_values(model), values, rtol=0, atol=0)
+    kept = _values(trial := trial_copy(model))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.testing.assert_close(_values(trial), kept, rtol=0, atol=0)
+    torch.testing.assert_close(kept, values, rtol=0, atol=0)
