@@ -46,7 +46,7 @@ from rich.table import Table
 from benchmarks.shared import common
 from benchmarks.shared.made_groups import made
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.actors.rank.connection_plan import ConnectionPlan, connection_plans, link_ctas
+from raymm.actors.rank.rank_spec import ConnectionPlan, connection_plans, link_ctas
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups

@@ -36,8 +36,7 @@ from rich.table import Table
 from transformers import LlamaConfig
 
 from benchmarks.shared import common
-from raymm.actors.faults.heartbeats import BEAT_S
-from raymm.actors.faults.inquiry import inquire
+from raymm.actors.faults.inquiry import BEAT_S, inquire
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.recovery.snapshots import Snapshots
 from raymm.errors import RankFailedError

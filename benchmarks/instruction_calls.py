@@ -22,11 +22,9 @@ import torch
 from rich.table import Table
 
 from benchmarks.shared.common import console, emit, machine, parser
+from raymm.actors.executor.channels import Link, RecvChannel, SendChannel
 from raymm.actors.executor.executor import Executor
-from raymm.actors.executor.link import Link
-from raymm.actors.executor.message_layout import Layout
-from raymm.actors.executor.recv_channel import RecvChannel
-from raymm.actors.executor.send_channel import SendChannel
+from raymm.actors.executor.layouts import Layout
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.modules.message import Message, MicrobatchContext

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from raymm.actors.executor.channels import RecvChannel, SendChannel
 from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.compiled_program import CompiledProgram, Task, compile_program
-from raymm.actors.executor.recv_channel import RecvChannel
-from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.executor.stage_actions import Action, StageActions, StageContext
-from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.executor.step_state import StepState
 from raymm.actors.faults.task_tracker import TaskTracker
@@ -26,10 +25,62 @@ from raymm.actors.modules.precision import ComputeCopies
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
+from raymm.kernels.collectives.waiting import waits_for_others
 from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import COMPUTE, Instruction, Op
+
+
+class StepClock(Protocol):
+    """Clock that marks moments of a step. The times in seconds are available after the step."""
+
+    def mark(self) -> Any:
+        """Mark this moment, in the order of the current stream's work."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Return the marked moments on this host's wall clock. Waits until the last one has
+        passed."""
+        ...
+
+
+class HostClock:
+    """Clock for a CPU, where work is done when the call returns."""
+
+    mark = staticmethod(time.perf_counter)
+    """Mark this moment."""
+
+    def __init__(self) -> None:
+        self._wall = time.time() - time.perf_counter()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        return [self._wall + mark for mark in marks]
+
+
+class DeviceClock:
+    """Clock for a GPU: marks are events on the current stream. The stream is idle when the clock
+    starts, because the previous step waited for its last event. The first event therefore passes at
+    once, at a known time."""
+
+    def __init__(self) -> None:
+        self._first = self.mark()
+        self._wall = time.time()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @waits_for_others  # the device waits for messages of other processes
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        if marks:
+            marks[-1].synchronize()
+        return [self._wall + self._first.elapsed_time(mark) / 1e3 for mark in marks]
+
+
+def step_clock(device: torch.device) -> StepClock:
+    """Start a clock for one step on a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class _Timed(NamedTuple):

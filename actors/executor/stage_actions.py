@@ -13,10 +13,16 @@ import torch
 
 from raymm.actors.adapters.lora import without_adapters
 from raymm.actors.executor.compiled_program import Task, between_modules
-from raymm.actors.executor.microbatch_groups import GroupRun, group_of, joined_inputs
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.executor.step_meta import StepMeta
-from raymm.actors.executor.step_state import Leaves, Received, StepState
+from raymm.actors.executor.step_state import (
+    GroupRun,
+    Leaves,
+    Received,
+    StepState,
+    group_of,
+    joined_inputs,
+)
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.message_samples import (

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
-from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry, look_from_outside
-from raymm.actors.faults.stacks import Address, Look
+from raymm.actors.faults.stacks import Address, Look, records_text
 from raymm.errors import FailureKind, RankFailedError, RunFailedError
+
+_run_folder: ContextVar[Path | None] = ContextVar("run_folder", default=None)
+
+
+@contextmanager
+def faults_kept_in(run_folder: Path) -> Iterator[None]:
+    """Save faults that occur in the block in ``run_folder/faults``, instead of Ray's log folder."""
+    token = _run_folder.set(run_folder)
+    try:
+        yield
+    finally:
+        _run_folder.reset(token)
+
+
+def keep(texts: Mapping[str, str]) -> str:
+    """Write files, given as name -> text, into a new folder. Return the folder, or the reason why
+    it cannot be written, because the caller reports a more important error."""
+    folder = _base() / "faults" / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, errors="backslashreplace")
+    except OSError as error:
+        return f"not saved: {error}"
+    return str(folder)
+
+
+def _base() -> Path:
+    if (folder := _run_folder.get()) is not None:
+        return folder
+    import ray._private.worker
+
+    node = ray._private.worker._global_node
+    return Path(tempfile.gettempdir() if node is None else node.get_logs_dir_path())
+
 
 # Number of ranks whose activity an error message lists; files list all ranks.
 _SHOWN_RANKS = 16

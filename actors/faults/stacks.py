@@ -1,5 +1,10 @@
-"""Stacks of a process, even if it holds the interpreter's lock or waits in C code: on a signal, C
-code writes them to an unnamed file, which is reached through the process's descriptor."""
+"""A process as seen from outside: its state, its stacks, and the files of NCCL's flight recorder.
+
+The stacks are available even if the process holds the interpreter's lock or waits in C code: on a
+signal, C code writes them to an unnamed file, which is reached through the process's descriptor.
+NCCL's flight recorder writes the last NCCL operations of a process that fails to a file, for
+torch's ``torch.distributed.flight_recorder.fr_trace``.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,38 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from raymm.actors.faults.flight_recorder import records
+# Number of recorded operations, a few hundred bytes each: enough for the last steps.
+OPERATIONS = 2000
+# Variables that torch reads, with their value and the older variable that takes precedence.
+_SETTINGS = {
+    "TORCH_FR_BUFFER_SIZE": (str(OPERATIONS), "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", ""),
+    "TORCH_FR_DUMP_TEMP_FILE": ("", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+}
+
+
+def record_flight() -> None:
+    """Enable the flight recorder in this process, with files where :func:`records` finds them.
+    Variables that are set are kept. Call this before the first GPU operation."""
+    for name, (value, older) in _SETTINGS.items():
+        if older not in os.environ:
+            os.environ.setdefault(name, value or str(_base(os.getpid())))
+
+
+def records(pid: int) -> tuple[str, ...]:
+    """Return the flight recorder files of a process on this node; torch appends the process's
+    rank."""
+    base = _base(pid)
+    return tuple(sorted(map(str, base.parent.glob(f"{base.name}*"))))
+
+
+def _base(pid: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"raymm-nccl-{pid}-rank-"
+
 
 # Signal that makes a process of raymm write its stacks.
 STACKS_SIGNAL = signal.SIGUSR2
@@ -115,3 +148,12 @@ def end_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except OSError:
         pass
+
+
+def records_text(names: Sequence[str], looks: Mapping[int, Look]) -> str:
+    """Return one line per rank that names its flight recorder files; empty without files."""
+    return "".join(
+        f"\nNCCL's flight recorder (torch.distributed.flight_recorder.fr_trace) of {names[rank]}: "
+        f"{', '.join(look.records)}"
+        for rank, look in sorted(looks.items()) if look.records
+    )

@@ -8,9 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from raymm.actors.executor.link import Link
-from raymm.actors.executor.recv_channel import RecvChannel
-from raymm.actors.executor.send_channel import SendChannel
+from raymm.actors.executor.channels import Link, RecvChannel, SendChannel
 from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank.rank_spec import RankSpec

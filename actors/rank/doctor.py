@@ -15,12 +15,18 @@ from torch.cuda.nccl import version as nccl_version
 
 from raymm.actors.faults.task_tracker import task
 from raymm.actors.host.gpus import check_gpu_node, read_gpus
-from raymm.actors.host.interfaces import interface_with
 from raymm.actors.host.memory import available_memory
-from raymm.actors.rank.connection_plan import LINK_CTAS
 from raymm.actors.rank.rank_group import RankGroup
-from raymm.actors.rank.rendezvous import Rendezvous, RendezvousActor, Timeouts, prepare_nccl
-from raymm.actors.rank.rendezvous_store import EVERYONE, peers
+from raymm.actors.rank.rank_spec import LINK_CTAS
+from raymm.actors.rank.rendezvous import (
+    EVERYONE,
+    Rendezvous,
+    RendezvousActor,
+    Timeouts,
+    interface_with,
+    peers,
+    prepare_nccl,
+)
 from raymm.kernels.collectives.waiting import receive_from, send_to, wait
 
 

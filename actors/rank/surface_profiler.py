@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.executor.step_clock import StepClock, step_clock
+from raymm.actors.executor.executor import StepClock, step_clock
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.quota import Backend, ConcurrentModules, CudaBackend, StreamPool, StreamSet, Work

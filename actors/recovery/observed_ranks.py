@@ -13,10 +13,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raymm.actors.faults.cluster_observer import BOTH_LOOKS_S, ClusterObserver
-from raymm.actors.faults.diagnosis import Failure, blamed, death, first_line, raised
-from raymm.actors.faults.fault_folder import keep
-from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
-from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
+from raymm.actors.faults.diagnosis import Failure, blamed, death, first_line, keep, raised
+from raymm.actors.faults.inquiry import (
+    BEAT_S,
+    Heartbeats,
+    Inquiry,
+    inquire,
+    kill_from_outside,
+    look_from_outside,
+)
 from raymm.actors.faults.stacks import Address, Look
 from raymm.actors.optimizer.optimizer import Progress
 from raymm.actors.placement.node_types import draining_nodes

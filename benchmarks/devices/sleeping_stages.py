@@ -18,10 +18,9 @@ from benchmarks.devices.emulated_backend import pause
 from benchmarks.shared.rank_p2p_groups import p2p_groups_between_ranks
 from raymm.actors.executor.step_meta import StepMeta, measured_timeline
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.actors.rank.rank_spec import RankSpec
+from raymm.actors.rank.rank_spec import RankSpec, connection_plans
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage

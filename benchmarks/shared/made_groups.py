@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.shared.tcp_rendezvous import LOCAL, TIMEOUT, TcpRendezvousStore
-from raymm.actors.rank.connection_plan import ConnectionPlan, RendezvousRound
+from raymm.actors.rank.rank_spec import ConnectionPlan, RendezvousRound
 from raymm.actors.rank.rendezvous import Rendezvous, Timeouts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raymm.actors.rank.rendezvous_store import RendezvousStore
+from raymm.actors.rank.rendezvous import RendezvousStore
 
 LOCAL = "127.0.0.1"
 TIMEOUT = timedelta(seconds=120)

@@ -60,9 +60,9 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.generation import WritingModule, WritingRules, generate
     from raymm.runtime.options import resolve_precision
+    from raymm.runtime.parallel_model import ParallelModel
     from raymm.storage.checkpoint import CheckpointStore
     from raymm.storage.loading import restore
-    from raymm.training.execution import Execution
     from raymm.training.phases import Phases
     from raymm.training.run_plan import RunPlanner
     from raymm.training.run_start import with_vocabulary
@@ -90,10 +90,9 @@ def run_generate(args: argparse.Namespace) -> int:
             plan = phases.plan(build_plan(config, model)) or RunPlanner(
                 PlanRequest.of_config(config), model, config.data, precision, optimizer, work.line,
             ).plan(checkpoint, device, resources, _nothing_beside())
-            execution = Execution(plan)
-            work.update(f"starting {plural(execution.num_processes, 'process', 'es')}")
-            with execution.start(
-                model, optimizer=optimizer, precision=precision, device=device,
+            work.update(f"starting {plural(plan.num_processes, 'process', 'es')}")
+            with ParallelModel(
+                model, plan, optimizer=optimizer, precision=precision, device=device,
                 exact_autocast=config.run.exact_autocast, kernels=config.run.kernels,
                 resources=resources, threads=config.resources.threads, seed=config.run.seed,
                 timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,

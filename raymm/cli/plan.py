@@ -134,7 +134,8 @@ def _check_runs(
 ) -> None:
     """Run the checks of ``raymm train`` before it starts processes, and for a given plan also the
     check that the model can run under it. A search omits plans that cannot run."""
-    from raymm.training.execution import Execution
+    from raymm.runtime.options import RuntimeOptions
+    from raymm.runtime.parallel_model import ParallelModel
     from raymm.training.phases import Phases
     from raymm.training.run_start import check_updates
 
@@ -143,11 +144,11 @@ def _check_runs(
     check_updates(optimizer, run, model, plan)
     if plan is not None:
         is_cpu = "cpu" in (run.device, config.planning.model_dump()["device"])
-        Execution(plan).check(
-            model, optimizer=optimizer, precision=run.precision, kernels=run.kernels,
-            exact_autocast=run.exact_autocast, compile=run.compile,
-            device="cpu" if is_cpu else "cuda",
-        )
+        ParallelModel.check_plan(model, plan, RuntimeOptions.of({
+            "optimizer": optimizer, "precision": run.precision, "kernels": run.kernels,
+            "exact_autocast": run.exact_autocast, "compile": run.compile,
+            "device": "cpu" if is_cpu else "cuda",
+        }))
 
 
 def _with_microbatches(config: TrainConfig, microbatches: int) -> TrainConfig:

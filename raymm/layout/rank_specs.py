@@ -8,8 +8,7 @@ from typing import Any
 
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.optimizer.gradient_reduction import ParameterOwnership
-from raymm.actors.rank.connection_plan import connection_plans
-from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
+from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec, connection_plans
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
 from raymm.layout.stage_builders import StageBuilders, stage_builders
 from raymm.model.model import Model

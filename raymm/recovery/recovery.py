@@ -10,8 +10,7 @@ from typing import Any
 from raymm.actors.recovery.snapshots import Snapshots, TakenSnapshot
 from raymm.errors import Loss, RunFailedError
 from raymm.recovery.failure_policy import Action, Decision
-from raymm.recovery.run_controller import RunController, first_line
-from raymm.recovery.run_state import RunState
+from raymm.recovery.run_controller import RunController, RunState, first_line
 
 
 class Recovery:

@@ -11,23 +11,34 @@ so a checkpoint can be read under another layout.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raymm.actors.faults.diagnosis import first_line
 from raymm.actors.optimizer.checkpoint_shards import WrittenShard
+from raymm.actors.recovery.observed_ranks import LISTEN_S
 from raymm.actors.storage.folder import StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.errors import CheckpointError, NotFiniteError, RunFileError
+from raymm.errors import (
+    CheckpointError,
+    InternalError,
+    NotFiniteError,
+    RankFailedError,
+    RunFileError,
+)
 from raymm.files.run_files import writing
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.background_save import BackgroundSave, Saved
 from raymm.storage.manifest import MANIFEST, FileEntry, Manifest, write_manifest
-from raymm.storage.rank_calls import call_ranks, call_ranks_behind
 from raymm.storage.step_folders import (
     CHECKPOINTS,
     TORN,
@@ -43,6 +54,125 @@ from raymm.storage.step_folders import (
     step_number,
     verified_manifest,
 )
+
+# Seconds that an abandoned save may take to end.
+GIVE_UP_S = 5.0
+
+
+class Saved(NamedTuple):
+    """Committed checkpoint.
+
+    Attributes:
+        seconds: from the copy of the state until the commit.
+    """
+
+    step: int
+    folder: Path | str
+    seconds: float
+
+
+class BackgroundSave:
+    """Thread that writes one checkpoint.
+
+    Args:
+        work: writes and commits the checkpoint and returns its location. Receives a function to
+            call before irreversible actions; it raises once the save was abandoned.
+    """
+
+    def __init__(self, step: int, work: Callable[[Callable[[], None]], Path | str]) -> None:
+        self.step = step
+        self._work = work
+        self._began = time.perf_counter()
+        self._saved: Saved | None = None
+        self._error: Exception | None = None
+        self._abandoned = threading.Event()
+        # A driver that ends with an error must not wait for a hanging file system.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """True if :meth:`result` returns immediately."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for at most some seconds. Return True if the save has ended."""
+        self._thread.join(seconds)
+        return self.ended
+
+    def result(self) -> Saved:
+        """Wait for the save. Raises what the save raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return self._saved
+
+    def abandon(self) -> None:
+        """Prevent the commit, unless it is in progress."""
+        self._abandoned.set()
+        self._thread.join(GIVE_UP_S)
+
+    def _run(self) -> None:
+        try:
+            folder = self._work(self._check)
+        except Exception as error:  # raised again by result()
+            self._error = error
+            return
+        self._saved = Saved(self.step, folder, time.perf_counter() - self._began)
+
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            raise InternalError(f"the checkpoint of step {self.step} was abandoned")
+
+
+def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of all ranks with the same arguments. Return the results by rank. Raise a
+    ``CheckpointError`` if a rank failed with this error about a shard, and a ``RankFailedError`` if
+    a rank died or raised another error."""
+    try:
+        return group.call(method, *args)
+    except RankFailedError as error:
+        reason = getattr(error.__cause__, "cause", None)
+        if isinstance(reason, CheckpointError):
+            raise reason from None
+        raise
+
+
+def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of all ranks from a background thread while steps continue.
+
+    The method must run in a separate thread of each rank. The main thread must watch the ranks,
+    because this call neither checks them actively nor ends them. It waits for as long as they live.
+
+    Raises:
+        CheckpointError: a rank failed with this error about a shard, after all have finished; or a
+            rank has no memory for its shard.
+        RankFailedError: a rank died or raised another error, or all have ended.
+    """
+    try:
+        refs = pending = group.start(method, *args)
+        while pending:
+            group.check_running()
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=LISTEN_S)
+        return [_of_rank(rank, ref) for rank, ref in enumerate(refs)]
+    except RayTaskError as error:
+        if isinstance(error.cause, CheckpointError):
+            raise error.cause from None
+        raise RankFailedError(str(error)) from error
+    except CheckpointError:  # a rank had no memory for its shard
+        raise
+    except (RayError, RuntimeError) as error:
+        raise RankFailedError(first_line(error)) from error
+
+
+def _of_rank(rank: int, ref: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        if isinstance(error.cause, MemoryError):
+            raise CheckpointError(f"rank {rank} has no memory to write its shard") from None
+        raise
 
 
 @dataclass(frozen=True)

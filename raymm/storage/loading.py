@@ -17,8 +17,8 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED
+from raymm.storage.checkpoint import call_ranks
 from raymm.storage.manifest import Manifest, read_manifest
-from raymm.storage.rank_calls import call_ranks
 
 # Maximum number of parameters that an error names.
 NAMES_SHOWN = 5

@@ -23,22 +23,22 @@ from raymm.monitor.drain_notices import DrainObserver
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedRun
 from raymm.monitor.progress import RunProgress
-from raymm.monitor.throughput import Throughput
+from raymm.monitor.throughput import TOTAL, Throughput
 from raymm.monitor.training_data import TrainingData
 from raymm.recovery.failure_policy import Cause
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.run_controller import RunController, cause_of, first_line
 from raymm.runtime.parallel_model import ParallelModel
+from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.storage.resuming import have_same_rows
-from raymm.training.execution import Execution
 from raymm.training.restarts import Attempted
 from raymm.training.result import Result, last_step, steps_not_applied
 from raymm.training.run_batches import Batches
 from raymm.training.run_start import data_position
 from raymm.training.stop_request import StopReason, StopRequest
-from raymm.training.training_loop import TrainingLoop
+from raymm.training.training_loop import StepObserver, TrainingLoop
 
 
 @dataclass
@@ -72,9 +72,7 @@ class Attempt:
     dropped: tuple[str, ...] = ()
     loop: TrainingLoop | None = None
 
-    def take_steps(
-        self, parallel: ParallelModel, execution: Execution
-    ) -> Result:
+    def take_steps(self, parallel: ParallelModel, plan: Plan) -> Result:
         """Take steps until all are taken or a stop is requested.
 
         Raises:
@@ -98,7 +96,7 @@ class Attempt:
         metrics = self._metrics(folder, parallel.steps_taken)
         info = RunInfo(
             folder.name, folder, parallel.steps_taken, self.run.steps, self.store.run,
-            execution.modules,
+            {str(stage.id): stage.module for stage in plan.stages},
         )
         self._tell(info)
         self.callbacks.load_hooks(
@@ -106,14 +104,17 @@ class Attempt:
             None if self.checkpoint is None else self.checkpoint.manifest.trainer.get("hooks"),
         )
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
-            observer = execution.observer(ObservedRun(
-                parallel, self.model, self.data, self.training, folder, progress.line
-            ))
+            observer = StepObserver(
+                ObservedRun(
+                    parallel, self.model, self.data, self.training, folder, progress.line
+                ),
+                plan,
+            )
             samples = None
             if self.run.log_samples:
                 samples = SampleLog(folder / SAMPLES, parallel.steps_taken, progress.line)
             throughput = Throughput(
-                self.model, execution.processes, self.device, self.run.precision, progress.line
+                self.model, _processes(plan), self.device, self.run.precision, progress.line
             )
             recovery = Recovery(
                 parallel, self.controller, self.run.snapshot_every, progress.line,
@@ -213,3 +214,17 @@ class Attempt:
             steps_not_applied=not_applied, stopped=stopped,
             exhausted=None if self.loop is None else self.loop.exhausted,
         )
+
+
+def _processes(plan: Plan) -> dict[str, int]:
+    """Return the number of processes that compute only a module, by module. Modules that share
+    ranks are left out; ``"total"`` counts all processes."""
+    processes = {TOTAL: plan.num_processes}
+    modules_of: dict[int, set[str]] = {}
+    for stage in plan.stages:
+        modules_of.setdefault(stage.rank, set()).add(stage.module)
+    for module in {stage.module for stage in plan.stages}:
+        ranks = [rank for rank, modules in modules_of.items() if module in modules]
+        if all(modules_of[rank] == {module} for rank in ranks):
+            processes[module] = sum(map(plan.processes, ranks))
+    return processes

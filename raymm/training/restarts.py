@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from raymm.actors.faults.cluster_observer import dead_nodes
 from raymm.errors import CheckpointError, ClusterError, RunFailedError
 from raymm.recovery.failure_policy import Action, Cause, Decision
-from raymm.recovery.run_controller import RunController, cause_of, first_line
-from raymm.recovery.run_state import RunState
+from raymm.recovery.run_controller import RunController, RunState, cause_of, first_line
 from raymm.training.result import Result
 from raymm.training.stop_request import StopRequest
 

@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from raymm.actors.faults.fault_folder import faults_kept_in
+from raymm.actors.faults.cluster_observer import StartObserver
+from raymm.actors.faults.diagnosis import faults_kept_in
 from raymm.actors.host.memory import CopyOptions
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.callbacks.callback import Callback
 from raymm.callbacks.handler import CallbackHandler, run_callbacks
+from raymm.config.build import write_json
 from raymm.config.cache_section import CacheSection
 from raymm.config.sections import RunConfig
 from raymm.costs.named_devices import device_names, precision_notes
@@ -40,6 +42,7 @@ from raymm.recovery.failure_policy import Cause, FailurePolicy
 from raymm.recovery.run_controller import RunController
 from raymm.runtime.cluster import connected, pick_device
 from raymm.runtime.options import resolve_precision
+from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
@@ -49,13 +52,12 @@ from raymm.storage.run_description import describe_run
 from raymm.storage.run_folder import RunFolder
 from raymm.training.attempt import Attempt
 from raymm.training.elastic import ElasticPlans
-from raymm.training.execution import Execution
 from raymm.training.kept_features import KeptFeatures
 from raymm.training.last_words import last_words
 from raymm.training.phases import Phases
 from raymm.training.restarts import Attempted, Restarts, what_is_left
 from raymm.training.result import Result, last_step, steps_not_applied
-from raymm.training.run_plan import RunPlanner
+from raymm.training.run_plan import RunPlanner, plan_lines
 from raymm.training.run_start import (
     check_updates,
     data_position,
@@ -64,7 +66,6 @@ from raymm.training.run_start import (
     with_commits,
     with_vocabulary,
 )
-from raymm.training.start_observer import StartObserver
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop
 from raymm.training.under_way import UnderWay
@@ -371,16 +372,16 @@ class Trainer:
         cached_features = KeptFeatures.of(
             self.cache, self.model, self.plan, self.data, f"{device} {self.run.precision}"
         )
-        execution = Execution(cached_features.plan, cached_features.lines)
-        check_capacity(execution.num_processes, resources, placement)
-        execution.save(self.path)
-        self._say_what_runs(execution, device)
+        plan = cached_features.plan
+        check_capacity(plan.num_processes, resources, placement)
+        write_json(self.path / "plan.json", plan.to_dict())
+        self._say_what_runs(plan, cached_features.lines, device)
         with cached_features.while_it_runs(), ExitStack() as started:
             with UnderWay(
-                self.console, f"starting {plural(execution.num_processes, 'process', 'es')}"
+                self.console, f"starting {plural(plan.num_processes, 'process', 'es')}"
             ):
-                parallel = started.enter_context(execution.start(
-                    self.model, optimizer=self.optimizer, precision=self.run.precision,
+                parallel = started.enter_context(ParallelModel(
+                    self.model, plan, optimizer=self.optimizer, precision=self.run.precision,
                     exact_autocast=self.run.exact_autocast, kernels=self.run.kernels,
                     compile=self.run.compile, device=device, resources=resources,
                     threads=self.threads, seed=self.run.seed,
@@ -399,7 +400,7 @@ class Trainer:
                 lambda: self._look_for_room(resources), self._controller, cached_features.lookup,
                 self._phases.end(step), self._phases.dropped(step),
             )
-            return attempt.take_steps(parallel, execution)
+            return attempt.take_steps(parallel, plan)
 
     def _look_for_room(self, resources: RankResources) -> None:
         """Request a restart after a checkpoint if the cluster has room for more replicas."""
@@ -463,13 +464,13 @@ class Trainer:
             exhausted=exhausted,
         )
 
-    def _say_what_runs(self, execution: Execution, device: str) -> None:
-        first, *notes = execution.describe(device)
+    def _say_what_runs(self, plan: Plan, lines: Sequence[str], device: str) -> None:
+        first, *notes = [*plan_lines(plan, device), *lines]
         gpu = "".join(f" on {name}" for name in device_names(device)[:1])
         where = f"{first}, {self.run.precision}{gpu}; run folder {self._folder}"
         counts = self.model.parameter_counts()
         parameters = counts_text(counts)
-        notes += layout_notes(self.model, execution.plan, device)
+        notes += layout_notes(self.model, plan, device)
         trained = [name for name, (updated, _) in counts.items() if updated]
         notes += self.optimizer.notes(self.run.steps, trained)
         notes += precision_notes(device, self.run.precision)

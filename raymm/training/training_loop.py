@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raymm.actors.recovery.observed_ranks import LISTEN_S
@@ -16,8 +17,10 @@ from raymm.data import Skipped
 from raymm.errors import Loss, NotFiniteError, RankFailedError, RunFailedError, RunFileError
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.text_evaluation import TextEvaluation
+from raymm.monitor.balance import step_balance
+from raymm.monitor.drift_observer import DriftObserver
 from raymm.monitor.metrics import MetricsLog, SampleLog
-from raymm.monitor.observed_run import ObservedStep
+from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.monitor.progress import (
     RunProgress,
     heldout_line,
@@ -25,22 +28,25 @@ from raymm.monitor.progress import (
     step_line,
     texts_line,
 )
+from raymm.monitor.report import RunReport
+from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import Throughput
+from raymm.packages import import_object
 from raymm.recovery.recovery import Recovery
-from raymm.recovery.replayed_batches import ReplayedBatches
-from raymm.recovery.run_state import RunState
+from raymm.recovery.run_controller import RunState
 from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
 from raymm.runtime.skipped_step import SkippedStep
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.compiled.machine_code import compiling_behind
-from raymm.storage.background_save import Saved
-from raymm.storage.checkpoint import CheckpointStore
-from raymm.training.execution import StepObserver
+from raymm.storage.checkpoint import CheckpointStore, Saved
 from raymm.training.result import steps_not_applied
-from raymm.training.run_batches import Batch, Batches, timed
+from raymm.training.run_batches import Batch, Batches, ReplayedBatches, timed
 from raymm.training.stop_request import StopRequest
 
 # Maximum number of skipped samples that a run reports one by one; all are counted.
 SKIPPED_SHOWN = 20
+# Feature that is imported when a run starts.
+REBALANCING = "raymm.monitor.rebalancing:rebalancing"
 # Consecutive failed background writes after which the run ends, and seconds since the first of them
 # that must have passed: a run that saves every few seconds survives a short shortage, too. A full
 # disk may be freed in time; a lost disk does not return by itself.
@@ -148,7 +154,7 @@ class TrainingLoop:
         read."""
         return min(self._read + 1, self.config.steps)
 
-    def _take_all_steps(self, source: ReplayedBatches[Batch], state: Any) -> None:
+    def _take_all_steps(self, source: ReplayedBatches, state: Any) -> None:
         self._position = state
         self.recovery.after_step(self._first, state, first=True)
         while True:
@@ -157,7 +163,7 @@ class TrainingLoop:
             except RunFailedError as error:
                 self._recover(error, source)
 
-    def _recover(self, error: RunFailedError, source: ReplayedBatches[Batch]) -> None:
+    def _recover(self, error: RunFailedError, source: ReplayedBatches) -> None:
         if error.lost is Loss.DATA_WORKER:
             try:
                 self.parallel.group.look_at_nodes()
@@ -182,7 +188,7 @@ class TrainingLoop:
         self._read, self._owed = step, False
         self.recovered(step, error)
 
-    def _take_steps(self, source: ReplayedBatches[Batch]) -> None:
+    def _take_steps(self, source: ReplayedBatches) -> None:
         first = self.parallel.steps_taken
         # A failure may have prevented the evaluation and checkpoint after this step.
         if first == 0 or first > self._first and self._stops_at(first):
@@ -393,6 +399,40 @@ class TrainingLoop:
                 self.parallel.submit, self.progress.over(self.stop.until_asked(loader), text),
                 self.config.steps_in_flight, loader.names,
             )
+
+
+class StepObserver:
+    """Observer of steps: balance, rebalancing, plan drift, stragglers and the final report."""
+
+    def __init__(self, run: ObservedRun, plan: Plan) -> None:
+        self._run, self._plan = run, plan
+        self._report = RunReport(
+            run.folder, plan, run.parallel.step_program, run.parallel.options.device
+        )
+        self._rebalancing = import_object(REBALANCING)(run, plan)
+        self._drift = DriftObserver(plan, run.folder, run.say)
+        self.stragglers = StragglerObserver(plan, run.say)
+
+    def after_step(self, step: ObservedStep) -> dict[str, Any]:
+        """Return the step's ``balance``, ``straggler`` if there is one, and ``plan_drift`` if the
+        plan has a profile, for ``metrics.jsonl``."""
+        run, timeline = self._run, step.timeline
+        self._report.add(step.number, step.meta, timeline)
+        fitted = self._rebalancing and self._rebalancing.after_step(
+            step.number, step.state_after, len(step.meta), step.complete, timeline
+        )
+        return {
+            "balance": step_balance(
+                step.meta, run.model.encoder_names, run.model.packing, run.training.tokens,
+                self._plan, timeline,
+            ) | (fitted or {}),
+            **self._drift.after_step(step.number, step.meta, timeline),
+            **self.stragglers.after_step(step.number, timeline),
+        }
+
+    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+        """Write plan, pictures and trace; return the files by description."""
+        return self._report.write(history)
 
 
 class StepClock:

@@ -56,13 +56,13 @@ PROMISES = {
             "tests/raymm/files/test_run_owner.py::"
             "test_a_concurrent_command_is_rejected_with_the_owner",
         "a save that begins before the previous one is committed waits":
-            "tests/raymm/storage/test_background_save.py::"
+            "tests/raymm/storage/test_checkpoint.py::"
             "test_a_second_save_waits_and_reports_it",
         "Whichever process is killed at any moment, the newest intact checkpoint is the old one or":
-            "tests/raymm/storage/test_background_save.py::"
+            "tests/raymm/storage/test_checkpoint.py::"
             "test_a_killed_save_leaves_an_intact_checkpoint",
         "The third failure in a row ends the run":
-            "tests/raymm/storage/test_background_save.py::"
+            "tests/raymm/storage/test_checkpoint.py::"
             "test_the_third_failed_save_in_a_row_ends_the_run",
         "a run that resumes on another machine downloads them first":
             "tests/raymm/storage/test_run_folder.py::"
@@ -90,7 +90,7 @@ PROMISES = {
         "wait for it, too; a second signal does not":
             "tests/raymm/training/test_stop_request.py::test_a_signal_during_a_save_and_a_second_one",
         "is reported, with the file, and earlier checkpoints stay":
-            "tests/raymm/storage/test_background_save.py::"
+            "tests/raymm/storage/test_checkpoint.py::"
             "test_a_failed_write_is_reported_and_loses_nothing",
         "The second prints which tensors differ, and by how much relative to their norm":
             "tests/raymm/storage/test_inspection.py::test_differences_are_relative_and_grouped_by_kind",
@@ -197,7 +197,7 @@ PROMISES = {
             "tests/raymm/storage/test_manifest.py::"
             "test_edits_with_a_valid_checksum_are_rejected_or_read",
         "raymm does not use torch's own store (TCPStore)":
-            "tests/actors/rank/test_rendezvous_store.py::"
+            "tests/actors/rank/test_rendezvous.py::"
             "test_a_stranger_who_scans_ports_finds_no_store",
         "every overlay of `deploy/` has a `NetworkPolicy`":
             "tests/deploy/test_check.py::test_shipped_files_are_valid",

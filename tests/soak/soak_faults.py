@@ -23,7 +23,7 @@ from raymm.actors.executor.executor import Executor
 from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.modules import token_layout
 from raymm.actors.optimizer import checkpoint_shards, snapshot
-from raymm.actors.optimizer.checkpoint_writer import HostCopy
+from raymm.actors.optimizer.checkpoint_shards import HostCopy
 from raymm.actors.rank.connections import Connections
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from raymm.actors.optimizer.checkpoint_writer import HostCopy, Saved
+from raymm.actors.optimizer.checkpoint_shards import HostCopy, Saved
 from raymm.actors.optimizer.host_staging import HostStaging
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.devices.pretended_gpu.device import PretendedTensor, values, waited
-from raymm.actors.executor import link
+from raymm.actors.executor import channels
 from raymm.actors.rank import rendezvous
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.flash.gpu import attention as gpu_attention
@@ -99,7 +99,7 @@ def cpu_kernels() -> Iterator[None]:
         stack.enter_context(patch.object(dist, "new_group", new_gloo))
         stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
         for module, name in (
-            (dist, "isend"), (dist, "irecv"), (link, "send_to"), (link, "receive_from"),
+            (dist, "isend"), (dist, "irecv"), (channels, "send_to"), (channels, "receive_from"),
             (rendezvous, "send_to"), (rendezvous, "receive_from"),
         ):
             stack.enter_context(patch.object(module, name, _as_nccl(getattr(module, name))))

@@ -18,12 +18,12 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raymm.actors.faults.diagnosis import cause_of, first_line
+from raymm.actors.faults.diagnosis import cause_of, first_line, keep
 from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
-from raymm.actors.faults.fault_folder import keep
-from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
 from raymm.actors.faults.inquiry import (
     ANSWER_TIMEOUT_S,
+    BEAT_S,
+    Heartbeats,
     inquire,
     kill_from_outside,
     look_from_outside,

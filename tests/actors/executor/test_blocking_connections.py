@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.executor.channels import RecvChannel, SendChannel
 from raymm.actors.executor.executor import Executor
-from raymm.actors.executor.recv_channel import RecvChannel
-from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.message import Message
 from raymm.actors.optimizer.gradient_reduction import (

@@ -1,12 +1,14 @@
 """Failures of ranks, from how their calls ended."""
 
+
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from raymm.actors.faults.diagnosis import first_line, raised
+from raymm.actors.faults.diagnosis import faults_kept_in, first_line, keep, raised
 from raymm.errors import FailureKind, RankFailedError
 
 NAMES = ["rank 0 (llm)", "rank 1 (vision)"]
@@ -52,3 +54,17 @@ def test_a_failed_start_is_named_with_its_place(error, reason):
         f"{type(error).__name__}: {error}"
     )
     assert first_line(ActorDiedError(RayTaskError("__init__", text, error))).startswith(reason)
+
+
+def test_texts_are_in_the_run_folder(tmp_path):
+    with faults_kept_in(tmp_path / "outer"), faults_kept_in(tmp_path / "run"):
+        folder = Path(keep({"rank-0.txt": "stack", "rank-1.txt": "bad \udcff"}))
+    assert folder.parent == tmp_path / "run" / "faults"
+    assert {file.name for file in folder.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    assert (folder / "rank-0.txt").read_text() == "stack"
+
+
+def test_a_folder_that_cannot_be_written_is_no_second_fault(tmp_path):
+    (tmp_path / "faults").write_text("in the way")
+    with faults_kept_in(tmp_path):
+        assert keep({"rank-0.txt": "stack"}).startswith("not saved: ")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.actors.optimizer import host_staging
-from raymm.actors.optimizer.checkpoint_writer import HostCopy, Saved
+from raymm.actors.optimizer.checkpoint_shards import HostCopy, Saved
 from raymm.actors.optimizer.host_staging import ALIGNMENT, HostStaging, staging_bytes
 from raymm.actors.rank.rank_actor import RankActor
 

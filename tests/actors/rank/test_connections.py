@@ -15,15 +15,19 @@ from torch.distributed import distributed_c10d
 
 from benchmarks import communicators
 from benchmarks.shared.tcp_rendezvous import LOCAL, TcpRendezvousStore
-from raymm.actors.faults.flight_recorder import records
+from raymm.actors.faults.stacks import records
 from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank import rendezvous
-from raymm.actors.rank.connection_plan import MESSAGE_CTAS, connection_plans, link_ctas
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
-from raymm.actors.rank.rendezvous import Rendezvous, Timeouts
-from raymm.actors.rank.rendezvous_store import RendezvousStore
+from raymm.actors.rank.rank_spec import (
+    MESSAGE_CTAS,
+    ProcessGroups,
+    RankSpec,
+    connection_plans,
+    link_ctas,
+)
+from raymm.actors.rank.rendezvous import Rendezvous, RendezvousStore, Timeouts
 from raymm.errors import ChannelError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage

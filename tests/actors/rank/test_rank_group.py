@@ -1,5 +1,6 @@
 """Ranks as Ray actors: capacity, executed timelines, a killed rank."""
 
+
 import ctypes
 import os
 import re
@@ -10,12 +11,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 import transformers as hf
 from torch import nn
 
-from raymm.actors.faults.fault_folder import faults_kept_in
-from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.faults.diagnosis import faults_kept_in
+from raymm.actors.rank.rank_group import RankGroup, Spares
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.errors import ClusterError, RankFailedError
@@ -24,6 +26,46 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Op
+
+PATIENCE_S = 60
+
+
+class Waits:
+    """Fake of a rank's actor."""
+
+    def where(self):
+        return None
+
+    def pid(self):
+        return os.getpid()
+
+
+def test_a_dead_spare_is_replaced(ray_cluster):
+    started = []
+
+    def start(place):
+        actor = ray.remote(num_cpus=0)(Waits).remote()
+        started.append(place)
+        return actor, actor.pid.remote()
+
+    spares = Spares(["here", "there"])
+    spares.restock(start)
+    pids = [ray.get(spare.warm, timeout=PATIENCE_S) for spare in spares._waiting]
+    for _ in range(3):
+        spares.look()
+        spares.restock(start)
+        time.sleep(0.2)
+    assert started == ["here", "there"] and spares.has_warm()
+    os.kill(pids[1], signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while len(started) == 2 and time.monotonic() < deadline:
+        spares.look()
+        spares.restock(start)
+        time.sleep(0.1)
+    assert started == ["here", "there", "there"] and len(spares.actors) == 2
+    taken = spares.take(2)
+    assert taken and taken[0].place == "here"
+
 
 # A number of seconds that means an error.
 ERROR = 12345

@@ -7,8 +7,7 @@ import pytest
 from raymm.errors import RankFailedError
 from raymm.recovery.failure_policy import FailurePolicy
 from raymm.recovery.recovery import Recovery
-from raymm.recovery.run_controller import RunController
-from raymm.recovery.run_state import RunState
+from raymm.recovery.run_controller import RunController, RunState
 
 BACK = SimpleNamespace(step=2)
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from raymm.actors.faults.fault_folder import faults_kept_in
+from raymm.actors.faults.diagnosis import faults_kept_in
 from raymm.data import StepLoader, join_parts, local_steps
 from raymm.errors import DataError, FailureKind, Loss, RunFailedError, SampleError
 
@@ -237,7 +237,7 @@ def test_a_worker_stopped_in_its_first_step_is_found(
     make_config, monkeypatch
 ):
     """Use the address that the worker reports before it begins."""
-    monkeypatch.setattr("raymm.actors.faults.heartbeats.LEAST_S", 1.0)
+    monkeypatch.setattr("raymm.actors.faults.inquiry.LEAST_S", 1.0)
     with StepLoader(make_config(image="stopped", worker_timeout=100)) as loader:
         message = "did not load .* in time: .*: it does not answer; it is stopped by a signal"
         start = time.monotonic()

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raymm.actors.executor.channels import Link, RecvChannel, SendChannel
 from raymm.actors.executor.layouts import MOST_LAYOUTS
-from raymm.actors.executor.link import Link
-from raymm.actors.executor.recv_channel import RecvChannel
-from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.faults.task_tracker import reporting_lost_processes
 from raymm.actors.modules.message import Message
 from raymm.errors import ChannelError, InternalError

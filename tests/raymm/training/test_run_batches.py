@@ -1,18 +1,11 @@
 """Batches after recoveries are those of an undisturbed run."""
 
 from itertools import islice
-from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.recovery.replayed_batches import KEPT_BATCHES, ReplayedBatches
-
-
-class Batch(NamedTuple):
-    number: int
-    state_after: int
-
+from raymm.training.run_batches import KEPT_BATCHES, Batch, ReplayedBatches
 
 STEPS = 60
 
@@ -22,7 +15,7 @@ def source(keep=True, loads=None):
         if loads is not None:
             loads.append(step)
         assert (position or 0) == step  # position in these data
-        return iter([Batch(n, n + 1) for n in range(step, STEPS)])
+        return iter([Batch([], [], n + 1, [], None) for n in range(step, STEPS)])
 
     return ReplayedBatches(load, 0, None, keep)
 
@@ -35,7 +28,7 @@ def test_any_order_of_failures_gives_the_same_batches(events) -> None:
     batches, taken, snapshot = source(), 0, 0
     for what, count in events:
         if what == "take":
-            numbers = [batch.number for batch in islice(batches, count)]
+            numbers = [batch.state_after - 1 for batch in islice(batches, count)]
             assert numbers == list(range(taken, min(taken + count, STEPS)))
             taken += len(numbers)
         elif what == "forget":
@@ -46,7 +39,7 @@ def test_any_order_of_failures_gives_the_same_batches(events) -> None:
         else:
             batches.rewind(snapshot, snapshot, anew=what == "node")
             taken = snapshot
-    assert [batch.number for batch in batches] == list(range(taken, STEPS))
+    assert [batch.state_after - 1 for batch in batches] == list(range(taken, STEPS))
 
 
 def test_cached_batches_are_not_loaded_again() -> None:
@@ -55,7 +48,7 @@ def test_cached_batches_are_not_loaded_again() -> None:
     assert len(list(islice(batches, 5))) == 5
     batches.forget(2)
     batches.rewind(2, 2)
-    assert [batch.number for batch in islice(batches, 5)] == [2, 3, 4, 5, 6] and loads == [0]
+    assert [batch.state_after for batch in islice(batches, 5)] == [3, 4, 5, 6, 7] and loads == [0]
     list(islice(batches, KEPT_BATCHES))
     batches.rewind(3, 3)  # too long ago
-    assert next(iter(batches)).number == 3 and loads == [0, 3]
+    assert next(iter(batches)).state_after == 4 and loads == [0, 3]

@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raymm.actors.executor.link import Link
-from raymm.actors.executor.recv_channel import RecvChannel
-from raymm.actors.executor.send_channel import SendChannel
+from raymm.actors.executor.channels import Link, RecvChannel, SendChannel
 from raymm.actors.modules.message import Message
 from raymm.scheduler.plan.resharding import Resharding
 from tests.support.fork_server import run_processes
