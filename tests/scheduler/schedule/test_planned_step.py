@@ -35,7 +35,7 @@ def test_loads_take_the_seconds_that_the_simulator_finds(data, schedule: str) ->
     assert step.seconds() == pytest.approx(timeline.makespan, abs=1e-6)
 
 
-@given(st.data(), st.sampled_from(SCHEDULES), st.sampled_from((0.3, 0.7, 0.95, 1.0, 1.2)))
+@given(st.data(), st.sampled_from(("1f1b", "gpipe")), st.sampled_from((0.3, 0.9, 1.0)))
 def test_only_a_slower_step_ends_early(data, schedule: str, share: float) -> None:
     plan = replace(data.draw(profiled_plans()), schedule=schedule)
     present = data.draw(contents(plan))
