@@ -1,23 +1,28 @@
 """Choice of a step's program from the real sizes of its samples.
 
-A plan is made for microbatches of average size. This module assigns the samples of one step to
-microbatches, orders these, and picks a schedule, by simulating the plan with the work of the
-samples. The choice depends on its arguments alone, so a resumed run that gives the same samples
-makes the same choice.
+A plan is made for microbatches of average size. :func:`choose_step` assigns the samples of one step
+to microbatches, orders these, and picks a schedule, by simulating the plan with the work of the
+samples. :class:`OrderChooser`, which training uses, does so for given microbatches. The choice
+depends on its arguments alone, so a resumed run that gives the same samples makes the same choice.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.minibatch.levelling import MOST_CANDIDATES, exchange_steps, level
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.bounds import least_seconds
+from raymm.scheduler.schedule.memory import memory_of
 from raymm.scheduler.schedule.planned_step import PlannedStep
-from raymm.scheduler.schedule.step_graph import active_stages
+from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.schedule.step_graph import active_stages, full_step
+from raymm.scheduler.schedule.step_schedule import StepSchedule
 
 Groups = tuple[tuple[int, ...], ...]
 """Samples of each microbatch."""
@@ -29,6 +34,8 @@ Present = tuple[tuple[str, ...], ...]
 TOLERANCE = 0.01
 # Most exchanges of two samples per step.
 EXCHANGES = 500
+# Number of cached programs, one per schedule and pattern of modules over microbatches.
+STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -219,3 +226,167 @@ def _orders(work: Mapping[str, np.ndarray], groups: Groups) -> Iterator[Groups]:
     loads = np.sum(list(group_loads(work, groups).values()), axis=0)
     rising = np.argsort(loads, kind="stable").tolist()
     yield tuple(groups[number] for number in rising[::2] + rising[1::2][::-1])
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Order of a step's microbatches, and its schedule.
+
+    Attributes:
+        order: numbers of the given microbatches, in the order in which all stages run them.
+        schedule: name of the schedule.
+        seconds: simulated seconds of the step.
+        fixed_seconds: simulated seconds of the given order under the plan's schedule.
+        bound: lower bound of the seconds of all orders and schedules of the layout.
+    """
+
+    order: tuple[int, ...]
+    schedule: str
+    seconds: float
+    fixed_seconds: float
+    bound: float
+
+
+class OrderChooser:
+    """Chooses order and schedule of the microbatches of steps.
+
+    In contrast to :func:`choose_step`, the samples of a microbatch stay together, and ranks run the
+    programs of :func:`raymm.scheduler.schedule.lower.lower`, which do not depend on loads. A choice
+    therefore only times programs, of which there are few. It is a function of the plan and the
+    loads.
+
+    Args:
+        schedules: names to choose from, in addition to the plan's.
+
+    Raises:
+        PlanError: the simulator cannot time the plan's microbatches one by one.
+    """
+
+    def __init__(self, plan: Plan, schedules: Sequence[str] = ()) -> None:
+        check_loads(plan)
+        self._plans = {plan.schedule: plan} | {
+            name: replace(plan, schedule=name) for name in schedules if name != plan.schedule
+        }
+        self._plan = plan
+        self._steps: OrderedDict[tuple[str, Present], PlannedStep] = OrderedDict()
+        self._peaks = PlannedStep(plan, active_stages(plan, full_step(plan))).peaks()
+
+    def choose(self, loads: Mapping[str, np.ndarray]) -> StepOrder:
+        """Choose order and schedule of a step.
+
+        The step is never slower in the simulation than in the given order under the plan's
+        schedule. No rank holds more activations than in that step or in a step of the plan, unless
+        the plan's ``memory_limit`` has room for them.
+
+        Args:
+            loads: (M,) load of each microbatch by module, as a fraction of that of the plan's
+                profile; 0 for microbatches without input for the module.
+        """
+        data_order = tuple(range(len(next(iter(loads.values())))))
+        first = self._plan.schedule
+        seconds: dict[tuple[tuple[int, ...], str], float] = {}
+        programs: dict[tuple[tuple[int, ...], str], tuple[PlannedStep, StepSchedule]] = {}
+
+        def try_program(order: tuple[int, ...], schedule: str) -> None:
+            if (order, schedule) in seconds:
+                return
+            ordered = {name: load[list(order)] for name, load in loads.items()}
+            try:
+                step = self._step(schedule, _present(ordered))
+            except NoPlanError:
+                return
+            program = step.reloaded(ordered)
+            programs[order, schedule] = step, program
+            seconds[order, schedule] = step.replayed(program)
+
+        for order in dict.fromkeys((data_order, *self._orders(loads))):
+            try_program(order, first)
+        fastest = sorted(seconds, key=lambda option: seconds[option])
+        for order, _ in fastest[:2]:
+            for name in self._plans:
+                try_program(order, name)
+        step, program = programs[data_order, first]
+        fixed_peaks = step.activation_peaks(program)
+        for order, name in sorted(seconds, key=lambda option: seconds[option]):
+            is_fixed = (order, name) == (data_order, first)
+            if is_fixed or self._fits(*programs[order, name], fixed_peaks):
+                break
+        return StepOrder(
+            order, name, seconds[order, name], seconds[data_order, first],
+            least_seconds(self._plan, program.parts),
+        )
+
+    def _step(self, schedule: str, present: Present) -> PlannedStep:
+        key = schedule, present
+        if key not in self._steps:
+            plan = self._plans[schedule]
+            step = PlannedStep(plan, active_stages(plan, present))
+            assert step.listed is not None
+            self._steps[key] = step
+            if len(self._steps) > STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+    def _fits(
+        self, step: PlannedStep, program: StepSchedule, fixed_peaks: Sequence[int]
+    ) -> bool:
+        peaks = step.activation_peaks(program)
+        allowed = map(max, fixed_peaks, self._peaks)
+        if all(peak <= most for peak, most in zip(peaks, allowed, strict=True)):
+            return True
+        if self._plan.memory_limit is None:
+            return False
+        needs = memory_of(self._plan, peaks)
+        return all(need.total <= self._plan.memory_limit for need in needs)
+
+    def _orders(self, loads: Mapping[str, np.ndarray]) -> Iterator[tuple[int, ...]]:
+        """Yield orders that are often fast: by size, with the small ones at both ends, where they
+        fill and drain the pipeline, and with the encoders ahead (Johnson's rule for two machines);
+        of replicas, each gets about equal work."""
+        plan = self._plan
+        costs, seconds = stage_costs(plan), {}
+        for name, load in loads.items():
+            stages = plan.replicas(name)[0]
+            seconds[name] = load * sum(
+                cost.forward + cost.backward_input + cost.backward_weight
+                for stage in stages for cost in [costs[stage.id]]
+            )
+        after = {plan.graph.backbone, *plan.graph.followers}
+        none = np.zeros(len(next(iter(loads.values()))))
+        encoders = sum((s for name, s in seconds.items() if name not in after), none)
+        others = sum((s for name, s in seconds.items() if name in after), none)
+        rising = np.argsort(encoders + others, kind="stable").tolist()
+        ahead = [m for m in np.argsort(encoders, kind="stable").tolist() if encoders[m] < others[m]]
+        behind = np.argsort(-others, kind="stable").tolist()
+        orders = (
+            rising[::2] + rising[1::2][::-1], rising, rising[::-1],
+            ahead + [number for number in behind if number not in set(ahead)],
+        )
+        replicas = max(len(plan.replicas(name)) for name in loads)
+        for order in orders:
+            yield tuple(order)
+            if replicas > 1:
+                # Replica r runs every microbatch m with m % replicas == r.
+                rounds = [order[i : i + replicas] for i in range(0, len(order), replicas)]
+                yield tuple(
+                    number for index, numbers in enumerate(rounds)
+                    for number in (numbers[::-1] if index % 2 else numbers)
+                )
+
+
+def check_loads(plan: Plan) -> None:
+    """Raise ``PlanError`` for a plan whose microbatches the simulator cannot time one by one."""
+    reason = None
+    if plan.profile is None:
+        reason = "it has no profile; accepted: plans that raymm makes"
+    elif plan.uses_slots or any(stage.quota is not None for stage in plan.stages):
+        reason = "it has slots or quotas; accepted: pipelined plans"
+    elif plan.splits_samples:
+        reason = "its replicas split samples; accepted: replicas that split microbatches"
+    elif any(stage.microbatch_factor > 1 for stage in plan.stages):
+        reason = "its encoders join microbatches; accepted: microbatch_factor 1"
+    elif PlannedStep(plan, active_stages(plan, full_step(plan))).listed is None:
+        reason = f"schedule {plan.schedule!r} is a custom one; accepted: schedules of raymm"
+    if reason is not None:
+        raise PlanError(f"the plan cannot be chosen per batch: {reason}")

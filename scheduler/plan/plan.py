@@ -52,6 +52,9 @@ class Plan:
         shared_ranks: ranks that several stages take turns on. Plan files must list them, so that a
             rank written twice by mistake is noticed; in plans made in code they are optional.
         passes: names of the plan passes that have changed the plan, in their order.
+        step_schedules: schedules among which training chooses for each step, together with the
+            order of its microbatches (``planning.per_batch``); empty if every step has
+            ``schedule`` and the order of the data.
     """
 
     graph: ModuleGraph
@@ -64,10 +67,13 @@ class Plan:
     policy: Policy | None = None
     shared_ranks: tuple[int, ...] | None = None
     passes: tuple[str, ...] = ()
+    step_schedules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("num_microbatches", self.num_microbatches, most=MOST_MICROBATCHES)
         object.__setattr__(self, "schedule", schedule_name(self.schedule))
+        steps = tuple(map(schedule_name, self.step_schedules))
+        object.__setattr__(self, "step_schedules", steps)
         names = {node.name for node in self.graph.nodes}
         for stage in self.stages:
             if stage.module not in names:
@@ -363,8 +369,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         data = {"format": PLAN_FORMAT, **asdict(self)}
         data["profile"] = self.profile and self.profile.to_dict()
-        if not self.passes:  # earlier versions do not know the key
-            del data["passes"]
+        for key in ("passes", "step_schedules"):
+            if not data[key]:  # earlier versions do not know the key
+                del data[key]
         return data
 
     def to_json(self) -> str:
@@ -395,7 +402,7 @@ class Plan:
                 activation_limits=None if limits is None else integers(data, "activation_limits"),
                 policy=None if policy is None else policy_of(policy),
                 shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),
-                passes=tuple(typed({"name": name}, "name", str) for name in data.get("passes", ())),
+                passes=_names(data, "passes"), step_schedules=_names(data, "step_schedules"),
             )
         except KeyError as error:
             raise PlanError(f"plan lacks the key {error}") from None
@@ -408,6 +415,10 @@ class Plan:
         if not isinstance(data, dict):
             raise PlanError(f"plan is {data!r:.80}; it must be an object")
         return cls.from_dict(data)
+
+
+def _names(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    return tuple(typed({key: name}, key, str) for name in data.get(key, ()))
 
 
 def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:

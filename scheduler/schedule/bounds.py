@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.schedule.compiled.arrays import (
+    DEPTH,
+    F_CHECKPOINTED,
+    F_NO_GRAD,
+    NEEDS,
+    PRODUCER,
+    PRODUCERS,
+    RECOMPUTES,
+    RUN,
+    B,
+    F,
+    R,
+)
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 from raymm.scheduler.schedule.step_graph import (
     ActiveStages,
@@ -14,6 +29,7 @@ from raymm.scheduler.schedule.step_graph import (
     full_samples,
     full_step,
 )
+from raymm.scheduler.schedule.step_parts import Part
 
 
 def lower_bound(
@@ -303,3 +319,46 @@ class _Bound:
             return count
         room = self.limits[stage.rank] * (1 + 1e-9) / cost.activation_bytes
         return int(min(count, max(1, room)))
+
+
+def least_seconds(plan: Plan, parts: Sequence[Part]) -> float:
+    """Return a lower bound of the seconds of a step, with the loads of its microbatches, in any
+    order of the microbatches and any schedule: the work of the busiest rank, after the shortest
+    path to it. Ranks with the same stages of all replicas may exchange work, so their mean counts.
+    ``parts`` are those of the step without messages."""
+    work: dict[int, float] = {}
+    arrival: dict[int, float] = {}
+    total = 0.0
+    for part in parts:
+        arrays = part.arrays
+        runs, trains = (arrays.uses & RUN) > 0, (arrays.uses & NEEDS) > 0
+        amounts = arrays.amounts[:, :, None]
+        recomputes = arrays.stages[:-1, RECOMPUTES, None] > 0
+        forwards = np.where(trains, np.where(
+            recomputes, amounts[:, F_CHECKPOINTED], amounts[:, F]
+        ), amounts[:, F_NO_GRAD]) * runs * arrays.loads
+        backwards = (amounts[:, B] + recomputes * amounts[:, R]) * trains * arrays.loads
+        before = np.zeros(arrays.uses.shape)
+        for index in np.argsort(-arrays.stages[:-1, DEPTH], kind="stable").tolist():
+            first, end = arrays.stages[index : index + 2, PRODUCERS]
+            for producer in arrays.edges[first:end, PRODUCER].tolist():
+                reached = (before[producer] + forwards[producer]) * runs[producer]
+                before[index] = np.maximum(before[index], reached)
+        for stage, row, path, run in zip(
+            part.stages, (forwards + backwards).sum(axis=1), before, runs, strict=True
+        ):
+            work[stage.rank] = work.get(stage.rank, 0.0) + float(row)
+            if run.any():
+                shortest = float(path[run].min())
+                arrival[stage.rank] = min(arrival.get(stage.rank, shortest), shortest)
+        total += float((forwards + backwards).sum())
+    least = total / plan.num_ranks
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank in work:
+        key = tuple(sorted((stage.module, stage.index) for stage in plan.rank_stages(rank)))
+        groups.setdefault(key, []).append(rank)
+    for key, ranks in groups.items():
+        if all(len(plan.replicas(module)) == len(ranks) for module, _ in key):
+            mean = sum(work[rank] for rank in ranks) / len(ranks)
+            least = max(least, mean + min(arrival.get(rank, 0.0) for rank in ranks))
+    return least

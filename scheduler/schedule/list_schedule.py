@@ -174,7 +174,8 @@ class ListScheduler:
         for part, result in zip(schedule.parts, schedule.results, strict=True):
             seconds = part.arrays.amounts if costs is None else part.op_array(costs)
             messages = part.transfer_arrays(transfers)
-            key = (id(result), seconds.tobytes(), *(array.tobytes() for array in messages))
+            arrays = seconds, part.arrays.loads, *messages
+            key = (id(result), *(array.tobytes() for array in arrays))
             if key not in results:
                 results[key] = replay(
                     part.arrays, result.log, result.starts, schedule.early, seconds, messages,

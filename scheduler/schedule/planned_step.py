@@ -104,6 +104,12 @@ class PlannedStep(ListScheduler):
         """Order of the tasks as arrays; None if the schedule has only an order of each rank."""
         return find_schedule(self.plan.schedule).listed(self)
 
+    def reloaded(self, loads: Loads) -> StepSchedule:
+        """Return the order of the tasks, which must be listed, with other loads of the same
+        microbatches."""
+        assert self.listed is not None
+        return replace(self.listed, parts=tuple(loaded(part, loads) for part in self.parts))
+
     def timed(self, schedule: StepSchedule) -> StepSchedule:
         """Return a schedule with the time of its program."""
         return replace(schedule, makespan=self.replayed(schedule))

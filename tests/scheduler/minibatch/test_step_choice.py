@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.step_choice import (
     Groups,
+    OrderChooser,
     choose_step,
     given_groups,
     group_loads,
@@ -21,8 +22,14 @@ from raymm.scheduler.minibatch.step_choice import (
     step_seconds,
 )
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.planned_step import PlannedStep
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.schedule.step_graph import active_stages
 from tests.support.field_schedules import FIELD, replicated_plan
 
 SCHEDULES = ("1f1b", "zero_bubble", *FIELD)
@@ -123,3 +130,84 @@ def test_ending_slow_simulations_early_changes_no_choice(data, schedule: str) ->
         )
         choices.append(choose_step(plan, work, ("1f1b",)))
     assert choices[0] == choices[1]
+
+
+def simulated(plan: Plan, schedule: str, loads: dict[str, np.ndarray]) -> float:
+    """Return the seconds of the program that ranks run, with loads of its microbatches."""
+    plan = replace(plan, schedule=schedule)
+    numbers = range(len(loads["llm"]))
+    program = lower(plan, [[name for name in loads if loads[name][m] > 0] for m in numbers])
+    check_program(program)
+    costs = {
+        (stage, op, m): seconds * float(loads[stage.module][m])
+        for (stage, op), seconds in op_seconds(plan).items() for m in numbers
+    }
+    return simulate(program, {}, microbatch_costs=costs, posted=plan.posted_receives).makespan
+
+
+@given(st.data(), st.sampled_from(("1f1b", "gpipe", "zero_bubble")), st.booleans())
+def test_a_chosen_order_is_that_of_the_program_and_never_slower(
+    data, schedule: str, replicas: bool
+) -> None:
+    plan = replicated_plan(data.draw(st.integers(2, 8)), schedule) if replicas else chain_plan(
+        data.draw(st.integers(2, 8)), schedule
+    )
+    chooser = OrderChooser(plan, ("1f1b", "zero_bubble"))
+    draws = np.random.default_rng(data.draw(st.integers(0, 100)))
+    for _ in range(2):
+        many = plan.num_microbatches
+        loads = {
+            "vision": draws.lognormal(0.0, 1.0, many) * (draws.random(many) < 0.7),
+            "llm": draws.lognormal(0.0, 0.7, many),
+        }
+        chosen = chooser.choose(loads)
+        assert sorted(chosen.order) == list(range(many))
+        ordered = {name: load[list(chosen.order)] for name, load in loads.items()}
+        assert chosen.fixed_seconds == pytest.approx(simulated(plan, schedule, loads))
+        assert chosen.seconds == pytest.approx(simulated(plan, chosen.schedule, ordered))
+        assert chosen.seconds <= chosen.fixed_seconds
+        assert OrderChooser(plan, ("1f1b", "zero_bubble")).choose(loads) == chosen
+        for name in ("1f1b", "gpipe", "zero_bubble"):
+            other = draws.permutation(many)
+            seconds = simulated(plan, name, {key: load[other] for key, load in loads.items()})
+            assert chosen.bound <= seconds * (1 + 1e-9)
+
+
+def chain_plan(microbatches: int, schedule: str) -> Plan:
+    """Return an encoder and a language model on three separate ranks."""
+    plan = replicated_plan(microbatches, schedule)
+    stages = (Stage("vision", 0, (0, 1), 0), Stage("llm", 0, (0, 1), 1), Stage("llm", 1, (1, 4), 2))
+    return replace(plan, stages=stages, shared_ranks=None)
+
+
+def test_a_chosen_order_holds_no_more_than_the_plan() -> None:
+    """Large images first would be faster, as the language model is behind the encoder."""
+    plan = replace(chain_plan(8, "1f1b"), memory_limit=None)
+    draws = np.random.default_rng(2)
+    loads = {"vision": draws.lognormal(0.0, 1.0, 8), "llm": draws.lognormal(0.0, 1.0, 8)}
+    chosen = OrderChooser(plan, ("gpipe",)).choose(loads)
+    sizes, full = stage_costs(plan), [["vision", "llm"]] * 8
+    assert chosen.schedule == "1f1b"  # GPipe holds all microbatches
+    step = PlannedStep(plan, active_stages(plan, full))
+    most = map(
+        max, step.activation_peaks(step.reloaded(loads)),
+        activation_peaks(lower(plan, full), sizes),
+    )
+    ordered = {name: load[list(chosen.order)] for name, load in loads.items()}
+    peaks = step.activation_peaks(step.reloaded(ordered))
+    assert all(peak <= limit for peak, limit in zip(peaks, most, strict=True))
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({"profile": None}, "it has no profile; accepted: plans that raymm makes"),
+    ({"stages": (
+        Stage("vision", 0, (0, 1), 0, microbatch_factor=2), Stage("llm", 0, (0, 4), 1)
+    )}, "its encoders join microbatches; accepted: microbatch_factor 1"),
+    ({"stages": (
+        Stage("vision", 0, (0, 1), 0, quota=0.5), Stage("llm", 0, (0, 4), 0, quota=0.5)
+    )}, "it has slots or quotas; accepted: pipelined plans"),
+])
+def test_plans_without_seconds_of_single_microbatches_are_refused(change, why: str) -> None:
+    plan = replace(chain_plan(4, "1f1b"), shared_ranks=None, **change)
+    with pytest.raises(PlanError, match=f"the plan cannot be chosen per batch: {why}"):
+        OrderChooser(plan)
