@@ -46,7 +46,7 @@ from raymm.costs.workload import microbatch_workload
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.kernels.hf import self_attention
 from raymm.kernels.hf.self_attention import can_use
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.vlm import PretrainedVlm, from_pretrained
 
 SAMPLES = 2

@@ -20,7 +20,7 @@ from raymm.actors.modules.compiled_blocks import compile_blocks
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import text_inputs
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import StageId
 
 # One block is compiled, as all blocks of a module are equal. The other modules are small.

@@ -213,7 +213,7 @@ def whole_rank(device: Device, shape: Shape) -> OneRank:
     model = whole_model(shape, batches)
     whole = {node.name: ((0, node.num_layers),) for node in model.graph.nodes}
     plan = on_one_rank(make_plan(model.graph, whole, shape.microbatches))
-    parts = [vlm_parts(model.tower_inputs, batch) for batch in batches]
+    parts = [vlm_parts(model.tower_inputs, batch, model.text_module) for batch in batches]
     labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     return OneRank(model, plan, device.kind, "bfloat16", parts, labels)
 

@@ -26,7 +26,7 @@ from raymm.costs.named_devices import DEFAULT_GPU, device_called
 from raymm.layout.rank_specs import rank_specs
 from raymm.model.batch_rules import complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.plan.plan import Plan

@@ -26,7 +26,7 @@ from benchmarks.gpu.surfaces import arguments_of, requests_of
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.rank.module_profiler import ModuleProfiler
 from raymm.actors.recompute.recomputed_layers import layers_recomputed
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.scheduler.costs.recomputation import KEEP, OFFLOAD, OPTIONS
 from raymm.scheduler.schedule.memory import rank_memory
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.one_rank import (
 from benchmarks.gpu.record import Record
 from raymm.actors.quota import RecordingBackend
 from raymm.errors import ChannelError
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 
 STEPS = 2
 # Relative difference of losses and gradient norms between two runs of the same steps.

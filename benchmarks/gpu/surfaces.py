@@ -20,7 +20,7 @@ from raymm.actors.rank.surface_profiler import (
 )
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import text_inputs
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import StageId
 
 QUOTAS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, WHOLE)

@@ -39,7 +39,7 @@ from raymm.actors.optimizer.optimizer_config import MUON, STOCHASTIC
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.errors import Error, RankFailedError
 from raymm.layout.feature_stages import featured_modules, with_feature_stages
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.runtime.parallel_model import ParallelModel

@@ -26,7 +26,7 @@ from raymm.errors import Error
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.vlm import PretrainedVlm, from_pretrained
 from raymm.model.vlm_batch import vlm_parts
 from raymm.runtime.specs import ParallelSpec, vlm_plan
@@ -254,7 +254,7 @@ class _Shares:
         """Run a step and return its loss; gradients are then summed over processes and stages."""
         self.optimizer.zero_grad()
         towers = self._model.tower_inputs
-        parts = [vlm_parts(towers, batch) for batch in microbatches]
+        parts = [vlm_parts(towers, batch, LANGUAGE_MODEL) for batch in microbatches]
         present = [tuple(name for name in part if name != LANGUAGE_MODEL) for part in parts]
         (instructions,) = lower(self._plan, present).ranks
         inputs: dict[StageId, list[Any]] = {}

@@ -32,7 +32,7 @@ from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
-from raymm.model.vlm_batch import TEXT, TextShares, text_parts
+from raymm.model.vlm_batch import TEXT, TextShares, vlm_parts
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage_edges import SAMPLES
@@ -197,7 +197,7 @@ class VlmBatches(Batches):
     def prepare(self, batch: Any) -> Prepared:
         microbatches, meta, count = [], [], self.plan.num_microbatches
         for microbatch in self._check.microbatches(batch, count, count):
-            inputs = text_parts(self._model.tower_inputs, microbatch)
+            inputs = vlm_parts(self._model.tower_inputs, microbatch)
             ids = [str(row) for row in range(len(microbatch["input_ids"]))]
             present = {name: [0] for name in inputs if name != TEXT}
             microbatches.append(inputs)

@@ -34,7 +34,6 @@ from raymm.files.run_files import write_whole
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
-from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.packages import import_object
 from raymm.plural import plural
@@ -100,7 +99,7 @@ def _build_parts(config: TrainConfig) -> MultimodalModule:
             lora=adapters_of(section.train), model_class=section.model_class,
             seed=seed, trust_remote_code=trust, missing_weights=section.missing_weights,
         )
-        language_model.set_kind(ModuleKind.LANGUAGE_MODEL)
+        language_model.set_causal()
         language_model.source()
     mask = config.model.mask
     if mask is not None and ":" in mask:

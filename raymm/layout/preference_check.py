@@ -8,7 +8,6 @@ from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.stages.token_loss import check_token_loss
 from raymm.errors import PlanError
 from raymm.model.model import Model
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.plan.plan import Plan
 
 
@@ -26,10 +25,10 @@ def check_loss(model: Model, plan: Plan | None) -> None:
     if model.token_loss is None:
         return
     check_token_loss("model.loss", model.token_loss, model.vocabulary)
-    if plan is not None and (tp := plan.module_stages(LANGUAGE_MODEL)[0].tp) > 1:
+    if plan is not None and (tp := plan.module_stages(model.text_module)[0].tp) > 1:
         raise PlanError(
-            f"tp of {LANGUAGE_MODEL!r} is {tp}, under which no process has all logits of a token, "
-            "and model.loss is a custom loss, which needs them; accepted: tp 1"
+            f"tp of {model.text_module!r} is {tp}, under which no process has all logits of a "
+            "token, and model.loss is a custom loss, which needs them; accepted: tp 1"
         )
 
 

@@ -26,7 +26,6 @@ from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, LiveSource, ModuleSource, set_mode
 from raymm.errors import ModelError
-from raymm.model.module_kind import ModuleKind
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -104,9 +103,9 @@ class ModalityModule(nn.Module):
         self._projector_frozen = projector_frozen
         self.lora, self.projector_lora = lora, projector_lora
         self._projector_kind = projector if isinstance(projector, str) else None
-        self._kind = ModuleKind.ENCODER
+        self._causal = False
         # By kind and frozen flag, since a source keeps what it has read and built.
-        self._sources: dict[tuple[ModuleKind, bool | None], ModuleSource] = {}
+        self._sources: dict[tuple[bool, bool | None], ModuleSource] = {}
         self._seed = seed
         self._hidden_size = hidden_size
         self._trust_remote_code = trust_remote_code
@@ -143,15 +142,15 @@ class ModalityModule(nn.Module):
         if projector is None and projector_lora is not None:
             raise ModelError("projector_lora is given, but projector is None; leave it out")
 
-    def set_kind(self, kind: ModuleKind) -> None:
-        """Set the kind of the module, which determines its class if its source does not."""
-        self._kind = kind
+    def set_causal(self) -> None:
+        """Use the module as a language model, which determines its class if its source does not."""
+        self._causal = True
 
     def source(self) -> ModuleSource:
         """Return the source that ranks build this module from."""
         if self.module is not None:
             return LiveSource.of(self.module)
-        key = self._kind, self._frozen
+        key = self._causal, self._frozen
         if key not in self._sources:
             source = self._described()
             if self.lora is not None:
@@ -172,7 +171,7 @@ class ModalityModule(nn.Module):
             name = self._model_class
             name = name.__name__ if isinstance(name, type) else name
             return PretrainedSource(
-                os.fspath(description), name, self._kind is ModuleKind.LANGUAGE_MODEL, frozen,
+                os.fspath(description), name, self._causal, frozen,
                 self._trust_remote_code, self._missing_weights, self._seed,
             )
         raise ModelError(
@@ -185,8 +184,7 @@ class ModalityModule(nn.Module):
             return self._model_class
         if isinstance(self._model_class, str):
             return find_model_class(self._model_class, config)
-        causal = self._kind is ModuleKind.LANGUAGE_MODEL
-        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        auto = transformers.AutoModelForCausalLM if self._causal else transformers.AutoModel
         if type(config) not in auto._model_mapping:
             raise ModelError(
                 f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"

@@ -19,6 +19,8 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 
 # Modes of a part: its weights (or its adapters) are trained, or nothing is.
 FULL, FROZEN = "full", "frozen"
+LANGUAGE_MODEL = "llm"
+"""Name of the language model among a model's modules; no encoder may have it."""
 
 
 class Model(ABC):

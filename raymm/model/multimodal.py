@@ -42,9 +42,8 @@ from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.features import Kind
 from raymm.model.modality_model import ModalityModel
 from raymm.model.modality_module import ModalityModule, check_weights
-from raymm.model.model import only_loss
+from raymm.model.model import LANGUAGE_MODEL, only_loss
 from raymm.model.module import EncoderModule, LanguageModule, Module
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
 from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -121,7 +120,7 @@ class MultimodalModule(nn.Module, ModalityModel):
         self.token_loss = only_loss(preference, token_loss)
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
-        language_model.set_kind(ModuleKind.LANGUAGE_MODEL)
+        language_model.set_causal()
         self.language_model = language_model
         self.merge: MergePolicy = preprocess_callback or Prepend()
         self.mask = _mask_policy(mask)

@@ -54,9 +54,8 @@ from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import LABELS, Vocabulary
 from raymm.model.features import Kind
 from raymm.model.modality_module import check_weights
-from raymm.model.model import FROZEN, FULL, Model, only_loss
+from raymm.model.model import FROZEN, FULL, LANGUAGE_MODEL, Model, only_loss
 from raymm.model.module import Module, TowerModule, VlmLanguageModule
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.model.vlm_batch import VlmBatchCheck
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode

@@ -15,7 +15,6 @@ from raymm.actors.sharding.vlm.token_share import packed_tokens
 from raymm.actors.stages.vlm_language import language_inputs
 from raymm.errors import DataError, ModelError
 from raymm.model.batch_rules import IDS, LABELS, BatchCheck, check_tensor
-from raymm.model.module_kind import LANGUAGE_MODEL
 
 Batch = Mapping[str, torch.Tensor]
 # Entry of a batch by tower and argument of its call.
@@ -25,8 +24,11 @@ TEXT = "text"
 Entries = Mapping[str, torch.Tensor]
 
 
-def vlm_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the inputs of the first stage of each module, without modules that have no items."""
+def vlm_parts(
+    towers: TowerInputs, microbatch: Batch, text: str = TEXT
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the inputs of the first stage of each module, without modules that have no items.
+    ``text`` names those of the language model."""
     inputs_of = {
         tower: {name: microbatch[entry] for name, entry in arguments.items() if entry in microbatch}
         for tower, arguments in towers.items()
@@ -37,16 +39,8 @@ def vlm_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, tor
         for tower in present
     }  # fmt: skip
     tower_entries = {entry for arguments in towers.values() for entry in arguments.values()}
-    text = {name: value for name, value in microbatch.items() if name not in tower_entries}
-    return {**present, LANGUAGE_MODEL: language_inputs(text, entries)}
-
-
-def text_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
-    """Return :func:`vlm_parts` under the names that data workers use."""
-    module_inputs = vlm_parts(towers, microbatch)
-    return {
-        TEXT if name == LANGUAGE_MODEL else name: inputs for name, inputs in module_inputs.items()
-    }
+    text_entries = {name: value for name, value in microbatch.items() if name not in tower_entries}
+    return {**present, text: language_inputs(text_entries, entries)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 from raymm.costs.profile_files import save_table
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError, RunFileError
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.observed_run import WARM_UP_STEPS
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.timeline import Timeline
@@ -29,6 +28,7 @@ class DriftObserver:
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._drift = None if plan.profile is None else PlanDrift(plan)
+        self._losses = plan.graph.losses
         self._folder, self._say = folder, say
         self._seen, self._above, self._said = 0, 0, False
 
@@ -61,7 +61,8 @@ class DriftObserver:
             f"{drift.stage}"
         )
         try:
-            table = expected.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
+            date = datetime.now(UTC).isoformat("T", "seconds")
+            table = expected.profile(_samples(meta, self._losses), date)
         except PlanError as error:
             self._say(f"{text}; measure with `raymm profile` and plan again ({error})")
             return
@@ -73,9 +74,10 @@ class DriftObserver:
         self._say(f"{text}; `raymm plan CONFIG --profile {file}` plans with measured costs")
 
 
-def _samples(meta: Sequence[MicrobatchMeta]) -> dict[str, int]:
-    """Return the median number of samples or items per microbatch, by module."""
-    counts_of = {LANGUAGE_MODEL: [microbatch.num_samples for microbatch in meta]}
+def _samples(meta: Sequence[MicrobatchMeta], losses: frozenset[str]) -> dict[str, int]:
+    """Return the median number of samples (of modules that compute a loss) or of items per
+    microbatch, by module."""
+    counts_of = {name: [microbatch.num_samples for microbatch in meta] for name in losses}
     for microbatch in meta:
         for name, items in microbatch.items.items():
             counts_of.setdefault(name, []).append(len(items))

@@ -20,7 +20,6 @@ from raymm.data import Decision, RebalanceConfig, RebalancedSampler
 from raymm.data.sampling.group_sampler import Groups
 from raymm.errors import RunFileError
 from raymm.files.run_files import append, write_whole
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.metrics import DECISIONS, read_metrics
 from raymm.monitor.observed_run import WARM_UP_STEPS, ObservedRun
 from raymm.scheduler.minibatch.cost_fit import CostFit
@@ -100,10 +99,11 @@ class Rebalancing:
         folder: Path, step: int, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         names = sampler.sizes.names
+        (language_model,) = plan.graph.losses
         half_life = max(HALF_LIFE * config.every, LEAST_HALF_LIFE)
         self._config, self._sampler, self._packed, self._say = config, sampler, packed, say
         self._forecast = StepForecast(
-            plan, {n: LANGUAGE_MODEL if n == TEXT else n for n in names}, TEXT, half_life
+            plan, {n: language_model if n == TEXT else n for n in names}, TEXT, half_life
         )
         columns = self._forecast.columns
         self._fit = CostFit(names, self._forecast.replicas, half_life, columns)

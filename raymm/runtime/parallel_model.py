@@ -439,7 +439,7 @@ class ParallelModel(ParallelModule):
         reports = [result.not_finite for result in results]
         return skipped_step(
             step, loss, grad_norm(results), reports, self.plan.stage_edges,
-            batches if all(batches) else (),
+            batches if all(batches) else (), self.model.text_module,
         )
 
     def _readers(self, module: str, microbatch: int, place: int = 0) -> list[Stage]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import Edge, StageId
 
 # Maximum number of origins and sample ids that a report names; all origins are counted.
@@ -109,6 +108,7 @@ def skipped_step(
     reports: Iterable[Sequence[Place] | None],
     edges: Sequence[Edge],
     batches: Sequence[Sequence[MicrobatchMeta]] = (),
+    text_module: str = "",
 ) -> SkippedStep | None:
     """Return the report about an update from the reports of all processes; None if it was applied.
 
@@ -117,6 +117,7 @@ def skipped_step(
         edges: edges between stages, as (producer, consumer).
         batches: microbatch metadata of each batch since the last update; empty if samples have no
             ids.
+        text_module: name of the language model, whose rows are the samples; empty without one.
     """
     not_finite = [report for report in reports if report is not None]
     if not not_finite:
@@ -126,7 +127,7 @@ def skipped_step(
     for origin in began:
         merged.setdefault(origin._replace(rows=()), set()).update(origin.rows)
     origins = [
-        _origin(origin, sorted(rows), batches) for origin, rows in merged.items()
+        _origin(origin, sorted(rows), batches, text_module) for origin, rows in merged.items()
     ]
     norm = math.nan if grad_norm is None else grad_norm
     return SkippedStep(step, loss, norm, tuple(origins[:MAX_NAMED]), len(origins))
@@ -167,7 +168,8 @@ def _in_order(edges: Sequence[Edge]) -> list[StageId]:
 
 
 def _origin(
-    place: Place, rows: Sequence[int], batches: Sequence[Sequence[MicrobatchMeta]]
+    place: Place, rows: Sequence[int], batches: Sequence[Sequence[MicrobatchMeta]],
+    text_module: str,
 ) -> Origin:
     module = place.stage.module
     if place.microbatch < 0:
@@ -176,15 +178,17 @@ def _origin(
     if batches:
         is_kept = place.batch < len(batches)
         meta = batches[place.batch][place.microbatch] if is_kept else None
-        ids = () if meta is None else _samples(place, rows, meta)
+        ids = () if meta is None else _samples(place, rows, meta, text_module)
     return Origin(
         module, str(place.stage), place.kind, place.microbatch, place.batch, tuple(ids)
     )
 
 
-def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
+def _samples(
+    place: Place, rows: Sequence[int], meta: MicrobatchMeta, text_module: str
+) -> Sequence[str]:
     module = place.of.module
-    owners = range(meta.num_samples) if module == LANGUAGE_MODEL else meta.items.get(module, ())
+    owners = range(meta.num_samples) if module == text_module else meta.items.get(module, ())
     if not rows or place.count != len(owners):
         return meta.sample_ids
     return [meta.sample_ids[row] for row in sorted({owners[row] for row in rows})]

@@ -11,7 +11,6 @@ from typing import Any
 from raymm.errors import PlanError
 from raymm.model.model import Model
 from raymm.model.module_dag import ModuleDag
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.vlm import PretrainedVlm
 from raymm.plural import plural
 from raymm.runtime.parallel_model import ParallelModel
@@ -191,12 +190,6 @@ class MultimodalParallelSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", pipeline_schedule(self.schedule))
         check_number("num_microbatches", self.num_microbatches)
-        for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
-            if self.num_microbatches % spec.module_replicas:
-                raise PlanError(
-                    f"dp of {name!r} is {spec.dp}, which does not divide the step's "
-                    f"num_microbatches={self.num_microbatches} into equal shares"
-                )
 
     @property
     def elastic(self) -> bool:
@@ -205,13 +198,12 @@ class MultimodalParallelSpec:
 
     def sizes(self) -> Iterator[MultimodalParallelSpec]:
         """Yield the spec with each combination of replicas in their ranges, without ranges."""
-        specs = {**self.encoder_specs, LANGUAGE_MODEL: self.language_model_spec}
-        for degrees in product(*(self._degrees(spec) for spec in specs.values())):
-            chosen = {
-                name: replace(spec, dp=dp, max_dp=None)
-                for (name, spec), dp in zip(specs.items(), degrees, strict=True)
-            }
-            language_model = chosen.pop(LANGUAGE_MODEL)
+        specs = (*self.encoder_specs.values(), self.language_model_spec)
+        for degrees in product(*map(self._degrees, specs)):
+            *encoders, language_model = (
+                replace(spec, dp=dp, max_dp=None) for spec, dp in zip(specs, degrees, strict=True)
+            )
+            chosen = dict(zip(self.encoder_specs, encoders, strict=True))
             yield replace(self, encoder_specs=chosen, language_model_spec=language_model)
 
     def _degrees(self, spec: ParallelSpec) -> list[int]:
@@ -233,7 +225,7 @@ class MultimodalParallelSpec:
                 f"{', '.join(model.encoder_names) or 'none'}"
             )
         specs = {n: self.encoder_specs.get(n, ParallelSpec()) for n in model.encoder_names}
-        specs[LANGUAGE_MODEL] = self.language_model_spec
+        specs[model.text_module] = self.language_model_spec
         return plan_of(model.graph, specs, self.num_microbatches, self.schedule, self.recompute)
 
     def apply(self, model: Model, **options: Any) -> ParallelModel:
@@ -257,10 +249,9 @@ def dag_plan(
     layouts = dict(specs or {})
     if unknown := sorted(layouts.keys() - dag.nodes.keys()):
         raise PlanError(f"specs name {unknown}; the graph's modules are {', '.join(dag.nodes)}")
-    checked = MultimodalParallelSpec(layouts, ParallelSpec(), num_microbatches, schedule, recompute)
     every = {name: layouts.get(name, ParallelSpec()) for name in dag.nodes}
     cut = [name for name, spec in every.items() if spec.stages > 1]
-    plan = plan_of(dag.graph, every, checked.num_microbatches, schedule, recompute)
+    plan = plan_of(dag.graph, every, num_microbatches, schedule, recompute)
     return replace(plan, graph=dag.graph_with_ports(cut)) if cut else plan
 
 
@@ -294,6 +285,13 @@ def plan_of(
     Raises:
         PlanError: the specs do not fit the graph.
     """
+    check_number("num_microbatches", num_microbatches)
+    for name, spec in specs.items():
+        if num_microbatches % spec.module_replicas:
+            raise PlanError(
+                f"dp of {name!r} is {spec.dp}, which does not divide the step's "
+                f"num_microbatches={num_microbatches} into equal shares"
+            )
     cut = make_plan(
         graph, {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
         num_microbatches, schedule, recompute=recompute,

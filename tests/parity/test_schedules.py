@@ -9,7 +9,7 @@ import torch
 
 from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_model import ParallelModel
 from raymm.runtime.parallel_module import StepOutput

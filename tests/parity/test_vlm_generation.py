@@ -10,7 +10,7 @@ from benchmarks.shared.family_classes import Family
 from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.errors import ModelError
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.vlm import from_pretrained
 from raymm.model.vlm_batch import split_rows
 from raymm.runtime.generation import Prompt, generate

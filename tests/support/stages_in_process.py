@@ -13,7 +13,7 @@ from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.stages.labels import label_mask
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, complete_microbatch, text_inputs
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import lower

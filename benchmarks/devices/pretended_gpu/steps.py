@@ -18,7 +18,7 @@ from raymm.actors.rank.rank_actor import RankActor
 from raymm.layout.rank_specs import rank_specs
 from raymm.model.batch_rules import text_inputs
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program

@@ -33,7 +33,7 @@ from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES, DataError, SampleError
-from raymm.model.vlm_batch import text_parts
+from raymm.model.vlm_batch import vlm_parts
 
 # Frames per second at which a list of frames is processed for comparison.
 _RATES = (1.0, 4.0)
@@ -155,11 +155,11 @@ class ProcessedBuilder(StepBuilder):
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, tuple[str, ...]]]:
         """Return :meth:`TowerLookup.parts`, computed once per microbatch."""
         if not isinstance(self._lookup, TowerLookup):
-            return text_parts(self.config.towers, microbatch), {}
+            return vlm_parts(self.config.towers, microbatch), {}
         for earlier, inputs in self._of_microbatches:
             if earlier is microbatch:
                 return inputs
-        inputs = self._lookup.parts(text_parts(self.config.towers, microbatch))
+        inputs = self._lookup.parts(vlm_parts(self.config.towers, microbatch))
         self._of_microbatches.append((microbatch, inputs))
         return inputs
 

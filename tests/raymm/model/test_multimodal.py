@@ -6,7 +6,7 @@ from benchmarks.shared.family_check import runnable
 from benchmarks.shared.family_classes import LANGUAGE, named
 from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, why_not_written
 from raymm.runtime.generation import check_generates
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

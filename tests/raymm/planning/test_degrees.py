@@ -7,7 +7,7 @@ import transformers
 from benchmarks.shared.family_classes import Family
 from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.model import LANGUAGE_MODEL
 from raymm.model.vlm import from_pretrained
 from raymm.planning.degrees import DegreeRequest, refused_degrees
 from raymm.runtime.specs import ParallelSpec, vlm_plan

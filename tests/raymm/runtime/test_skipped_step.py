@@ -27,7 +27,9 @@ BATCH = [meta(["a", "b"], vision=[0, 1, 1]), meta(["c", "d"], vision=[1], audio=
 
 
 def began(*places, batches=(BATCH,)):
-    step = skipped_step(7, NAN, NAN, [None, places[:1], places[1:]], EDGES, batches)
+    step = skipped_step(
+        7, NAN, NAN, [None, places[:1], places[1:]], EDGES, batches, "llm"
+    )
     return [(o.stage, o.what, o.microbatch, o.sample_ids) for o in step.began], step
 
 
