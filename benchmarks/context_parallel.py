@@ -44,8 +44,8 @@ from benchmarks.shared.sharded_attention import (
     measure,
     write_expected,
 )
-from raymm.kernels.context_parallel.attention import METHODS
 from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.context_parallel.methods import METHODS
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span

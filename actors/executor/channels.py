@@ -39,7 +39,7 @@ from raymm.errors import ChannelError, InternalError
 from raymm.kernels.collectives.flat import gather_shares, scatter_sum
 from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to, wait
 from raymm.kernels.host_copies import on_host, to_device
-from raymm.scheduler.graph.direction import posted_receives
+from raymm.scheduler.graph.module_graph import posted_receives
 from raymm.scheduler.plan.resharding import Resharding
 
 

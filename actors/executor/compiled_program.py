@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.graph.sample_ranges import Range, overlap
 from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId

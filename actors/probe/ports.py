@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
 from raymm.actors.modules.brief_error import because
 from raymm.errors import USER_CODE_RAISES, ProbeError
-from raymm.kernels.hf.known_masks import no_packed_rows
+from raymm.kernels.hf.text_masks import no_packed_rows
 
 
 def reading_layers(

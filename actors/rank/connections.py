@@ -16,7 +16,7 @@ from raymm.actors.rank.rendezvous import Rendezvous
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.collectives.waiting import PointToPoint
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.plan.process_grid import P2PGroup
 from raymm.scheduler.plan.stage import Edge
 

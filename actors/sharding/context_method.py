@@ -69,7 +69,7 @@ def choose(
         masks: masks of the entire sequence, one or one per sequence.
         queries, keys: the tokens of each process.
         shape: by :func:`attention_shape`.
-        methods: candidates from :data:`raymm.kernels.context_parallel.attention.METHODS`. Default:
+        methods: candidates from :data:`raymm.kernels.context_parallel.methods.METHODS`. Default:
             in self-attention those that compute over all keys at once, else all.
     """
     if methods is None:

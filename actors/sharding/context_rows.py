@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from raymm.actors.modules.message import ROUTED_TOKENS
 from raymm.actors.modules.token_layout import PADDING
-from raymm.kernels.collectives.gather_tokens import gather_for_each
+from raymm.kernels.collectives.gather import gather_for_each
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout

@@ -6,7 +6,7 @@ and send only their process's tokens, but learn the layout from the hidden state
 creates.
 
 Parameter gradients are correct when *summed over processes*. After the blocks, one process has all
-of the gradient (:mod:`raymm.kernels.collectives.gather_tokens`). Shares are contiguous and differ
+of the gradient (:mod:`raymm.kernels.collectives.gather`). Shares are contiguous and differ
 by at most one token. Processes without tokens use copies of the last one and discard the results.
 
 Legend: ``B`` items, ``T`` tokens, ``t`` tokens of a process, ``C`` width.
@@ -23,7 +23,7 @@ from torch import nn
 from raymm.actors.modules.blocks import block_list, hidden_name, hidden_state, method_of
 from raymm.actors.sharding.context_method import Attend, attend_over
 from raymm.errors import ModelError
-from raymm.kernels.collectives.gather_tokens import gather_tokens
+from raymm.kernels.collectives.gather import gather_tokens
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout

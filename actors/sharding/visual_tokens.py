@@ -20,10 +20,9 @@ from raymm.actors.sharding.context_method import attention_shape, choose
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
-from raymm.kernels.hf.cross_attention import Alone
-from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention
+from raymm.kernels.hf.cross_attention import CROSS_ARGUMENT, Alone, CrossAttention
 from raymm.kernels.host_copies import on_host, to_device
-from raymm.kernels.mask.cross_masks import cross_masks
+from raymm.kernels.mask.convert import cross_masks
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.scheduler.context_parallel.traffic import METHODS
 

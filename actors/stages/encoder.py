@@ -37,7 +37,7 @@ from raymm.actors.stages.stage_inputs import (
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import ForwardLeft, ModelError
-from raymm.kernels.collectives.gather_tokens import contribute_once
+from raymm.kernels.collectives.gather import contribute_once
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.shared_draws import Grid, set_grid

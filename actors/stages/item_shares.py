@@ -21,7 +21,7 @@ from raymm.actors.sharding.sample_rows import (
 )
 from raymm.actors.stages.draw_grids import rows_of_share
 from raymm.errors import ModelError
-from raymm.kernels.collectives.gather_items import gather_items
+from raymm.kernels.collectives.gather import gather_items
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import on_host
 

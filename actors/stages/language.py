@@ -42,14 +42,14 @@ from raymm.actors.stages.token_loss import TokenLoss, token_loss_sum
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import ForwardLeft, ModelError
-from raymm.kernels.collectives.gather_tokens import CONTRIBUTOR
+from raymm.kernels.collectives.gather import CONTRIBUTOR
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.cross_entropy import (
     token_cross_entropy_sum,
     vocabulary_parallel_cross_entropy_sum,
 )
-from raymm.kernels.hf.known_masks import no_packed_rows
+from raymm.kernels.hf.text_masks import no_packed_rows
 from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.preference import PreferenceLoss
 from raymm.kernels.shared_draws import Grid, set_grid

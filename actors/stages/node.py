@@ -25,7 +25,7 @@ from raymm.actors.modules.node import (
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, later_inputs
 from raymm.actors.stages.stage import Call
 from raymm.actors.stages.stage_inputs import from_side, from_stages
-from raymm.kernels.collectives.gather_tokens import CONTRIBUTOR, contribute_once
+from raymm.kernels.collectives.gather import CONTRIBUTOR, contribute_once
 from raymm.scheduler.graph.sample_ranges import Range
 
 

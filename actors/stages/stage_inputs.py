@@ -20,7 +20,7 @@ from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.message import HIDDEN, Message
 from raymm.actors.modules.message_samples import SHAPE, shape_entry
 from raymm.errors import ProbeError
-from raymm.kernels.hf.known_masks import KnownMask
+from raymm.kernels.hf.text_masks import KnownMask
 from raymm.kernels.host_copies import on_host, to_device
 
 _ROWS, _SAME = f"{FEATURES}/", f"{FEATURES}="  # prefixes of stored entries

@@ -26,7 +26,7 @@ from raymm.actors.stages.stage import Call
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.model_part import PartSource
 from raymm.errors import ForwardLeft, InternalError
-from raymm.kernels.collectives.gather_tokens import contribute_once
+from raymm.kernels.collectives.gather import contribute_once
 from raymm.kernels.host_copies import on_host, to_device
 
 _THERE, _OUTLINED = "there/", 2

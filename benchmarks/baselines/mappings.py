@@ -24,7 +24,7 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.sequence_dp import alone_in_slot
+from raymm.scheduler.multiplex.solver.exact import alone_in_slot
 
 SPINDLE_SLICES = 24
 

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.baselines.parametric_partition import partition_layers
 from raymm.errors import NoPlanError
-from raymm.scheduler.search.partition import Ranges, even_layers, partition_layers
+from raymm.scheduler.search.partition import Ranges, even_layers
 
 DEFAULT_TOP = 8
 

@@ -128,7 +128,7 @@ def part_errors(case: Case, device: str, cut: int) -> dict[str, float]:
         AssertionError: the rows without visible keys differ from the oracle's, or gradients are not
             fp32.
     """
-    from raymm.kernels.context_parallel.partial import merge_partials, output_like, row_delta
+    from raymm.kernels.context_parallel.call import merge_partials, output_like, row_delta
     from raymm.kernels.flash.gpu.attention import triton_backward, triton_forward
     from raymm.kernels.flash.operands import BackwardTensors
 

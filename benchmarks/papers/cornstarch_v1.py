@@ -23,6 +23,7 @@ from functools import cache
 import numpy as np
 
 from benchmarks import token_distribution
+from benchmarks.baselines.parametric_partition import partition_layers
 from benchmarks.baselines.pipelines import unaware_work
 from benchmarks.papers.tables import Row, Table, paired, relative
 from benchmarks.shared.paper_rows import ENCODER, ROWS, table_plan
@@ -48,7 +49,6 @@ from raymm.scheduler.schedule.lower import forecast, iteration_time
 from raymm.scheduler.schedule.network import edge_transfers
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.search.module_degrees import ModuleDegrees, make_plan, process_profile
-from raymm.scheduler.search.partition import partition_layers
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSpace
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from benchmarks.baselines.parametric_partition import partition_layers
 from benchmarks.papers.tables import Row, Table
 from raymm.costs.analytic import analytic_layers
 from raymm.costs.load import Load
@@ -26,7 +27,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.schedule.lower import iteration_time
 from raymm.scheduler.search.module_degrees import make_plan
-from raymm.scheduler.search.partition import Ranges, even_layers, partition_layers
+from raymm.scheduler.search.partition import Ranges, even_layers
 
 DEVICE, DTYPE = "A100-80GB", "bf16"
 STAGES = 4  # Table 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.plan.process_grid import P2PGroup
 from raymm.scheduler.plan.stage import Edge, StageId
 

@@ -6,9 +6,9 @@ All except the two LPT policies give every rank the same number of tokens to wit
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
 from benchmarks.baselines.baseline import Baseline
-from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import (
     Policy,
     TokenDistribution,
@@ -16,6 +16,7 @@ from raymm.scheduler.context_parallel.distribution import (
     descending,
     distribute,
 )
+from raymm.scheduler.context_parallel.swaps import sift_down
 
 
 def contiguous(
@@ -74,7 +75,7 @@ def lpt(
     The policy of Cornstarch v1, App. A (Graham 1969). Arguments and result follow
     :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
-    return token_swaps.lpt(work, descending(work), ranks), any_counts_bound(work, ranks)
+    return _assigned(work, descending(work), ranks), any_counts_bound(work, ranks)
 
 
 def paper_lpt(
@@ -84,7 +85,19 @@ def paper_lpt(
 
     Arguments and result follow :data:`raymm.scheduler.context_parallel.distribution.Policy`.
     """
-    return token_swaps.lpt(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
+    return _assigned(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
+
+
+@njit(cache=True)
+def _assigned(work, order, ranks):
+    """Assign blocks in the given order, each to the least loaded rank; return the (n,) ranks."""
+    rank_of = np.empty(order.shape[0], np.int64)
+    heap, loads = np.arange(ranks), np.zeros(ranks, np.int64)
+    for block in order:
+        rank_of[block] = heap[0]
+        loads[heap[0]] += work[block]
+        sift_down(heap, ranks, loads)
+    return rank_of
 
 
 def _counts(blocks: int, ranks: int, long_first: bool) -> np.ndarray:

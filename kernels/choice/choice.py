@@ -17,9 +17,13 @@ from dataclasses import astuple, dataclass
 import torch
 
 from raymm.kernels.choice.flex import flex_attention
-from raymm.kernels.choice.library import library_kernels, sdpa_attention, varlen_attention
+from raymm.kernels.choice.library import (
+    batch_form,
+    library_kernels,
+    sdpa_attention,
+    varlen_attention,
+)
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.plain import batch_form
 
 KERNELS = ("raymm", "raymm_unordered", "auto")
 """Values of ``run.kernels``. ``raymm_unordered`` sums the query's gradient in any order: it needs

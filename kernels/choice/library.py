@@ -7,17 +7,21 @@ import importlib.util
 import itertools
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from raymm.kernels.mask.columns import BASES, SLOPES, START
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.plain import PlainForm, batch_form
+from raymm.kernels.mask.patterns import documents
 
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 """Back ends in the order of preference. Others would materialize scores."""
 _CACHED_BATCHES = 16
+_CACHED_FORMS = 256
 
 
 def sdpa_attention(
@@ -108,3 +112,56 @@ def _activate_newest() -> None:
         return
     if importlib.util.find_spec("flash_attn.cute") is not None:
         activate_flash_attention_impl("FA4")
+
+
+class PlainForm(NamedTuple):
+    """Form of a self-attention mask over documents that follow one another.
+
+    Attributes:
+        lengths: tokens of each document.
+        causal: True if a token sees only itself and earlier tokens.
+        window: most tokens that a token sees, itself included; None for no window.
+    """
+
+    lengths: tuple[int, ...]
+    causal: bool
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        """``"full"`` or ``"causal"``, with ``"_documents"`` and ``"_window"``."""
+        name = "causal" if self.causal else "full"
+        name += "_documents" if len(self.lengths) > 1 else ""
+        return name + ("_window" if self.window is not None else "")
+
+
+@lru_cache(_CACHED_FORMS)
+def plain_form(mask: AttentionMask) -> PlainForm | None:
+    """Return the form of a mask; None if it has no such form."""
+    table, length = mask.query_table, mask.n_queries
+    if not length or length != mask.n_keys or mask.needs_bits:
+        return None
+    starts, lo, slopes = table[:, START], table[:, BASES][:, 0], table[:, SLOPES]
+    firsts = starts[(slopes[:, 0] == 0) & (lo == starts)]
+    if not len(firsts) or firsts[0] != 0:
+        return None
+    causal, moving = bool(slopes[:, 1].all()), lo[slopes[:, 0] == 1]
+    window = int(1 - moving[0]) if len(moving) else None
+    if window is not None and (window < 1 or not causal):
+        return None
+    lengths = tuple(np.diff(np.append(firsts, length)).tolist())
+    expected = documents(lengths, causal=causal)
+    if window is not None:
+        expected = expected.windowed(window)
+    if not np.array_equal(expected.bounds(), mask.bounds()):
+        return None
+    return PlainForm(lengths, causal, window)
+
+
+def batch_form(masks: tuple[AttentionMask, ...]) -> tuple[PlainForm, ...]:
+    """Return the form of each mask of a batch; empty if a mask has none, or if they differ in more
+    than the lengths of documents."""
+    forms = [plain_form(mask) for mask in masks]
+    plain = tuple(form for form in forms if form is not None)
+    kinds = {(form.causal, form.window) for form in plain}
+    return plain if len(plain) == len(forms) and len(kinds) == 1 else ()

@@ -26,23 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from raymm.kernels.context_parallel.all_gather import GATHER, NEEDED
 from raymm.kernels.context_parallel.call import ContextCall, Way
-from raymm.kernels.context_parallel.ring import RING, ROTATE
-from raymm.kernels.context_parallel.ulysses import ULYSSES
+from raymm.kernels.context_parallel.methods import METHODS, WAYS
 from raymm.kernels.flash.operands import prepare
 from raymm.kernels.flash.operator import attention_operator
 from raymm.kernels.mask.mask import as_masks
-
-WAYS: dict[str, Way] = {
-    "gather": GATHER,
-    "needed": NEEDED,
-    "ring": RING,
-    "ulysses": ULYSSES,
-    "rotate": ROTATE,
-}
-METHODS = tuple(WAYS)
-"""Accepted values of ``method``."""
 
 
 def context_attention(

@@ -14,7 +14,6 @@ import torch
 from raymm.errors import ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
-from raymm.kernels.context_parallel.partial import output_like
 from raymm.kernels.flash.operands import BackwardTensors
 from raymm.kernels.mask.mask import AttentionMask
 
@@ -99,7 +98,7 @@ class ContextCall:
 
         Args:
             lse: (B, Hq, Tq) over *all* keys that the rows see.
-            delta: (B, Hq, Tq), :func:`raymm.kernels.context_parallel.partial.row_delta` of the full
+            delta: (B, Hq, Tq), :func:`raymm.kernels.context_parallel.call.row_delta` of the full
                 output.
         """
         if not key.shape[2] or not query.shape[2]:
@@ -126,3 +125,39 @@ class Way(NamedTuple):
 def with_tokens(shape: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Return a (B, H, T, ...) shape with another number of tokens."""
     return (*shape[:2], tokens, *shape[3:])
+
+
+def merge_partials(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over two disjoint sets of keys, in fp32 (LV-XAttn, Alg. 1, ``Rescale``, with
+    one LSE in place of its m and l).
+
+    Args:
+        out, other_out: (B, H, Tq, D).
+        lse, other_lse: (B, H, Tq) fp32; -inf for rows that see no key.
+
+    Returns:
+        (B, H, Tq, D) fp32 and (B, H, Tq) fp32.
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    # Rows that see no key in either part give -inf - (-inf); set their weights to 0.
+    is_masked = merged == -torch.inf
+    weight = (lse - merged).masked_fill_(is_masked, -torch.inf).exp_()
+    other_weight = (other_lse - merged).masked_fill_(is_masked, -torch.inf).exp_()
+    return out.float() * weight[..., None] + other_out.float() * other_weight[..., None], merged
+
+
+def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return rowsum(dO * O), (B, H, Tq) fp32. Backward needs nothing else of the output."""
+    return (grad_out.float() * out.float()).sum(dim=-1)
+
+
+def output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return a multiple of dO with the given ``delta``, to pass as O to kernels that read O only to
+    compute rowsum(dO * O)."""
+    largest = grad_out.abs().amax(dim=-1, keepdim=True).float()
+    unit = grad_out.float() / largest.masked_fill(largest == 0, 1.0)
+    length = (unit * unit).sum(dim=-1, keepdim=True)
+    multiple = delta[..., None] / (largest * length).masked_fill(largest == 0, 1.0)
+    return (unit * multiple).to(grad_out.dtype)

@@ -20,6 +20,8 @@ tokens of this process, ``D`` head dim.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -36,20 +38,58 @@ from raymm.kernels.context_parallel.attention import (
 from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT, MASK_ARGUMENT, NAME, can_use, register
-from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention, chosen
 from raymm.kernels.mask import patterns as mask_patterns
+from raymm.kernels.mask.mask import AttentionMask
 
 VISUAL_ARGUMENTS = ("cross_attention_states", "key_value_states")
 """Argument names for the tokens that give keys and values: Mllama's, then most other models'."""
+CROSS_ARGUMENT = "raymm_cross"
+"""Keyword argument of a model's forward: a :class:`CrossAttention`."""
+
+MethodChooser = Callable[..., str]
+"""``choose(group, masks, query, key, recompute=) -> method``; must agree on all processes.
+``raymm.actors.sharding.visual_tokens.LeastBytes`` is one."""
 _HIDDEN = "hidden_states"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _TRIED_TOKENS = 3, 2  # text and visual
 _NOISE = 2e-2  # relative; a real error is about as large as the result
 
 
+@dataclass(frozen=True)
+class CrossAttention:
+    """Argument of cross-attention layers.
+
+    It passes through the model's forward, so microbatches with different masks can be in flight at
+    once, and a layer that is recomputed in the backward pass gets the same argument.
+
+    Attributes:
+        group: its queries are text tokens, its keys visual tokens.
+        masks: (T, V), one per sequence or one for all.
+        method: one of ``context_parallel.METHODS``, or a function that chooses one.
+        recompute: save the visual tokens, which all layers share, instead of each layer's queries,
+            keys and values, and recompute these in the backward pass.
+    """
+
+    group: ContextGroup
+    masks: tuple[AttentionMask, ...]
+    method: str | MethodChooser = "rotate"
+    recompute: bool = False
+
+
+def chosen(
+    method: str | MethodChooser, group: ContextGroup, masks: Sequence[AttentionMask],
+    query: torch.Tensor, key: torch.Tensor, recompute: bool = False,
+) -> str:  # fmt: skip
+    """Return ``method`` if it is a name, else the name that it chooses for query (B, Hq, Tq, D) and
+    key (B, Hk, Tk, D). ``recompute`` is True if keys and values are recomputed in backward."""
+    if isinstance(method, str):
+        return method
+    return method(group, tuple(masks), query, key, recompute=recompute)
+
+
 def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
-    """Make a model's cross attention accept :data:`raymm.kernels.hf.shared_batch.CROSS_ARGUMENT`,
-    and switch all attention of its text model to raymm's. May be called again.
+    """Make a model's cross attention accept :data:`CROSS_ARGUMENT`, and switch all attention of its
+    text model to raymm's. May be called again.
 
     Returns:
         Names of the cross-attention layers.

@@ -12,7 +12,7 @@ from raymm.config.build import write_json
 from raymm.data import MicrobatchMeta
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.planning.plan import rank_names
-from raymm.scheduler.graph.direction import posted_receives
+from raymm.scheduler.graph.module_graph import posted_receives
 from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId

@@ -68,16 +68,17 @@ def lpt_equal_counts(work, order, ranks, pinned):
                 break
             size -= 1
             heap[0] = heap[size]
-            _sift_down(heap, size, loads)
+            sift_down(heap, size, loads)
         members[g, counts[g]] = block
         counts[g] += 1
         loads[g] += work[block]
-        _sift_down(heap, size, loads)
+        sift_down(heap, size, loads)
     return members, counts, loads
 
 
 @njit(cache=True, inline="always")
-def _sift_down(heap, size, loads):
+def sift_down(heap, size, loads):
+    """Restore the heap of the first ``size`` ranks by load after the load of its top has grown."""
     top, i = heap[0], 0
     while 2 * i + 1 < size:
         child = 2 * i + 1
@@ -322,16 +323,3 @@ def _pass_on(work, members, counts, loads, heavy, target, budget):
     _swap(work, members, counts, loads, heavy, i1, p1, j1)
     _swap(work, members, counts, loads, p1, i2, p2, j2)
     return spent, True
-
-
-@njit(cache=True)
-def lpt(work, order, ranks):
-    """Assign blocks in the given order, each to the least loaded rank (LPT, Graham 1969). Return
-    the (n,) int64 rank of every block; ``work`` and ``order`` are (n,) int64."""
-    rank_of = np.empty(order.shape[0], np.int64)
-    heap, loads = np.arange(ranks), np.zeros(ranks, np.int64)
-    for block in order:
-        rank_of[block] = heap[0]
-        loads[heap[0]] += work[block]
-        _sift_down(heap, ranks, loads)
-    return rank_of

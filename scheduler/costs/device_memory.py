@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from raymm.scheduler.costs.devices import DEVICES, DeviceSpec
-from raymm.scheduler.graph.direction import MESSAGE_BOUND, posted_receives
+from raymm.scheduler.graph.module_graph import MESSAGE_BOUND, posted_receives
 
 _MIB = 2**20
 Size = TypeVar("Size", float, np.ndarray)  # of one stage, or of many
@@ -49,7 +49,7 @@ def on_gpu(device: str) -> bool:
 
 def receives_ahead(device: str) -> int:
     """Return the number of receives that a rank posts on every edge
-    (:func:`~raymm.scheduler.graph.direction.posted_receives`)."""
+    (:func:`~raymm.scheduler.graph.module_graph.posted_receives`)."""
     return posted_receives(in_order=on_gpu(device))
 
 

@@ -14,11 +14,9 @@ from raymm.errors import PlanError
 from raymm.scheduler.costs.device_memory import receives_ahead
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import OPTIONS
-from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode, Port
 from raymm.scheduler.graph.strict_json import json_value
-from raymm.scheduler.plan.factor_check import check_factors
 from raymm.scheduler.plan.field_checks import check_number
-from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.port_routes import EdgePorts, edge_ports
 from raymm.scheduler.plan.rank_quotas import check_quotas, check_slots, quota_sets
 from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, StageId
@@ -93,7 +91,7 @@ class Plan:
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
-        check_factors(self.graph, self._replicas, self.num_microbatches, self.schedule)
+        self._check_factors()
         limits = self.activation_limits
         if limits is not None and len(limits) != len(ranks):
             raise PlanError(
@@ -208,6 +206,43 @@ class Plan:
                 f"stages of {node.name!r} cover layers [0, {expected}); "
                 f"the module has {node.num_layers}"
             )
+
+    def _check_factors(self) -> None:
+        """Raise ``PlanError`` for a ``microbatch_factor`` that its module, its layout or the
+        schedule does not support."""
+        for node in self.graph.nodes:
+            stages = self.module_stages(node.name)
+            stage, factor = stages[0], stages[0].microbatch_factor
+            check_number(f"microbatch_factor of {node.name!r}", factor)
+            if any(other.microbatch_factor != factor for other in stages):
+                raise PlanError(
+                    f"microbatch_factor differs between stages of {node.name!r}; all stages of a "
+                    "module must have the same"
+                )
+            if factor == 1:
+                continue
+            producers = self.graph.producers(node.name)
+            count = len(self.replicas(node.name))
+            for refused, reason, accepted in (
+                (bool(producers), f"receives from {', '.join(producers)}",
+                 "a module without inputs from other modules"),
+                (node.loss, "computes a loss", "a module without loss"),
+                (len(stages) > count, f"has {len(stages) // count} stages", "one stage (pp 1)"),
+                (stage.split != "microbatches", f"splits {stage.split}", "split 'microbatches'"),
+                (any(s.quota is not None for s in stages), "has a quota", "no quota"),
+                (self.uses_slots, f"runs under schedule {self.schedule!r}",
+                 "another schedule"),
+                (any(s.recompute for s in stages), "is recomputed as a whole",
+                 "recompute false, or recompute_layers"),
+                (self.num_microbatches % (factor * count) > 0,
+                 f"has {self.num_microbatches} microbatches in {count} replicas",
+                 "a number of microbatches that factor * dp divides"),
+            ):
+                if refused:
+                    raise PlanError(
+                        f"microbatch_factor of {node.name!r} is {factor}, but the module {reason}; "
+                        f"accepted: {accepted}, or microbatch_factor 1"
+                    )
 
     @property
     def uses_slots(self) -> bool:
@@ -384,7 +419,7 @@ class Plan:
         try:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
-            only(data, "plan", ("format", *(field.name for field in fields(cls))))
+            _check_keys(data, "plan", ("format", *(field.name for field in fields(cls))))
             profile = data.get("profile")
             try:
                 profile = None if profile is None else CostProfile.from_dict(profile)
@@ -392,16 +427,16 @@ class Plan:
                 raise PlanError(f"profile: {error}") from None
             limits, policy = data.get("activation_limits"), data.get("policy")
             return cls(
-                graph=graph_of(data["graph"]),
-                stages=tuple(stage_of(stage) for stage in data["stages"]),
-                num_microbatches=typed(data, "num_microbatches", int),
-                schedule=typed(data, "schedule", str),
+                graph=_read_graph(data["graph"]),
+                stages=tuple(_read_stage(stage) for stage in data["stages"]),
+                num_microbatches=_typed(data, "num_microbatches", int),
+                schedule=_typed(data, "schedule", str),
                 profile=profile,
-                memory_limit=typed(data, "memory_limit", int)
+                memory_limit=_typed(data, "memory_limit", int)
                 if data.get("memory_limit") is not None else None,
-                activation_limits=None if limits is None else integers(data, "activation_limits"),
-                policy=None if policy is None else policy_of(policy),
-                shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),
+                activation_limits=None if limits is None else _integers(data, "activation_limits"),
+                policy=None if policy is None else _read_policy(policy),
+                shared_ranks=_integers({"shared_ranks": [], **data}, "shared_ranks"),
                 passes=_names(data, "passes"), step_schedules=_names(data, "step_schedules"),
             )
         except KeyError as error:
@@ -418,7 +453,7 @@ class Plan:
 
 
 def _names(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    return tuple(typed({key: name}, key, str) for name in data.get(key, ()))
+    return tuple(_typed({key: name}, key, str) for name in data.get(key, ()))
 
 
 def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
@@ -444,3 +479,98 @@ def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
             f"stage {stage.id} has layer_options, but schedule is {schedule!r}, whose two "
             "backward passes would each recompute; use '1f1b' or 'gpipe', or set recompute"
         )
+
+
+def _read_graph(data: Mapping[str, Any]) -> ModuleGraph:
+    """Return the module graph of a parsed plan file."""
+    _check_keys(data, "graph", ("nodes", "edges", "every", "ports"))
+    nodes = tuple(_read_node(node) for node in data["nodes"])
+    edges, every = (tuple(map(tuple, pairs)) for pairs in (data["edges"], data.get("every", ())))
+    for edge in (*edges, *every):
+        if [type(end) for end in edge] != [str, str]:
+            raise PlanError(f"edge is {list(edge)}; it must be [producer, consumer]")
+    ports = tuple(_read_port(port) for port in data.get("ports", ()))
+    try:
+        return ModuleGraph(nodes, edges, every, ports)
+    except ValueError as error:
+        raise PlanError(f"graph: {error}") from None
+
+
+def _read_port(data: Any) -> Port:
+    """Return the port of a parsed list [consumer, name, layers, producers, output]."""
+    consumer, name, layers, producers, output = data
+    port = Port(consumer, name, tuple(layers), tuple(producers), output)
+    texts = (consumer, name, *port.producers, *([] if output is None else [output]))
+    if any(type(text) is not str for text in texts) or any(type(n) is not int for n in port.layers):
+        raise PlanError(
+            f"port is {list(data)}; it must be [consumer, name, layers, producers, output or null]"
+        )
+    return port
+
+
+def _read_node(data: Mapping[str, Any]) -> ModuleNode:
+    """Return the graph node of a parsed object."""
+    _check_keys(data, "node", ("name", "trainable", "projector", "loss"))
+    flags = tuple(data["trainable"])
+    if any(type(flag) is not bool for flag in flags):
+        raise PlanError(f"trainable is {list(flags)}; it must be a list of true and false")
+    return ModuleNode(
+        _typed(data, "name", str), flags, _typed(data, "projector", bool),
+        _typed({"loss": False, **data}, "loss", bool),
+    )
+
+
+def _read_stage(data: Mapping[str, Any]) -> Stage:
+    """Return the stage of a parsed object; fields of later versions have defaults."""
+    _check_keys(data, "stage", tuple(field.name for field in fields(Stage)))
+    layers = tuple(data["layers"])
+    if [type(layer) for layer in layers] != [int, int]:
+        raise PlanError(f"layers is {list(layers)}; it must be [first, one past the last]")
+    return Stage(
+        _typed(data, "module", str), _typed(data, "index", int), layers, _typed(data, "rank", int),
+        _typed({"replica": 0, **data}, "replica", int),
+        _typed({"recompute": False, **data}, "recompute", bool),
+        _typed({"cp": 1, **data}, "cp", int),
+        _typed({"tp": 1, **data}, "tp", int),
+        _typed({"sharding": "none", **data}, "sharding", str),
+        _typed({"fsdp": 1, **data}, "fsdp", int),
+        tuple(data.get("layer_options", ())),
+        data.get("quota"),  # the plan checks it
+        _typed({"split": "microbatches", **data}, "split", str),
+        data.get("slot"),  # the plan checks it
+        _typed({"ep": 1, **data}, "ep", int),
+        _typed({"microbatch_factor": 1, **data}, "microbatch_factor", int),
+    )
+
+
+def _read_policy(data: Mapping[str, Any]) -> Policy:
+    """Return the schedule policy of a parsed object."""
+    _check_keys(data, "policy", tuple(field.name for field in fields(Policy)))
+    try:
+        ahead = tuple(tuple(module) for module in data.get("ahead", ()))
+        return Policy(**{**data, "priority": tuple(data["priority"]), "ahead": ahead})
+    except ValueError as error:
+        raise PlanError(f"policy: {error}") from None
+
+
+def _check_keys(data: Mapping[str, Any], where: str, accepted: tuple[str, ...]) -> None:
+    """Raise ``PlanError`` if ``data`` has keys that are not in ``accepted``. ``where`` names the
+    value in the error."""
+    if unknown := set(data) - set(accepted):
+        raise PlanError(
+            f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(accepted)}"
+        )
+
+
+def _integers(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    if any(type(value) is not int for value in data[key]):
+        raise PlanError(f"{key} is {data[key]!r}; it must be a list of whole numbers")
+    return tuple(data[key])
+
+
+def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
+    """Return the value of ``key`` if its type is exactly ``kind``; else raise ``PlanError``."""
+    value = data[key]
+    if type(value) is not kind:  # not isinstance: bool is a subclass of int, but True is not a rank
+        raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
+    return value

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.resharding import Resharding
 from raymm.scheduler.plan.stage import Edge

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raymm.errors import InternalError
-from raymm.scheduler.graph.direction import MESSAGE_BOUND, Direction
+from raymm.scheduler.graph.module_graph import MESSAGE_BOUND, Direction
 from raymm.scheduler.plan.rank_quotas import ROUNDING
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.issue_order import Issue, SharedGradients

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from raymm.errors import InternalError
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.graph.sample_ranges import Range, overlap, union
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, Stage, StageId

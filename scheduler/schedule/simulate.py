@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from raymm.errors import InternalError
-from raymm.scheduler.graph.direction import MESSAGE_BOUND
+from raymm.scheduler.graph.module_graph import MESSAGE_BOUND
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import COMPUTE, Instruction, Op, Program, group_end
 from raymm.scheduler.program.timeline import Span, Timeline
@@ -33,9 +33,9 @@ def simulate(
 ) -> Timeline:
     """Simulate a program.
 
-    A rank with :data:`~raymm.scheduler.graph.direction.MESSAGE_BOUND` messages in flight on an edge
-    waits before it sends another, as in a real run. If the program deadlocks that way, there is no
-    bound (:func:`~raymm.scheduler.program.check_program.check_program`).
+    A rank with :data:`~raymm.scheduler.graph.module_graph.MESSAGE_BOUND` messages in flight on an
+    edge waits before it sends another, as in a real run. If the program deadlocks that way, there
+    is no bound (:func:`~raymm.scheduler.program.check_program.check_program`).
 
     Args:
         costs: seconds per (stage, compute op) on a whole device; 0 where missing.
@@ -47,7 +47,7 @@ def simulate(
         group_seconds: seconds of instructions on quotas. Without it, time is inversely proportional
             to the quota (an upper bound: a module that does not fill a device loses less).
         posted: receives that the receiver of an edge posts ahead
-            (:func:`~raymm.scheduler.graph.direction.posted_receives`; for a plan
+            (:func:`~raymm.scheduler.graph.module_graph.posted_receives`; for a plan
             :attr:`~raymm.scheduler.plan.plan.Plan.posted_receives`). With 1, a message is in flight
             until it is received. With more, that many receives exist when the step begins, and each
             RECV posts another before it waits; for its sender, a message with a posted receive is

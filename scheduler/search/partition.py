@@ -1,15 +1,13 @@
 """Exact partitions of contiguous layers into stages, and simple baselines.
 
-The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §3.1). Two solvers
-give the same bottleneck: :func:`partition_layers`, a parametric search, for additive costs; and
-:func:`partition_matrix`, the dynamic programme of Cornstarch v2 eq. 5-6, for cuts with a cost and
-for stages that do not fit.
+The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §3.1).
+:func:`partition_matrix`, the dynamic programme of Cornstarch v2 eq. 5-6, supports cuts with a cost
+and stages that do not fit.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -22,101 +20,6 @@ Ranges = tuple[tuple[int, int], ...]
 
 Feasible = Callable[[int, int, int], bool]
 """``feasible(index, lo, hi)`` returns True if stage ``index`` may hold the layers ``[lo, hi)``."""
-
-
-def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
-    """Split layers into ``stages`` non-empty stages with the least bottleneck. Return k ranges
-    ``[lo, hi)`` that cover 0..n for n layers and k stages; costs may be in any unit.
-
-    A probe tests a bottleneck B by filling stage after stage as far as B allows; bisection narrows
-    B down. The result is exact for stage costs that are differences of prefix sums: costs are not
-    negative and rounding is monotone, so another layer never makes a stage cheaper, which is all
-    that the probe needs. Both ends of the bisection are costs of real stages. A feasible B is
-    lowered to the bottleneck that it achieved, and an infeasible B is raised to the cheapest stage
-    that the probe rejected, since nothing changes for any B below that. So the ends meet in the
-    optimum.
-
-    Among the optimal cuts, those nearest to an equal share of the remainder are chosen (filling
-    every stage completely would leave the last ones nearly empty).
-
-    Raises:
-        NoPlanError: fewer layers than stages, or a cost that is negative or not finite.
-    """
-    prefix = _prefix_sums(costs)
-    num_layers = len(prefix) - 1
-    _check_stages(num_layers, stages)
-    low = max(map(_difference, prefix[1:], prefix))
-    high, fits, refused = _probe(prefix, stages, low)
-    if not fits:
-        low, high = refused, prefix[-1]
-    while low < high:
-        middle = low + (high - low) / 2
-        if middle >= high:  # neighbouring floats
-            middle = low
-        achieved, fits, refused = _probe(prefix, stages, middle)
-        if fits:
-            high = achieved
-        else:
-            low = refused
-    return _spread(prefix, stages, high)
-
-
-def _difference(high: float, low: float) -> float:
-    return high - low
-
-
-def _reach(prefix: Sequence[float], start: int, bottleneck: float) -> int:
-    """Return the largest end of a stage that starts at ``start`` and costs at most
-    ``bottleneck``."""
-    end = bisect_right(prefix, prefix[start] + bottleneck, start) - 1
-    # This sum is rounded differently from the difference that defines a stage's cost.
-    while prefix[end] - prefix[start] > bottleneck:
-        end -= 1
-    while end + 1 < len(prefix) and prefix[end + 1] - prefix[start] <= bottleneck:
-        end += 1
-    return end
-
-
-def _probe(
-    prefix: Sequence[float], stages: int, bottleneck: float
-) -> tuple[float, bool, float]:
-    """Return (largest stage cost used, True if all layers fit, cheapest rejected stage)."""
-    last = len(prefix) - 1
-    start, largest, refused = 0, 0.0, math.inf
-    for _ in range(stages):
-        end = _reach(prefix, start, bottleneck)
-        largest = max(largest, prefix[end] - prefix[start])
-        if end == last:
-            return largest, True, refused
-        refused = min(refused, prefix[end + 1] - prefix[start])
-        start = end
-    return largest, False, refused
-
-
-def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
-    """Return cuts within a feasible bottleneck, near equal shares."""
-    num_layers = len(prefix) - 1
-    # earliest[i]: first layer at which stage i may start so that the remaining layers fit.
-    earliest = [num_layers] * (stages + 1)
-    for index in range(stages - 1, 0, -1):
-        end = earliest[index + 1]
-        start = max(bisect_left(prefix, prefix[end] - bottleneck, 0, end), 0)
-        while start > 0 and prefix[end] - prefix[start - 1] <= bottleneck:
-            start -= 1
-        while prefix[end] - prefix[start] > bottleneck:
-            start += 1
-        earliest[index] = start
-    cuts = [0]
-    for index in range(1, stages):
-        start, left = cuts[-1], stages - index
-        low = max(earliest[index], start + 1)
-        high = min(_reach(prefix, start, bottleneck), num_layers - left)
-        target = prefix[start] + (prefix[-1] - prefix[start]) / (left + 1)
-        cut = min(max(bisect_left(prefix, target), low), high)
-        if cut > low and target - prefix[cut - 1] < prefix[cut] - target:
-            cut -= 1
-        cuts.append(cut)
-    return tuple(pairwise([*cuts, num_layers]))
 
 
 def cost_matrix(
@@ -133,7 +36,7 @@ def cost_matrix(
     Raises:
         NoPlanError: a cost is negative or not finite.
     """
-    prefix = np.array(_prefix_sums(costs))
+    prefix = np.array(prefix_sums(costs))
     num_layers = len(prefix) - 1
     matrix = prefix[None, :] - prefix[:, None]
     if cut_costs is not None:
@@ -167,7 +70,7 @@ def partition_matrix(
     """
     matrix = np.asarray(matrix, dtype=float)
     num_layers = matrix.shape[-1] - 1
-    _check_stages(num_layers, stages)
+    check_stages(num_layers, stages)
     per_stage = _allowed_costs(matrix, stages, feasible)
 
     # Eq. 5-6: best[i] is the least bottleneck of layers [0, i) in the stages so far.
@@ -247,13 +150,15 @@ def _allowed_costs(
 def even_layers(num_layers: int, stages: int) -> Ranges:
     """Return the baseline with equally many layers per stage, one more on the first ones if needed;
     raise ``NoPlanError`` if there are fewer layers than stages."""
-    _check_stages(num_layers, stages)
+    check_stages(num_layers, stages)
     size, more = divmod(num_layers, stages)
     cuts = [size * index + min(index, more) for index in range(stages + 1)]
     return tuple(pairwise(cuts))
 
 
-def _prefix_sums(costs: Sequence[float] | np.ndarray) -> list[float]:
+def prefix_sums(costs: Sequence[float] | np.ndarray) -> list[float]:
+    """Return 0 and the sums of the first 1, 2, ... n costs; raise ``NoPlanError`` for a cost that
+    is negative or not finite, and if their sum is not finite."""
     _check_costs("costs", costs)
     prefix = list(accumulate(map(float, costs), initial=0.0))
     if math.isinf(prefix[-1]):
@@ -269,7 +174,8 @@ def _check_costs(name: str, costs: Sequence[float] | np.ndarray) -> None:
             )
 
 
-def _check_stages(num_layers: int, stages: int) -> None:
+def check_stages(num_layers: int, stages: int) -> None:
+    """Raise ``NoPlanError`` unless every stage can have a layer."""
     if not 1 <= stages <= num_layers:
         raise NoPlanError(
             f"stages is {stages}; {num_layers} layers allow 1..{num_layers} (none may be empty)"

@@ -13,8 +13,8 @@ from benchmarks.baselines.omnibal_partition import (
     greedy_start,
     partition_candidates,
 )
+from benchmarks.baselines.parametric_partition import partition_layers
 from raymm.errors import NoPlanError
-from raymm.scheduler.search.partition import partition_layers
 
 
 @st.composite

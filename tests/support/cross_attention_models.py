@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from raymm.kernels.context_parallel.layout import ContextLayout
-from raymm.kernels.mask.cross_masks import cross_masks
+from raymm.kernels.mask.convert import cross_masks
 from tests.support.shared_batch import SharedBatch, padded_causal_masks
 
 VOCABULARY, HIDDEN, HEADS, LENGTHS = 61, 32, 4, (23, 17)

@@ -15,8 +15,8 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import context_attention
 from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.cross_attention import CROSS_ARGUMENT, CrossAttention, MethodChooser, chosen
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT, MASK_ARGUMENT
-from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention, MethodChooser, chosen
 from raymm.kernels.mask.mask import AttentionMask, query_rows
 
 
@@ -32,7 +32,7 @@ class SharedBatch:
         cross_masks: (T, V), one per sequence.
         self_method, cross_method: one of ``context_parallel.METHODS``, or a function that selects
             one.
-        recompute: same as in :class:`raymm.kernels.hf.shared_batch.CrossAttention`.
+        recompute: same as in :class:`raymm.kernels.hf.cross_attention.CrossAttention`.
     """
 
     exchange: Exchange

@@ -11,7 +11,7 @@ import torch
 
 from raymm.actors.sharding.sample_rows import shares
 from raymm.errors import ModelError
-from raymm.kernels.collectives.gather_items import gather_items
+from raymm.kernels.collectives.gather import gather_items
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import on_host
 
@@ -140,7 +140,7 @@ def _not_zero(entries: Entries, count: int) -> list[int]:
 def gather_parts(parts: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
     """Gather tensors of all processes along dimension 0, after an exchange of their lengths.
 
-    The backward is that of :func:`raymm.kernels.collectives.gather_items.gather_items`.
+    The backward is that of :func:`raymm.kernels.collectives.gather.gather_items`.
     """
     device = parts[0].device
     lengths = torch.tensor([len(tensor) for tensor in parts], dtype=torch.int64).to(device)

@@ -23,9 +23,8 @@ from raymm.kernels.hf.document_rows import (
     SharedRows,
     mix_by_documents,
 )
-from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT
-from raymm.kernels.hf.text_masks import enter_masks_of
+from raymm.kernels.hf.text_masks import enter_masks_of, no_packed_rows
 from raymm.kernels.shared_draws import Grid, set_grid
 
 _POSITIONS = "position_ids"

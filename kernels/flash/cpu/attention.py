@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from raymm.kernels.flash.cpu import dense
 from raymm.kernels.flash.cpu.blocks import Block, Kind, Limits, Part, Plan, plan_blocks
 from raymm.kernels.flash.operands import BackwardTensors, prepare
 from raymm.kernels.flash.operator import attention_operator
@@ -194,7 +193,7 @@ def _block_forward(
             continue
         total = torch.logsumexp(torch.stack([part_lse for _, part_lse in results]), dim=0)
         # For rows that see no key, compute exp(-inf - 0) instead of exp(-inf + inf).
-        finite = total.masked_fill(total == -math.inf, 0.0)
+        finite = _finite(total)
         weights = [(part_lse - finite).exp_().unsqueeze(-1) for _, part_lse in results]
         merged = results[0][0] * weights[0]
         for (part_out, _), weight in zip(results[1:], weights[1:], strict=True):
@@ -215,7 +214,7 @@ def _block_backward(
             _take(t, block.rows) for t in (query, grad_out, out, lse)
         )
         # For rows that see no key, exp(-inf - 0) is 0 and exp(-inf + inf) is NaN.
-        row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
+        row_lse = _finite(row_lse)
         row_sum = None
         for part, (bias, _) in zip(block.parts, biases, strict=True):
             keys, values = _take(key, part.runs), _take(value, part.runs)
@@ -235,7 +234,7 @@ def _part_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return output and LSE of (N, H, n, D) rows over the keys of one part, (N, M, K, D)."""
     if softcap is not None or value.shape[-1] != query.shape[-1]:
-        return dense.forward(query, key, value, bias, scale, softcap)
+        return _dense_forward(query, key, value, bias, scale, softcap)
     shape = query.shape
     if kind is Kind.FULL:
         query = _fold(query, key)
@@ -254,7 +253,7 @@ def _part_backward(
     """Return a part's gradients: (N, H, n, D), and twice (N, M, K, D)."""
     grad_out, query, key, value, out, lse = tensors
     if softcap is not None or value.shape[-1] != query.shape[-1]:
-        return dense.backward(tensors, bias, scale, softcap)
+        return _dense_backward(tensors, bias, scale, softcap)
     shape, key_heads = query.shape, key.shape[1]
     if shape[2] * key.shape[2] < NATIVE_PAIRS:
         grad_out, query, key, value, out = (
@@ -272,6 +271,80 @@ def _part_backward(
     if dk.shape[1] != key_heads:
         dk, dv = (_wide(t).sum(1, keepdim=True) for t in (dk, dv))
     return dq.reshape(shape), dk, dv
+
+
+def _dense_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention of a few rows over a few keys in plain torch operations, for what ATen's
+    kernel lacks: soft-capped scores, and values of another width than keys. Scores are materialized
+    in fp32, (N, M, G, n, K) for ``M`` key heads. Return output (N, M * G, n, Dv) and LSE (N, M * G,
+    n), fp32; rows that see no key have output 0 and LSE -inf.
+
+    Args:
+        query, key, value: (N, M * G, n, D), (N, M, K, D) and (N, M, K, Dv).
+        bias: (1, 1, n, K), 0 or -inf; None if all pairs are visible.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None to leave them.
+    """
+    scores, _ = _scores(_grouped(query, key), _wide(key), bias, scale, softcap)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
+    out = _product(weights, _wide(value))
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _dense_backward(
+    tensors: BackwardTensors, bias: torch.Tensor | None, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gradients of query, key and value in fp32. Shapes are those of
+    :func:`_dense_forward`; output and LSE are those of the full rows."""
+    grad_out, query, key, value, out, lse = tensors
+    rows, keys, values = _grouped(query, key), _wide(key), _wide(value)
+    grad_out, out = _grouped(grad_out, key), _grouped(out, key)
+    lse = lse.unflatten(1, (key.shape[1], -1)).to(rows.dtype)
+    scores, slope = _scores(rows, keys, bias, scale, softcap)
+    weights = scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    grad = _product(grad_out, values.mT).sub_(delta).mul_(weights)
+    if slope is not None:
+        grad.mul_(slope)
+    grad.mul_(scale)
+    grad_value = weights.flatten(2, 3).mT @ grad_out.flatten(2, 3)
+    grad_key = grad.flatten(2, 3).mT @ rows.flatten(2, 3)
+    return _product(grad, keys).flatten(1, 2), grad_key, grad_value
+
+
+def _scores(
+    rows: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None, scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return (N, M, G, n, K) scores, and the derivative of the softcap at each."""
+    scores, slope = _product(rows * scale, keys.mT), None
+    if softcap is not None:
+        tanh = scores.div_(softcap).tanh_()
+        slope = tanh.square().neg_().add_(1)
+        scores = tanh.mul_(softcap)
+    if bias is not None:
+        scores.add_(bias)
+    return scores, slope
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Compute (N, M, G, n, X) @ (N, M, X, Y) as one product of G n rows per key head."""
+    return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+
+
+def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return _wide(rows).unflatten(1, (key.shape[1], -1))
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _fold(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

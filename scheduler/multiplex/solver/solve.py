@@ -14,17 +14,17 @@ from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.graph.strict_json import number, whole
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.memory_search import fitted
-from raymm.scheduler.multiplex.solver.partition_columns import best_partition
-from raymm.scheduler.multiplex.solver.sequence_dp import (
+from raymm.scheduler.multiplex.solver.exact import (
     Effort,
     alone_in_slot,
+    best_partition,
     best_sequence,
     components,
     in_order_within,
     mapping_of,
     total_seconds,
 )
+from raymm.scheduler.multiplex.solver.memory_search import fitted
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator, StageResult
 
 STRATEGIES = ("auto", "greedy", "exact", "local_search")

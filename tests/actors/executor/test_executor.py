@@ -15,7 +15,7 @@ from raymm.actors.executor.executor import DeviceClock, Executor, HostClock, ste
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import Instruction, Op, Program

@@ -19,11 +19,15 @@ from raymm.kernels.choice.choice import (
     seconds,
 )
 from raymm.kernels.choice.flex import flex_attention, padded_length
-from raymm.kernels.choice.library import library_kernels, sdpa_attention, varlen_attention
+from raymm.kernels.choice.library import (
+    library_kernels,
+    plain_form,
+    sdpa_attention,
+    varlen_attention,
+)
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask import patterns
-from raymm.kernels.mask.plain import plain_form
 
 
 @pytest.fixture(autouse=True)

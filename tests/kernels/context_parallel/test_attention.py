@@ -15,12 +15,12 @@ from raymm.errors import ModelError
 from raymm.kernels.attention import attention
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import (
-    METHODS,
     context_attention,
     recomputed_context_attention,
 )
 from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges, needed_keys
+from raymm.kernels.context_parallel.methods import METHODS
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import causal, documents, full

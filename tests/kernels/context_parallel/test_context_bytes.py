@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from raymm.kernels.collectives.p2p import Exchange
-from raymm.kernels.context_parallel.attention import METHODS, context_attention
+from raymm.kernels.context_parallel.attention import context_attention
 from raymm.kernels.context_parallel.call import ContextCall, ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, needed_keys
+from raymm.kernels.context_parallel.methods import METHODS
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel import traffic as attention_traffic
 from tests.support.rank_processes import rank_processes

@@ -20,7 +20,7 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.hf.cross_attention import share_cross_attention
 from raymm.kernels.mask import patterns as mask_patterns
-from raymm.kernels.mask.cross_masks import cross_masks
+from raymm.kernels.mask.convert import cross_masks
 from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
 from tests.support.cross_attention_models import (
     BEFORE_THE_TEXT_MODEL,

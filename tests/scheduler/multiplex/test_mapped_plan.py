@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raymm.errors import InternalError, PlanError
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.multiplex.mapping import mapped_plan
 from raymm.scheduler.plan.plan import Plan

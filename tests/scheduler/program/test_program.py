@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.errors import InternalError
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program

@@ -22,7 +22,7 @@ from raymm.scheduler.schedule.compiled import machine_code
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.schedule.schedule_program import to_program
+from raymm.scheduler.schedule.planned_step import to_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step

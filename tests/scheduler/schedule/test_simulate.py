@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.errors import InternalError
-from raymm.scheduler.graph.direction import MESSAGE_BOUND
+from raymm.scheduler.graph.module_graph import MESSAGE_BOUND
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.program.timeline import Span

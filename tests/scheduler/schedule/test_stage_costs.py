@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
-from raymm.scheduler.graph.direction import MESSAGE_BOUND, posted_receives
-from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.graph.module_graph import (
+    MESSAGE_BOUND,
+    ModuleGraph,
+    ModuleNode,
+    posted_receives,
+)
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.schedule.lower import forecast, full_program, iteration_time, refine
 from raymm.scheduler.schedule.network import Network, Transfer

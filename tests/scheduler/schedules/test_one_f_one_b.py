@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.graph.module_graph import Direction, ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.check_program import check_program

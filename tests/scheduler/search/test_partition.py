@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.baselines.parametric_partition import partition_layers
 from raymm.errors import NoPlanError
 from raymm.scheduler.search.partition import (
     cost_matrix,
     even_layers,
-    partition_layers,
     partition_matrix,
 )
 

@@ -13,8 +13,13 @@ from benchmarks.shared.mapping_instances import KINDS, random_problem
 from raymm.errors import PlanError
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving
-from raymm.scheduler.multiplex.solver.partition_columns import best_partition, independent_sets
-from raymm.scheduler.multiplex.solver.sequence_dp import alone_in_slot, components, in_order
+from raymm.scheduler.multiplex.solver.exact import (
+    alone_in_slot,
+    best_partition,
+    components,
+    in_order,
+    independent_sets,
+)
 from raymm.scheduler.multiplex.solver.solve import (
     AUTO,
     EXACT,

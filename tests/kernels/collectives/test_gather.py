@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymm.kernels.collectives.gather_items import gather_items
+from raymm.kernels.collectives.gather import gather_items
 from raymm.kernels.collectives.p2p import Exchange
 from tests.support.rank_processes import rank_processes
 

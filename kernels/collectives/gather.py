@@ -1,4 +1,4 @@
-"""All-gather of tokens that are split over processes.
+"""All-gather of tokens, or of items, that are split over processes.
 
 All processes compute the layers after the gather identically, while parameter gradients are
 *summed* over processes. To count those layers once, only the first process of the group contributes
@@ -6,7 +6,8 @@ their gradient: :func:`contribute_once` zeroes it on the others, and the backwar
 :func:`gather_tokens` sends each process its tokens' part of the first process's gradient. Sums over
 processes are then exact: nothing is divided, and only zeros are added.
 
-Legend: ``B`` items, ``T`` tokens, ``t`` tokens of this process, ``C`` width.
+Legend: ``B`` items, ``T`` tokens, ``t`` tokens of this process, ``C`` width; where items are split,
+``N`` items and ``n`` items of this process.
 """
 
 from __future__ import annotations
@@ -54,6 +55,30 @@ def gather_for_each(
     return _GatherForEach.apply(local, tuple(sizes), exchange)
 
 
+def gather_items(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange) -> torch.Tensor:
+    """Return the items of all processes, in their order. All processes must call it together.
+
+    The gradient of the result must be identical on all processes. Backward takes the part of the
+    local items from it and needs no communication, so the *sum* of parameter gradients over the
+    processes is correct.
+
+    Args:
+        local: (n, ...), this process's items.
+        sizes: n of every process.
+
+    Returns:
+        (N, ...).
+
+    Raises:
+        ValueError: the number of local items differs from ``sizes``.
+    """
+    if local.shape[0] != sizes[exchange.rank]:
+        raise ValueError(
+            f"process {exchange.rank} has {local.shape[0]} items, expected {sizes[exchange.rank]}"
+        )
+    return _GatherItems.apply(local, tuple(sizes), exchange)
+
+
 def contribute_once(output: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Return ``output``, and zero its gradient on all processes except :data:`CONTRIBUTOR`."""
     return _ContributeOnce.apply(output, exchange.rank == CONTRIBUTOR)
@@ -95,18 +120,19 @@ def _gathered(
 
 
 def _of_all(
-    sent: Sequence[torch.Tensor], sizes: Sequence[int], exchange: Exchange
+    sent: Sequence[torch.Tensor], sizes: Sequence[int], exchange: Exchange, dim: int = 1
 ) -> list[torch.Tensor]:
     """Send ``sent[rank]`` to every rank, and return the tensors received, in order of rank.
 
     Args:
         sent: one tensor per process; this process keeps its own.
-        sizes: number of tokens to receive from each process.
+        sizes: length of each process's tensor along ``dim``.
     """
     local = sent[exchange.rank]
     peers = [rank for rank in range(exchange.size) if rank != exchange.rank]
     shapes = [
-        (rank, ((local.shape[0], sizes[rank], *local.shape[2:]), local.dtype)) for rank in peers
+        (rank, ((*local.shape[:dim], sizes[rank], *local.shape[dim + 1 :]), local.dtype))
+        for rank in peers
     ]
     pending = exchange.start([(rank, sent[rank]) for rank in peers], shapes, local.device)
     by_rank = dict(zip(peers, pending.wait(), strict=True)) | {exchange.rank: local}
@@ -129,6 +155,20 @@ class _GatherForEach(torch.autograd.Function):
         for shard in later:
             total += shard
         return total, None, None
+
+
+class _GatherItems(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange):
+        start = sum(sizes[: exchange.rank])
+        ctx.own = start, start + sizes[exchange.rank]
+        return torch.cat(_of_all([local] * exchange.size, sizes, exchange, dim=0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        start, stop = ctx.own
+        return grad[start:stop].contiguous(), None, None
 
 
 class _ContributeOnce(torch.autograd.Function):
