@@ -84,8 +84,8 @@ def partition_candidates(
         output_bytes: bytes that each layer sends to the next.
         radius: largest distance that a cut moves, in layers.
         origin: partition to start from; :func:`greedy_start` by default. An origin with the least
-            bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`) takes
-            frozen layers into account.
+            bottleneck of 1F + 1B (:func:`.parametric_partition.partition_layers`) takes frozen
+            layers into account.
 
     Returns:
         Up to ``top`` candidates, best first.

@@ -5,13 +5,6 @@ import torch
 
 from raymm.kernels.collectives.gather import gather_items
 from raymm.kernels.collectives.p2p import Exchange
-from tests.support.rank_processes import rank_processes
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with rank_processes(3) as running:
-        yield running
 
 
 def items(count: int) -> torch.Tensor:

@@ -176,15 +176,6 @@ def test_cross_images(data, only_last):
     assert torch.equal(mask.dense(), dense(length, sum(tokens), visible))
 
 
-@given(layouts())
-def test_spans_of_kinds_and_items(layout):
-    lengths, spans = layout
-    kinds, items = np.zeros(sum(lengths), dtype=int), np.zeros(sum(lengths), dtype=int)
-    for number, span in enumerate(spans, 1):
-        kinds[span.start : span.stop], items[span.start : span.stop] = span.kind, number
-    assert kinds_and_items(kinds, items) == spans
-
-
 def test_ep_ee_and_mp_equal_the_papers_figure():
     """Compare with Cornstarch v2, Fig. 7: outputs before the text, among it, and packed."""
     ep = patterns.prepended([(1, 3), (2, 2)], 4)
