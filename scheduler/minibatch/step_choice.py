@@ -18,11 +18,11 @@ from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.minibatch.levelling import MOST_CANDIDATES, exchange_steps, level
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.bounds import least_seconds
+from raymm.scheduler.schedule.list_schedule import StepSchedule
 from raymm.scheduler.schedule.memory import memory_of
 from raymm.scheduler.schedule.planned_step import PlannedStep
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
-from raymm.scheduler.schedule.step_schedule import StepSchedule
 
 Groups = tuple[tuple[int, ...], ...]
 """Samples of each microbatch."""
