@@ -76,13 +76,17 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
 def trial_copy(model: nn.Module) -> nn.Module:
     """Return a deep copy whose parameters share memory with the model's until one is written."""
     memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(
-            torch._lazy_clone(parameter.detach()),  # pyright: ignore[reportPrivateImportUsage]
-            parameter.requires_grad,
-        )
+        id(parameter): nn.Parameter(_lazy_clone(parameter.detach()), parameter.requires_grad)
         for parameter in model.parameters() if type(parameter) is nn.Parameter
     }
     return copy.deepcopy(model, memo)
+
+
+def _lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError:  # torch does not own the memory: a mapped file, or an array of NumPy
+        return tensor.clone()
 
 
 def _made_models(source: ModuleSource, skeleton: nn.Module) -> Iterator[nn.Module]:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,3 +81,14 @@ def test_a_trial_copy_is_independent_of_the_model() -> None:
         model[0].weight.zero_()
     torch.testing.assert_close(_values(trial), kept, rtol=0, atol=0)
     torch.testing.assert_close(kept, values, rtol=0, atol=0)
+
+
+def test_weights_of_a_file_are_copied(tmp_path) -> None:
+    """Torch shares the memory of its own tensors only, not that of a file's."""
+    save_file({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "x.safetensors")
+    model = nn.Linear(3, 3)
+    model.load_state_dict(load_file(tmp_path / "x.safetensors"), assign=True)
+    copied = trial_copy(model)
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert model.weight.sum() == 9
