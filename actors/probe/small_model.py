@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,8 @@ from raymm.actors.modules.blocks import block_list, config_depth_names, find_blo
 from raymm.actors.modules.brief_error import because
 from raymm.actors.weights.source import ModuleSource, on_meta
 from raymm.errors import USER_CODE_RAISES, ProbeError
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 PROBE_DEPTH = 3
 _PROBE_VOCABULARY = 256
@@ -73,7 +75,7 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
         yield model
 
 
-def trial_copy(model: nn.Module) -> nn.Module:
+def trial_copy(model: AnyModule) -> AnyModule:
     """Return a deep copy whose parameters share memory with the model's until one is written."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(_lazy_clone(parameter.detach()), parameter.requires_grad)

@@ -25,6 +25,7 @@ from raymm.scheduler.search.options import SearchOptions
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
 STYLES = (PIPELINED, MULTIPLEXED, AUTO)
 Gib = Annotated[float, Field(gt=0, le=MOST_COUNT)]
+Dollars = Annotated[float, Field(ge=0, le=MOST_COUNT)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 
 
@@ -73,6 +74,9 @@ class PlanningOptions:
         "parallelism within modules: auto (default), none (pipelines only), or a list of tp, cp, "
         "dp; tp=4 limits the degree, llm.tp=4 fixes it for one module",
         "A,B",
+    )
+    dollars_per_gpu_hour: Dollars | None = _field(
+        None, "price of one device, for the cost per million tokens", "X"
     )
     passes: Tuple[Text] = ()
 
@@ -136,6 +140,11 @@ class PlanOptions(PlanningOptions, SearchOptions, MultiplexOptions):
         check_number("ranks_per_node", self.ranks_per_node)
         if self.ranks is not None:
             check_number("ranks", self.ranks)
+        price = self.dollars_per_gpu_hour
+        if price is not None and not 0 <= price <= MOST_COUNT:  # NaN fails too
+            raise PlanError(
+                f"dollars_per_gpu_hour is {price}; accepted: at least 0, at most {MOST_COUNT}"
+            )
         if self.time_limit is not None and not 0 < self.time_limit <= MOST_COUNT:  # NaN fails too
             raise PlanError(
                 f"time_limit is {self.time_limit}; accepted: seconds above 0, at most {MOST_COUNT}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from raymm.draw.palette import FAINT, RGB, TEXT, module_hues, tint
+from raymm.draw.row_table import numbers_text, ranges_text
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.plural import plural
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -30,6 +32,7 @@ FAN, MAX_FAN = 0.1, 0.3  # extra gap for steep arrows, per edge into one stage b
 BAND_GAP = 0.62  # between bands
 MAX_WIDTH, MIN_WIDTH = 17.0, 7.2  # of a picture; the legend needs the minimum
 MARGIN, HEAD, LEGEND, NOTE_LINE = 0.3, 0.6, 0.42, 0.16
+MANY_RANKS = 10  # above, replicas share a box
 
 
 class PlanSheet(NamedTuple):
@@ -53,14 +56,15 @@ def heading(plan: Plan) -> str:
 
 
 def lay_out(
-    plan: Plan, needs: set[StageId], costs: Mapping[StageId, StageCost], note: Sequence[str]
+    plan: Plan, labels: Mapping[StageId, StageLabel], needs: set[StageId],
+    costs: Mapping[StageId, StageCost], note: Sequence[str], title: str,
 ) -> PlanSheet:
     """Find a position for every stage. ``needs`` are the stages with a backward, ``costs`` those of
     one microbatch, and ``note`` lines below the legend."""
     ruler = new_figure(1, 1)
     lines = {text for stage in plan.stages
              for text in small_print(plan, stage, needs, costs.get(stage.id))}
-    tops = {(str(s.id), place_text(s)) for s in plan.stages}
+    tops = {(label.name, label.place) for label in labels.values()}
     middles = {(layers_text(plan, s), "recompute" if recomputes(s, needs) else "")
                for s in plan.stages}
     wide = max([
@@ -100,7 +104,7 @@ def lay_out(
     texts = [text_width(ruler, text, 7) for text in note]
     width = max(2 * side + columns * (wide + gap) - gap, MIN_WIDTH,
                 *(text + 2 * MARGIN for text in texts),
-                text_width(ruler, heading(plan), 12) * 1.15 + 2 * MARGIN)
+                text_width(ruler, title, 12) * 1.15 + 2 * MARGIN)
     return PlanSheet(width, height, (wide, high), bottom, corner, band)
 
 
@@ -154,10 +158,42 @@ def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
     return "trained" if not any(src in needs for src in sources) else "trained, passes gradients on"
 
 
-def place_text(stage: Stage) -> str:
-    """Return the rank of a stage, with the degrees of its processes: ``"rank 3 = tp 4 × cp 2"``."""
-    degrees = rank_text(stage.degrees).replace(", ", " × ")
-    return f"rank {stage.rank}" + (f" = {degrees}" if degrees else "")
+class StageLabel(NamedTuple):
+    """Texts at the top of a box.
+
+    Attributes:
+        name: the stage, with the number of its replicas if the box stands for all of them.
+        place: ranks of the stage, with the degrees of their processes: ``"rank 3 = tp 4 × cp 2"``.
+        shared: True if a rank has several stages.
+    """
+
+    name: str
+    place: str
+    shared: bool
+
+
+def _labels(plan: Plan, stages: Sequence[Sequence[Stage]]) -> dict[StageId, StageLabel]:
+    """Return the label of the first of each sequence of stages, whose box stands for all."""
+    labels = {}
+    for first, *others in stages:
+        ranks = [range(stage.rank, stage.rank + 1) for stage in (first, *others)]
+        degrees = rank_text(first.degrees).replace(", ", " × ")
+        labels[first.id] = StageLabel(
+            f"{first.id}" + (f" x{len(ranks)}" if others else ""),
+            f"rank {ranges_text(ranks, numbers_text)}" + (f" = {degrees}" if degrees else ""),
+            any(stage.rank in (plan.shared_ranks or ()) for stage in (first, *others)),
+        )
+    return labels
+
+
+def _first_replicas(plan: Plan) -> Plan:
+    """Return a plan with the first replica of each module alone, on as few ranks."""
+    stages = [stage for stage in plan.stages if not stage.replica]
+    ranks = {rank: number for number, rank in enumerate(sorted({s.rank for s in stages}))}
+    return Plan(
+        plan.graph, tuple(replace(stage, rank=ranks[stage.rank]) for stage in stages),
+        plan.num_microbatches, plan.schedule,
+    )
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
@@ -228,7 +264,8 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     pale if it is frozen; the cell of a projector is outlined. Grey arrows are activations, and red
     arrows next to them gradients. The loss is at the right, and replicas of a module are below each
     other. A plan that is too deep for the page continues in a band below; arrows between bands are
-    cut and labelled with their other end. Raise a ``ValueError`` for another file suffix.
+    cut and labelled with their other end. Of more than :data:`MANY_RANKS` ranks, the first replica
+    of a module stands for all. Raise a ``ValueError`` for another file suffix.
 
     Args:
         title: heading; by default ranks, microbatches and schedule.
@@ -237,29 +274,42 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     needs = needs_backward(plan)
     costs = stage_costs(plan) if plan.profile is not None else {}
     note = COST_NOTE if costs else ()
-    sheet = lay_out(plan, needs, costs, note)
+    title = title or heading(plan)
+    if plan.num_ranks > MANY_RANKS:
+        stages: dict[tuple[str, int], list[Stage]] = {}
+        for stage in sorted(plan.stages, key=lambda stage: stage.replica):
+            stages.setdefault((stage.module, stage.index), []).append(stage)
+        labels = _labels(plan, list(stages.values()))
+        plan = _first_replicas(plan)
+    else:
+        labels = _labels(plan, [[stage] for stage in plan.stages])
+    sheet = lay_out(plan, labels, needs, costs, note, title)
     figure = new_figure(sheet.width, sheet.height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, sheet.width)
     axes.set_ylim(0, sheet.height)
     axes.axis("off")
-    axes.text(MARGIN, sheet.height - 0.3, title or heading(plan), fontsize=12, weight="bold",
+    axes.text(MARGIN, sheet.height - 0.3, title, fontsize=12, weight="bold",
               color=TEXT, va="center")
     hues = module_hues(node.name for node in plan.graph.nodes)
     _edges(axes, plan, sheet, needs)
     for stage in plan.stages:
-        _box(axes, plan, stage, sheet, hues[stage.module], needs, costs.get(stage.id))
+        _box(
+            axes, plan, stage, labels[stage.id], sheet, hues[stage.module], needs,
+            costs.get(stage.id),
+        )
     for line, text in enumerate(note):
         axes.text(MARGIN, 0.16 + (len(note) - 1 - line) * NOTE_LINE, text, fontsize=7,
                   color=FAINT, va="center")
-    _legend(axes, plan, needs, x=(MARGIN - 0.05) / sheet.width,
+    shared = any(label.shared for label in labels.values())
+    _legend(axes, plan, needs, shared, x=(MARGIN - 0.05) / sheet.width,
             y=(LEGEND / 2 + len(note) * NOTE_LINE) / sheet.height)
     return save_figure(figure, target)
 
 
 def _box(
-    axes: Axes, plan: Plan, stage: Stage, sheet: PlanSheet, hue: RGB, needs: set[StageId],
-    cost: StageCost | None,
+    axes: Axes, plan: Plan, stage: Stage, label: StageLabel, sheet: PlanSheet, hue: RGB,
+    needs: set[StageId], cost: StageCost | None,
 ) -> None:
     (x, y), (width, height) = sheet.place[stage.id], sheet.box
     axes.add_patch(
@@ -267,12 +317,11 @@ def _box(
                        facecolor="white", edgecolor=hue, linewidth=1.6, zorder=3)
     )
     top = y + height
-    shared = stage.rank in (plan.shared_ranks or ())
-    axes.text(x + 0.1, top - 0.19, str(stage.id), fontsize=10, weight="bold", color=TEXT,
+    axes.text(x + 0.1, top - 0.19, label.name, fontsize=10, weight="bold", color=TEXT,
               va="center", zorder=4)
-    axes.text(x + width - 0.1, top - 0.19, place_text(stage), fontsize=8,
-              color="white" if shared else TEXT, va="center", ha="right", zorder=4,
-              bbox=_badge(SHARED if shared else "#EEEEEE"))
+    axes.text(x + width - 0.1, top - 0.19, label.place, fontsize=8,
+              color="white" if label.shared else TEXT, va="center", ha="right", zorder=4,
+              bbox=_badge(SHARED if label.shared else "#EEEEEE"))
     axes.text(x + 0.1, top - 0.44, layers_text(plan, stage), fontsize=8, color=TEXT, va="center",
               zorder=4)
     if recomputes(stage, needs):
@@ -380,7 +429,9 @@ def _edge(axes: Axes, start: Point, stop: Point, bend: float, gradient: bool) ->
         arrow(stop, start, GRADIENT, -shift, -bend)
 
 
-def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> None:
+def _legend(
+    axes: Axes, plan: Plan, needs: set[StageId], shared: bool, x: float, y: float
+) -> None:
     grey: RGB = (0.35, 0.35, 0.35)
     trained = {flag for node in plan.graph.nodes for flag in node.trainable}
     handles: list[Patch | Line2D] = []
@@ -395,7 +446,7 @@ def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> 
                               label="activations"))
     if any(src in needs for src, _ in plan.stage_edges):
         handles.append(Line2D([], [], color=GRADIENT, marker="<", markersize=5, label="gradients"))
-    if plan.shared_ranks:
+    if shared:
         handles.append(Patch(facecolor=SHARED, edgecolor="none", label="rank of several stages"))
     axes.legend(handles=handles, ncols=len(handles), loc="center left", fontsize=8,
                 frameon=False, bbox_to_anchor=(x, y), borderaxespad=0, handlelength=1.4,

@@ -1,9 +1,10 @@
-"""Tables of named texts for a console and for a notebook."""
+"""Tables of named texts for a console and for a notebook, and texts in tables and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 from rich import box
 from rich.table import Table
@@ -52,3 +53,16 @@ def html_table(rows: Sequence[Mapping[str, str]], explanation: str) -> str:
 def time_text(seconds: float) -> str:
     """Return seconds as text, in milliseconds below one second."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def ranges_text(parts: Sequence[range], text: Callable[[range], str]) -> str:
+    """Return the text of adjacent ranges as one; of others, without the middle of a long list."""
+    if all(first.stop == second.start for first, second in pairwise(parts)):
+        return text(range(parts[0].start, parts[-1].stop))
+    shown = [text(part) for part in (*parts[:2], *parts[2:][-1:])]
+    return f"{shown[0]}, {shown[1]} .. {shown[2]}" if len(parts) > 3 else ", ".join(shown)
+
+
+def numbers_text(numbers: range) -> str:
+    """Return a range of whole numbers: ``"3"`` or ``"0-7"``."""
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -242,10 +243,11 @@ def draw_timelines(
     pale with an outline. If a rank has several stages of one module (chunks of an interleaved
     schedule, or replicas), boxes of later stages are lower. Boxes of modules that run side by side
     are below each other, each as high as its quota. Thin grey lines are waits for a message. The
-    rank's bubble is at the right of each row. The panel's title has the iteration time and, from
-    the second panel on, the gain against the first, whose end is a dashed line. All timelines start
-    at 0, so that a late start does not look like a slow step. Raise a ``ValueError`` if there is no
-    timeline, and for another file suffix.
+    rank's bubble is at the right of each row. Of more than :data:`MANY_ROWS` ranks, those that do
+    the same at the same times share a row, such as replicas. The panel's title has the iteration
+    time and, from the second panel on, the gain against the first, whose end is a dashed line. All
+    timelines start at 0, so that a late start does not look like a slow step. Raise a
+    ``ValueError`` if there is no timeline, and for another file suffix.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]``.
@@ -256,11 +258,14 @@ def draw_timelines(
         raise ValueError("timelines is empty; at least one (label, timeline) pair is needed")
     on_rank = _stages_of_ranks(timelines)
     names = _row_names(on_rank, rank_names)
+    captions = _captions(timelines)
+    if len(names) > MANY_ROWS:
+        timelines, names = _folded(timelines, names)
+        on_rank = _stages_of_ranks(timelines)
     boxes, looks = places_by_order(on_rank), _looks(timelines)
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
     row = _row_height(rows)
     label_size = min(LABEL_SIZE, row * 72 * 0.8)
-    captions = _captions(timelines)
 
     ruler = new_figure(1, 1)
     left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
@@ -312,6 +317,36 @@ def _stages_of_ranks(timelines: Sequence[tuple[str, Timeline]]) -> dict[int, lis
         for span in timeline.compute():
             stages[span.rank].add(span.stage)
     return {rank: sorted(ids) for rank, ids in stages.items()}
+
+
+def _folded(
+    timelines: Sequence[tuple[str, Timeline]], names: Mapping[int, str]
+) -> tuple[list[tuple[str, Timeline]], dict[int, str]]:
+    """Return timelines and names of rows with one rank of those that do the same at the same times
+    in all timelines, apart from replicas and microbatches, and with their number in its name."""
+    work: dict[int, list[object]] = {rank: [] for rank in names}
+    for index, (_, timeline) in enumerate(timelines):
+        digits = 6 - math.floor(math.log10(timeline.makespan)) if timeline.makespan else 0
+        for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start, span.end)):
+            work[span.rank].append((
+                index, span.op, span.stage.module, span.stage.index, span.quota,
+                round(span.start, digits), round(span.end, digits),
+            ))
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank, spans in work.items():
+        groups.setdefault(tuple(spans), []).append(rank)
+    rows = {ranks[0]: row for row, ranks in enumerate(groups.values())}
+    folded = [
+        (label, Timeline(
+            tuple(s._replace(rank=rows[s.rank]) for s in timeline.spans if s.rank in rows),
+            len(rows),
+        ))
+        for label, timeline in timelines
+    ]
+    return folded, {
+        rows[ranks[0]]: names[ranks[0]] + (f" (x{len(ranks)})" if len(ranks) > 1 else "")
+        for ranks in groups.values()
+    }
 
 
 def _row_names(

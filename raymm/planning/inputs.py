@@ -42,12 +42,14 @@ class Costs:
         profile: costs of every layer for one microbatch, with the device's links.
         device: None if the profile was measured on a device that is not in raymm's table.
         notes: remarks to show to the user.
+        dollars_per_gpu_hour: price of a device, if known.
     """
 
     profile: CostProfile
     device: DeviceSpec | None = None
     ranks_per_node: int = 8
     notes: tuple[str, ...] = ()
+    dollars_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
         if self.device is not None and self.profile.links is None:
@@ -152,7 +154,9 @@ def costs_of(
         measured = with_optimizer(measured, model, workload.optimizer)
         measured, notes = _without_kept(measured, model, request)
         device = device or device_called(table.device)
-        return Costs(measured, device, request.ranks_per_node, notes)
+        return Costs(
+            measured, device, request.ranks_per_node, notes, request.dollars_per_gpu_hour
+        )
     loads = loads_of(model, workload, request.tokens)
     notes = loads.notes
     if device is None:
@@ -161,7 +165,10 @@ def costs_of(
     counted = analytic_profile(model, loads.by_module, device, workload.dtype)
     counted = with_optimizer(counted, model, workload.optimizer)
     counted, cache_notes = _without_kept(counted, model, request)
-    return Costs(counted, device, request.ranks_per_node, (*notes, *cache_notes))
+    return Costs(
+        counted, device, request.ranks_per_node, (*notes, *cache_notes),
+        request.dollars_per_gpu_hour,
+    )
 
 
 def _without_kept(

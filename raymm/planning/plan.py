@@ -13,7 +13,13 @@ from rich.table import Table
 
 from raymm.draw import draw_timelines
 from raymm.draw.notebook import figures_html
-from raymm.draw.row_table import html_table, row_table, time_text
+from raymm.draw.row_table import (
+    html_table,
+    numbers_text,
+    ranges_text,
+    row_table,
+    time_text,
+)
 from raymm.planning.inputs import Costs
 from raymm.planning.passes import run_passes
 from raymm.plural import plural
@@ -39,6 +45,8 @@ from raymm.scheduler.search.options import PlanProblem
 
 # Number of slower plans, and of plans that do not fit, that are listed.
 SHOWN, REFUSED_SHOWN = 8, 4
+# Idle share of a step above which a rank gets a note.
+MOSTLY_IDLE = 0.5
 _LEFT = ("module", "stage", "layers", "shared", "GPU")
 
 
@@ -105,7 +113,8 @@ class Planned:
         return replace(Planned.evaluated(plan, self.costs), notes=notes)
 
     def rows(self) -> list[dict[str, str]]:
-        """Return one row per stage.
+        """Return one row per stage; replicas of a stage with the same values share a row, such as
+        ``"0 x4"``.
 
         ``F``, ``B_d`` and ``B_w`` are milliseconds of one microbatch; with recomputation, one more
         ``F`` runs before ``B_d``. Weights (with gradients and optimizer state) and activations are
@@ -119,29 +128,41 @@ class Planned:
         costs = stage_costs(plan)
         memory = rank_memory(plan, self.program)
         on_quotas = any(stage.quota is not None for stage in plan.stages)
-        rows, shown_ranks = [], set()
+        shown_ranks: set[int] = set()
+        groups: dict[tuple[str, ...], tuple[dict[str, str], list[Stage]]] = {}
         for stage in plan.stages:
             cost = costs[stage.id]
             first = stage.rank not in shown_ranks
             shown_ranks.add(stage.rank)
             trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
-            split = cost.backward_input, cost.backward_weight
-            rows.append({
+            row = {
                 "module": stage.module,
-                "stage": str(stage.id).removeprefix(f"{stage.module}.") + ("" if trained else " *"),
+                "stage": f"{stage.index}" if trained else f"{stage.index} *",
                 "layers": layers_text(plan, stage),
                 **({"shared": rank_text(stage.degrees) or "-"} if has_degrees else {}),
-                "rank": str(stage.rank),
+                "rank": "",
                 **({"quota": f"{stage.quota:g}" if stage.quota else "-"} if on_quotas else {}),
-                "GPU": _places(plan.rank_processes(stage.rank), self.network.ranks_per_node),
+                "GPU": "",
                 "F": _ms(cost.forward),
-                "B_d": _ms(split[0]) if split[0] else "-",
-                "B_w": _ms(split[1]) if split[1] else "-",
+                "B_d": _ms(cost.backward_input) if cost.backward_input else "-",
+                "B_w": _ms(cost.backward_weight) if cost.backward_weight else "-",
                 "weights": _gib(cost.state_bytes),
                 "activ.": _gib(memory[stage.rank].activations) if first else '"',
                 "bubble": f"{timeline.bubble(stage.rank):.0%}" if first else '"',
-            })
-        return rows
+            }
+            groups.setdefault(tuple(row.values()), (row, []))[1].append(stage)
+        for row, stages in groups.values():
+            if len(stages) > 1:
+                row["stage"] = row["stage"].replace(
+                    str(stages[0].index), f"{stages[0].index} x{len(stages)}", 1
+                )
+            ranks = [range(stage.rank, stage.rank + 1) for stage in stages]
+            row["rank"] = ranges_text(ranks, numbers_text)
+            processes = [plan.rank_processes(stage.rank) for stage in stages]
+            row["GPU"] = ranges_text(
+                processes, lambda part: _places(part, self.network.ranks_per_node)
+            )
+        return [row for row, _ in groups.values()]
 
     def table(self) -> Table:
         """Return a table of all stages for a rich console: layers, ranks, times and memory."""
@@ -201,6 +222,10 @@ class Planned:
                 lines.append(f"does not fit {label}: {reason}")
             if len(proposal.refused) > REFUSED_SHOWN:
                 lines.append(f"and {len(proposal.refused) - REFUSED_SHOWN} more that do not fit")
+        for rank in range(self.plan.num_ranks):
+            if (idle := self.timeline.bubble(rank)) > MOSTLY_IDLE:
+                stages = ", ".join(str(stage.id) for stage in self.plan.rank_stages(rank))
+                lines.append(f"note: rank {rank} ({stages}) is idle for {idle:.0%} of the step")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -238,7 +263,11 @@ class Planned:
             tokens = self.costs.profile.tokens.get(self.plan.graph.backbone)
             if tokens:
                 rate = tokens * self.plan.num_microbatches / seconds
-                text += f", {rate:,.0f} tokens/s"
+                devices = self.plan.num_processes
+                text += f", {rate:,.0f} tokens/s ({rate / devices:,.0f} per GPU)"
+                if (price := self.costs.dollars_per_gpu_hour) is not None:
+                    dollars = devices * price / 3600 / rate * 1e6
+                    text += f", {dollars:.3g} dollars per million tokens"
             above = max(seconds / bound - 1, 0.0) if bound else 0.0
             text += f"; no schedule of these stages takes less than {time_text(bound)} "
             text += f"(this plan takes {above:.1%} more)"

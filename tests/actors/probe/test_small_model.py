@@ -63,6 +63,9 @@ def test_a_model_that_cannot_be_copied_is_made_again() -> None:
 class _Tied(nn.Module):
     """Two linear layers with the same weights, the first with a frozen bias."""
 
+    first: nn.Linear
+    last: nn.Linear
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)

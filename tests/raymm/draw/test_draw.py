@@ -11,7 +11,7 @@ from PIL import Image
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import full_program
@@ -55,7 +55,7 @@ def timeline(plan: Plan, scale: float = 1.0, epilogue: bool = False) -> Timeline
     simulated = simulate(program, costs, latency=0.001)
     end = simulated.makespan
     tail = [
-        Span(rank, op, "", -1, end, end + 0.002) for rank in range(plan.num_ranks)
+        Span(rank, op, NO_STAGE, -1, end, end + 0.002) for rank in range(plan.num_ranks)
         for op in OPTIMIZER_OPS
     ]
     return Timeline(simulated.spans + tuple(tail if epilogue else ()), plan.num_ranks)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 
 import pytest
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from raymm.draw import draw_plan
-from raymm.draw.graph import MAX_WIDTH, _size
+from raymm.draw.graph import MANY_RANKS, MAX_WIDTH, _size
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -69,11 +70,14 @@ def test_everything_is_on_the_page_and_apart(drawn, plan: Plan) -> None:
     assert drawn.overlapping_texts() == [] and drawn.outside() == []
     assert figure.get_size_inches()[0] <= MAX_WIDTH + 1
     frames = [box.get_bbox() for box in stage_boxes(figure)]
-    assert len(frames) == len(plan.stages)
+    shown = [stage for stage in plan.stages if plan.num_ranks <= MANY_RANKS or not stage.replica]
+    assert len(frames) == len(shown)
     assert not [1 for a, b in combinations(frames, 2) if a.overlaps(b)]
     texts = drawn.texts()
-    for stage in plan.stages:
-        assert str(stage.id) in texts and f"rank {stage.rank}" in texts
+    for stage in shown:
+        copies = 1 if plan.num_ranks <= MANY_RANKS else len(plan.replicas(stage.module))
+        assert f"{stage.id}" + (f" x{copies}" if copies > 1 else "") in texts
+        assert any(re.match(rf"rank {stage.rank}\b", text) for text in texts)
     pixels = [box.get_window_extent() for box in stage_boxes(figure)]
     for text, extent in drawn.placed():  # texts stay in their boxes
         for box in pixels:
@@ -136,6 +140,19 @@ def test_shared_ranks_and_the_legend(drawn) -> None:
     assert legend() == ["trained layer", "frozen layer", "projector", "activations", "gradients"]
     draw_plan(chain(1), "a.png")
     assert legend() == ["trained layer"]
+
+
+def test_replicas_share_a_box_with_all_their_ranks(drawn) -> None:
+    """The encoder's copies are on ranks 0, 2 .. 10 and 1, 3 .. 11 of 17; costs are those of the
+    whole plan."""
+    plan = alignment(6)
+    draw_plan(plan, "a.png")
+    texts = drawn.texts()
+    for name, ranks in (("vision.0 x6", "rank 0, 2 .. 10"), ("vision.1 x6", "rank 1, 3 .. 11"),
+                        ("audio.0", "rank 12"), ("llm.3", "rank 16")):
+        assert name in texts and ranks in texts
+    assert "17 ranks, 6 microbatches, 1f1b" in texts
+    assert not [text for text in texts if "@" in text]
 
 
 @pytest.mark.parametrize("number, text", [

@@ -215,3 +215,25 @@ def test_panels_have_numbers_of_one_size_if_they_fit(drawn) -> None:
     assert len(sizes[0]) == 10 and len(set(sizes[0].values())) == 1
     assert {sizes[1][key] for key in sizes[0]} == set(sizes[0].values())
     assert "12" not in sizes[1] and sizes[1]["11"] < sizes[1]["1"]
+
+
+@pytest.mark.parametrize("slower", [None, 11])
+def test_ranks_that_do_the_same_share_a_row(drawn, slower: int | None) -> None:
+    """Of more than ten ranks, each with a stage of six replicas of a pipeline of two stages."""
+    spans = tuple(
+        Span(2 * replica + index, op, StageId("llm", index, replica), replica + 6 * n,
+             start, start + (1.5 if 2 * replica + index == slower else 1.0))
+        for replica in range(6) for index in range(2) for n in range(3)
+        for op, start in ((Op.FORWARD, 4.0 * n + index), (Op.BACKWARD, 4.0 * n + 3 - index))
+    )
+    draw_timelines([("run", Timeline(spans, 12))], "a.png")
+    counts = [6, 6] if slower is None else [6, 5, 1]
+    rows = {0.0, 1.0, 2.0} if slower else {0.0, 1.0}
+    found = boxes(drawn.figure.axes[0])
+    assert {round((top + bottom) / 2, 9) for _, _, top, bottom, _ in found} == rows
+    names = dict.fromkeys(text for text in drawn.texts() if text.startswith("rank "))
+    assert list(names) == [
+        "rank 0: llm.0 (x6)", f"rank 1: llm.1 (x{counts[1]})", "rank 11: llm.1@5"
+    ][: len(counts)]
+    mean = f"{Timeline(spans, 12).mean_bubble:.0%}"
+    assert any(text.endswith(f"mean bubble {mean}") for text in drawn.texts())
