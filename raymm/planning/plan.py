@@ -129,7 +129,7 @@ class Planned:
         memory = rank_memory(plan, self.program)
         on_quotas = any(stage.quota is not None for stage in plan.stages)
         shown_ranks: set[int] = set()
-        groups: dict[tuple[str, ...], tuple[dict[str, str], list[Stage]]] = {}
+        groups: dict[tuple[Any, ...], tuple[dict[str, str], list[Stage]]] = {}
         for stage in plan.stages:
             cost = costs[stage.id]
             first = stage.rank not in shown_ranks
@@ -137,7 +137,7 @@ class Planned:
             trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
             row = {
                 "module": stage.module,
-                "stage": f"{stage.index}" if trained else f"{stage.index} *",
+                "stage": "" if trained else " *",
                 "layers": layers_text(plan, stage),
                 **({"shared": rank_text(stage.degrees) or "-"} if has_degrees else {}),
                 "rank": "",
@@ -150,12 +150,11 @@ class Planned:
                 "activ.": _gib(memory[stage.rank].activations) if first else '"',
                 "bubble": f"{timeline.bubble(stage.rank):.0%}" if first else '"',
             }
-            groups.setdefault(tuple(row.values()), (row, []))[1].append(stage)
+            groups.setdefault((stage.index, *row.values()), (row, []))[1].append(stage)
         for row, stages in groups.values():
-            if len(stages) > 1:
-                row["stage"] = row["stage"].replace(
-                    str(stages[0].index), f"{stages[0].index} x{len(stages)}", 1
-                )
+            copies = f"{stages[0].index} x{len(stages)}"
+            alone = str(stages[0].id).removeprefix(f"{stages[0].module}.")
+            row["stage"] = (copies if len(stages) > 1 else alone) + row["stage"]
             ranks = [range(stage.rank, stage.rank + 1) for stage in stages]
             row["rank"] = ranges_text(ranks, numbers_text)
             processes = [plan.rank_processes(stage.rank) for stage in stages]

@@ -46,7 +46,9 @@ def test_replicas_with_other_values_have_their_own_row() -> None:
     planned = _planned(_replicas([[0, 2], [1, 3]], [1]))
     rows = planned.rows()
     llm = [row for row in rows if row["module"] == "llm"]
-    assert [(row["stage"], row["rank"]) for row in llm] == [("0", "0"), ("0", "1"), ("1 x2", "2-3")]
+    assert [(row["stage"], row["rank"]) for row in llm] == [
+        ("0", "0"), ("0@1", "1"), ("1 x2", "2-3"),
+    ]
     assert llm[0]["bubble"] != llm[1]["bubble"] == '"'
     assert len(planned.table().rows) == len(rows)
 
