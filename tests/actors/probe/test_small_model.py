@@ -1,9 +1,11 @@
 """Small copies of a model."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,3 +95,14 @@ def test_a_trial_copy_is_independent_of_the_model() -> None:
     with torch.no_grad():
         model.first.weight.zero_()
     torch.testing.assert_close(_values(again), values, rtol=0, atol=0)
+
+
+def test_weights_of_a_file_are_copied(tmp_path: Path) -> None:
+    """Torch shares the memory of its own tensors only, not that of a file's."""
+    save_file({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "x.safetensors")
+    model = nn.Linear(3, 3)
+    model.load_state_dict(load_file(tmp_path / "x.safetensors"), assign=True)
+    copied = trial_copy(model)
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert model.weight.sum() == 9
