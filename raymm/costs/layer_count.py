@@ -271,13 +271,14 @@ def count_blocks(
     return tuple(counter.layer(block) for block in counter.places())
 
 
-def count_attention(
+def count_activations(
     module: nn.Module, causal: bool = False, run: ForwardRun | None = None
-) -> tuple[dict[int | None, float], ...]:
-    """Return FLOPs of a forward's attention per visible pair of a query and a key, by layer and
-    window (None: no window), for the arguments of :func:`count_layers`."""
+) -> tuple[tuple[float, dict[int | None, float]], ...]:
+    """Return FLOPs of a forward's products of two activations by layer, for the arguments of
+    :func:`count_layers`: ``mixing_flops``, and attention per visible pair of a query and a key, by
+    window (None: no window)."""
     counter = _LayerCounter(module, Load(1, 1), causal, run)
-    return tuple(counter.pair_flops(block) for block in counter.places() or [""])
+    return tuple(counter.activations(block) for block in counter.places() or [""])
 
 
 def count_products(
@@ -463,13 +464,14 @@ class _LayerCounter:
             attention_traffic=elements,
         )
 
-    def pair_flops(self, place: str) -> dict[int | None, float]:
-        """Return FLOPs of all attention below ``place`` per visible pair, by window."""
+    def activations(self, place: str) -> tuple[float, dict[int | None, float]]:
+        """Return an entry of :func:`count_activations` for everything below ``place``."""
+        mixing, attentions = self._mixing(place)
         flops: dict[int | None, float] = {}
-        for attention in self._mixing(place)[1]:
+        for attention in attentions:
             window = attention.window
             flops[window] = flops.get(window, 0.0) + attention.pair_flops
-        return flops
+        return mixing, flops
 
 
 _SHARES: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()

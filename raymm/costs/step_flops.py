@@ -10,6 +10,7 @@ counts twice in the backward. Counts per token, sample, label and visible pair c
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import find_blocks, num_blocks
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.weights.model_part import is_within
 from raymm.costs.forward_run import MOST_TOKENS, forward_run
-from raymm.costs.layer_count import count_attention, count_blocks, count_layers, count_products
+from raymm.costs.layer_count import count_activations, count_products
 from raymm.costs.load import Load
 from raymm.costs.workload import encoder_tokens, tower_load
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError
 from raymm.kernels.mask.spans import Span
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.costs.layer_costs import trainable_before
 
@@ -68,105 +69,82 @@ class ModuleFlops:
 
 
 def module_flops(
-    module: nn.Module, trainable: Sequence[bool], before: Sequence[bool], causal: bool = False,
+    module: nn.Module, causal: bool = False, earlier: bool = False, load: Load | None = None,
     first: int = 0,
 ) -> ModuleFlops:  # fmt: skip
-    """Return the FLOPs of one module in a training step, from layer ``first`` on.
+    """Return the FLOPs of one module in a training step. Its submodules run in the order of
+    registration.
 
     Args:
         module: a skeleton; parameters may be on the meta device.
-        before: by layer, True if an earlier layer is trained.
+        earlier: True if something is trained before the module.
+        load: observed load whose rows of products and attention are used.
+        first: first block that runs; nothing before it does.
     """
-    total = ModuleFlops()
-    layer_products = _products(module, causal, count_layers)
-    blocks = _products(module, causal, count_blocks) or layer_products
-    base = _products(module, causal, count_layers, "base_flops")
-    activations = activation_flops(module, causal)
-    for layer, (trained, earlier) in enumerate(zip(trainable, before, strict=True)):
-        if layer < first:
+    places = () if load is None else load.places
+    attention = () if load is None else load.attention
+    path = find_blocks(module)
+    blocks = num_blocks(module)
+    if first >= blocks:
+        return ModuleFlops()
+
+    def products(samples: int, tokens: int, labels: int) -> dict[str, tuple[float, float]]:
+        return count_products(module, Load(samples, tokens, labels, places), causal)
+
+    # One token of one sample, two tokens of one sample, and one token with a label, since counts
+    # are linear.
+    single, double, label = products(1, 1, 0), products(1, 2, 0), products(1, 1, 1)
+    total, onward, runs = ModuleFlops(), earlier, first == 0
+    onward_at: dict[str, bool] = {}
+    for name, child in module.named_modules():
+        runs = runs or name == f"{path}.{first}"
+        trained = any(p is not None and p.requires_grad for p in child._parameters.values())
+        if runs and name in single:
+            times = 1.0 + onward + trained
+            (a, base), (b, base_two), (c, _) = single[name], double[name], label[name]
+            frozen = float(trained)  # weights under adapters are not trained
+            total += ModuleFlops(
+                (b - a) * times - (base_two - base) * frozen,
+                (2 * a - b) * times - (2 * base - base_two) * frozen, (c - a) * times,
+            )
+        onward = onward or trained
+        onward_at[name] = onward
+    most_pairs = max((sizes.pairs for _, sizes in attention), default=0.0)
+    for index, block_flops in enumerate(_activations(module, causal, load)):
+        if index < first:
             continue
-        backward = float(trained or earlier)
-        # Modules before the blocks pass no gradient back if nothing before them is trained.
-        outer_flops = layer_products[layer] + blocks[layer] * -1.0
-        first = layer == 0 and len(trainable) > 1
-        total += blocks[layer] * (1 + backward + trained)
-        total += outer_flops * (1 + (earlier if first else backward) + trained)
-        total += base[layer] * -float(trained)
-        total += activations[layer] * (1 + ATTENTION_BACKWARD * backward)
+        block = f"{path}.{index}"
+        block_flags = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
+        backward = any(block_flags) if block_flags else onward
+        windowed = sum(
+            sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in attention
+            if is_within(name, (block,)) and sizes.pairs < most_pairs
+        )
+        if windowed:
+            block_flops = ModuleFlops(block_flops.per_token + windowed)
+        total += block_flops * (1 + ATTENTION_BACKWARD * backward)
     return total
 
 
-def activation_flops(
-    module: nn.Module, causal: bool, load: Load | None = None
-) -> list[ModuleFlops]:
-    """Return FLOPs of products of two activations in a forward, by layer: attention per pair, other
+def _activations(module: nn.Module, causal: bool, load: Load | None) -> list[ModuleFlops]:
+    """Return FLOPs of products of two activations in a forward, by block: attention per pair, other
     products per token of ``load``. By default, a language model runs on a sample whose length is a
     multiple of the chunks of linear attention."""
     run = None
     if causal or load is not None:
         load = load or Load(1, MOST_TOKENS // 4)
         run = forward_run(module, load, "bf16", causal)
-    load = load or Load(1, 1)
-    counts = count_layers(module, load, causal, run)
+    tokens = 1 if load is None else load.total
     return [
-        ModuleFlops(count.mixing_flops / load.total, per_pair=pairs)
-        for count, pairs in zip(counts, count_attention(module, causal, run), strict=True)
+        ModuleFlops(mixing / tokens, per_pair=pairs)
+        for mixing, pairs in count_activations(module, causal, run)
     ]
 
 
-def _projector_flops(projector: nn.Module, trained: bool, earlier: bool) -> ModuleFlops:
-    """Return the FLOPs of a projector, which is one layer of the graph. Its first product passes a
-    gradient back only if something before the projector is trained."""
-    total = ModuleFlops()
-    base = _products(projector, False, count_layers, "base_flops")
-    for index, products in enumerate(_products(projector, False, count_layers)):
-        onward = earlier or trained and index > 0
-        total += products * (1 + onward + trained) + base[index] * -float(trained)
-    return total
+class _StepFlops(ABC):
+    """Counts the FLOPs of a run's steps. Raises PlanError if a layer cannot be counted."""
 
-
-def _products(
-    module: nn.Module, causal: bool, count: Any, field: str = "matmul_flops"
-) -> list[ModuleFlops]:
-    """Return products with weights by layer; counts are linear in tokens, samples and labels."""
-
-    def of(samples: int, tokens: int, labels: int) -> list[float]:
-        layers = count(module, Load(samples, tokens, labels), causal)
-        return [getattr(layer, field) for layer in layers]
-
-    # One token of one sample, two tokens of one sample, and one token with a label.
-    base, two, label = of(1, 1, 0), of(1, 2, 0), of(1, 1, 1)
-    return [ModuleFlops(c - b, 2 * b - c, a - b) for b, c, a in zip(base, two, label, strict=True)]
-
-
-class StepFlops:
-    """Counts the FLOPs of a run's steps from the structure of the model. Raises PlanError if a
-    layer cannot be counted."""
-
-    def __init__(self, model: MultimodalModule) -> None:
-        self._model = model
-        graph = module_graph(model)
-        trained_before = trainable_before(graph)
-        self._flops: dict[str, ModuleFlops] = {}
-        self._featured: dict[str, ModuleFlops] = {}
-        self._projectors: dict[str, ModuleFlops] = {}
-        for node in graph.nodes:
-            name, earlier = node.name, list(trained_before[node.name])
-            trainable = list(node.trainable)
-            causal = name == model.text_module
-            spec = model.spec(name)
-            if (projector := getattr(spec, "projector", None)) is not None:
-                self._projectors[name] = _projector_flops(
-                    projector.skeleton(), trainable.pop(), earlier.pop()
-                )
-            skeleton = spec.source.skeleton()
-            self._flops[name] = module_flops(skeleton, trainable, earlier, causal)
-            # With cached features, frozen leading blocks do not run.
-            self._featured[name] = module_flops(
-                skeleton, trainable, earlier, causal, node.frozen_blocks
-            )
-        self._tokens: dict[Any, tuple[int, int]] = {}
-        self._pairs: dict[Any, int] = {}
+    _flops: dict[str, ModuleFlops]
 
     def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
         """Return the FLOPs of a step by module. Raises PlanError if the tokens per item of an
@@ -177,6 +155,35 @@ class StepFlops:
             for name, flops in self._of_microbatch(microbatch).items():
                 total[name] += flops
         return total
+
+    @abstractmethod
+    def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
+        """Return the FLOPs of one microbatch by module."""
+
+
+class StepFlops(_StepFlops):
+    """FLOPs of the steps of a model of parts, from its structure."""
+
+    def __init__(self, model: MultimodalModule) -> None:
+        self._model = model
+        graph = model.graph
+        trained_before = trainable_before(graph)
+        self._flops: dict[str, ModuleFlops] = {}
+        self._featured: dict[str, ModuleFlops] = {}
+        self._projectors: dict[str, ModuleFlops] = {}
+        for node in graph.nodes:
+            name, earlier = node.name, trained_before[node.name]
+            spec = model.spec(name)
+            if (projector := getattr(spec, "projector", None)) is not None:
+                self._projectors[name] = module_flops(projector.skeleton(), earlier=earlier[-1])
+            skeleton, causal = spec.source.skeleton(), name == model.text_module
+            every = self._flops[name] = module_flops(skeleton, causal, earlier[0])
+            # With cached features, frozen leading blocks do not run.
+            self._featured[name] = every if not (first := node.frozen_blocks) else module_flops(
+                skeleton, causal, earlier[0], first=first
+            )
+        self._tokens: dict[Any, tuple[int, int]] = {}
+        self._pairs: dict[Any, int] = {}
 
     def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
         result = {}
@@ -296,9 +303,8 @@ class _TowerUnit:
     row_tokens: int | None
 
 
-class VlmStepFlops:
-    """Counts the FLOPs of the steps of a whole model from its structure and its example. Raises
-    PlanError if a layer cannot be counted."""
+class VlmStepFlops(_StepFlops):
+    """FLOPs of the steps of a Hugging Face VLM, from its structure and its example."""
 
     def __init__(self, model: PretrainedVlm) -> None:
         self._flops: dict[str, ModuleFlops] = {}
@@ -308,23 +314,20 @@ class VlmStepFlops:
             if load is None:
                 raise PlanError(f"tower {name!r} does not reach its blocks on the example")
             skeleton = model.tower_spec(name).source.skeleton()
-            self._flops[name] = _step_flops(skeleton, False, False, load)
+            self._flops[name] = module_flops(skeleton, load=load)
             self._units[name] = _unit(model, name, load)
         self._language_model = model.text_module
-        self._flops[self._language_model] = _step_flops(
+        self._flops[self._language_model] = module_flops(
             model.language_spec().source.skeleton(), True,
             any(model.trained[name] for name in model.tower_names),
         )
 
-    def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
-        """Return the FLOPs of a step by module, from the metadata of its microbatches."""
-        total = dict.fromkeys(self._flops, 0.0)
-        for microbatch in meta:
-            for name in self._units:
-                if (shapes := microbatch.shapes.get(name)) and name not in microbatch.featured:
-                    total[name] += self._tower(name, shapes, len(microbatch.items.get(name, ())))
-            total[self._language_model] += self._language(microbatch)
-        return total
+    def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
+        result = {self._language_model: self._language(meta)}
+        for name in self._units:
+            if (shapes := meta.shapes.get(name)) and name not in meta.featured:
+                result[name] = self._tower(name, shapes, len(meta.items.get(name, ())))
+        return result
 
     def _tower(self, name: str, shapes: Mapping[str, tuple[int, ...]], items: int) -> float:
         unit, flops = self._units[name], self._flops[name]
@@ -346,53 +349,6 @@ class VlmStepFlops:
             flops.per_token * sum(meta.lengths) + flops.per_sample * len(meta.lengths)
             + flops.per_label * meta.label_tokens + pairs
         )
-
-
-def _step_flops(
-    module: nn.Module, causal: bool, earlier: bool, example: Load | None = None
-) -> ModuleFlops:
-    """Count a training step of a module, whose submodules run in the order of registration.
-    ``earlier`` is True if something is trained before the module; ``example`` is its load on the
-    example."""
-    example_places = () if example is None else example.places
-    attention = () if example is None else example.attention
-    most_pairs = max((sizes.pairs for _, sizes in attention), default=0.0)
-
-    def products(samples: int, tokens: int, labels: int) -> dict[str, tuple[float, float]]:
-        return count_products(module, Load(samples, tokens, labels, example_places), causal)
-
-    # One token of one sample, two tokens of one sample, and one token with a label, since counts
-    # are linear.
-    single, double, label = products(1, 1, 0), products(1, 2, 0), products(1, 1, 1)
-    total, onward = ModuleFlops(), earlier
-    onward_at: dict[str, bool] = {}
-    for name, child in module.named_modules():
-        trained = any(
-            p is not None and p.requires_grad for p in child._parameters.values()
-        )  # fmt: skip
-        if name in single:
-            times = 1.0 + onward + trained
-            (a, base), (b, base_two), (c, _) = single[name], double[name], label[name]
-            frozen = float(trained)  # weights under adapters are not trained
-            total += ModuleFlops(
-                (b - a) * times - (base_two - base) * frozen,
-                (2 * a - b) * times - (2 * base - base_two) * frozen, (c - a) * times,
-            )
-        onward = onward or trained
-        onward_at[name] = onward
-    path = find_blocks(module)
-    for index, block_flops in enumerate(activation_flops(module, causal, example)):
-        block = f"{path}.{index}"
-        block_flags = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
-        backward = any(block_flags) if block_flags else onward
-        windowed = sum(
-            sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in attention
-            if is_within(name, (block,)) and sizes.pairs < most_pairs
-        )
-        if windowed:
-            block_flops = ModuleFlops(block_flops.per_token + windowed)
-        total += block_flops * (1 + ATTENTION_BACKWARD * backward)
-    return total
 
 
 def _unit(model: PretrainedVlm, name: str, load: Load) -> _TowerUnit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import singledispatch
-from typing import Any, TypeVar
+from typing import Any
 
 from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops, VlmStepFlops
@@ -16,7 +16,6 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.costs.devices import find_device
 
-T = TypeVar("T")
 # Key of the sum over all modules.
 TOTAL = "total"
 
@@ -32,9 +31,23 @@ class Throughput:
         self, model: Model, processes: Mapping[str, int], device: str,
         precision: str, say: Callable[[str], None],
     ) -> None:
-        self._processes, self._say = processes, say
+        self._model, self._processes, self._say = model, processes, say
         self._peak = _peak(device, precision)
-        self._flops: StepFlops | VlmStepFlops | None = self._counted(lambda: _step_flops(model))
+        self._flops: StepFlops | VlmStepFlops | None = None
+        self._countable = True
+
+    def count(self) -> None:
+        """Count the model's FLOPs if that is not done yet. Takes up to a second, so the training
+        loop calls it while ranks run the first step."""
+        if self._flops is None and self._countable:
+            try:
+                self._flops = _step_flops(self._model)
+            except (ModelError, PlanError) as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._say(f"no TFLOP/s: {error}")
+        self._flops, self._countable = None, False
 
     def after_step(self, meta: Sequence[MicrobatchMeta], seconds: float) -> dict[str, Any]:
         """Return a step's entries for ``metrics.jsonl``.
@@ -44,12 +57,13 @@ class Throughput:
             the GPUs that compute the module, if raymm knows it. Empty if the model's FLOPs cannot
             be counted.
         """
-        step_flops = self._flops
-        if step_flops is None:
+        self.count()
+        if self._flops is None:
             return {}
-        by_module = self._counted(lambda: step_flops.of(meta))
-        if by_module is None:
-            self._flops = None
+        try:
+            by_module = self._flops.of(meta)
+        except (ModelError, PlanError) as error:
+            self._give_up(error)
             return {}
         rates = {TOTAL: sum(by_module.values()) / seconds} | {
             name: flops / seconds for name, flops in by_module.items()
@@ -63,13 +77,6 @@ class Throughput:
                 for name, count in self._processes.items()
             }
         return row
-
-    def _counted(self, count: Callable[[], T]) -> T | None:
-        try:
-            return count()
-        except (ModelError, PlanError) as error:
-            self._say(f"no TFLOP/s: {error}")
-            return None
 
 
 @singledispatch

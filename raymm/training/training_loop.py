@@ -272,6 +272,7 @@ class TrainingLoop:
     def _drain(self, leave: int) -> None:
         while len(self._pending) > leave:
             step, batch, pending, waited = self._pending[0]
+            self.throughput.count()
             output = pending.result()
             self._pending.popleft()
             self._read = step

@@ -14,7 +14,6 @@ from raymm.costs import step_flops
 from raymm.costs.step_flops import VlmStepFlops
 from raymm.data import DataConfig, local_steps
 from raymm.model.vlm import from_pretrained
-from raymm.monitor.throughput import Throughput
 from tests.support.tiny_folders import modalities, tiny
 
 
@@ -78,15 +77,3 @@ def test_adapters_count_less_than_all_weights():
         )
     ]
     assert 0.6 * both[0] < both[1] < 0.8 * both[0]
-
-
-def test_metrics_have_the_rate_of_every_module():
-    model, step = described("gemma3", {})
-    said = []
-    throughput = Throughput(model, {"vision": 1, "llm": 1, "total": 2}, "cpu", "fp32", said.append)
-    row = throughput.after_step(step.meta, 2.0)
-    flops = VlmStepFlops(model).of(step.meta)
-    flops["total"] = sum(flops.values())
-    due = {name: each / 2e12 for name, each in flops.items()}
-    assert row["tflops"] == pytest.approx(due, rel=1e-3)
-    assert said == []

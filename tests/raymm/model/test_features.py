@@ -76,7 +76,10 @@ def test_what_a_kind_lacks_is_refused_with_the_reason(models, feature, kind, tmp
 
 def test_a_run_says_why_it_has_no_flops(models):
     said = []
-    Throughput(models[Kind.GRAPH], {}, "cpu", "fp32", said.append)
+    throughput = Throughput(models[Kind.GRAPH], {}, "cpu", "fp32", said.append)
+    assert said == []  # counted during the first step
+    throughput.count()
+    assert throughput.after_step([], 1.0) == throughput.after_step([], 1.0) == {}
     assert len(said) == 1 and said[0].startswith("no TFLOP/s: ")
     assert said[0].endswith(features.FLOPS.graph)
 
