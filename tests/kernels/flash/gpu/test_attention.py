@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from benchmarks.gpu.attention_case import BOUNDS, Case, inputs, options, part_errors
 from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.mask import patterns
-from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 from tests.support.interpreted_triton import device, errors, run
 from tests.support.random_masks import tables
@@ -76,88 +75,6 @@ def test_descriptors_and_addresses_give_the_same_bits(triton_worker, head_dim, d
     triton_worker(_same_by_descriptors, case)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_gradients_in_any_order(triton_worker, pattern):
-    """Compute all gradients in one kernel; sequences of different masks, grouped heads, split rows.
-    """
-    masks = tuple(every_pattern(53, seed)[pattern]() for seed in range(2))
-    case = Case(
-        masks, (2, 1), 40, blocks=(16, 32), processors=16, descriptors=True, unordered=True
-    )
-    check(triton_worker, case)
-
-
-def _own_blocks_in_any_order(case: Case) -> dict[str, float]:
-    """Use the table's launch configurations."""
-    from raymm.kernels.flash.gpu.launch_configs import attention_config
-
-    config = attention_config(
-        case.head_dim, torch.bfloat16, descriptors=True, unordered=True
-    )
-    assert config.backward_key.unordered
-    return errors(case)
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-def test_gradients_in_any_order_with_their_own_blocks(triton_worker, head_dim):
-    mask = every_pattern(144)["mp"]()
-    case = Case((mask,), (2, 1), head_dim, "bfloat16", unordered=True)
-    found = triton_worker(_own_blocks_in_any_order, case)
-    assert max(found.values()) <= BOUNDS["bfloat16"], found
-
-
-def test_order_is_kept_if_it_is_free():
-    from raymm.kernels.flash.gpu.launch_configs import attention_config
-
-    for head_dim, more in ((256, {}), (32, {}), (128, {"softcap": True})):
-        ordered, either = (
-            attention_config(head_dim, torch.bfloat16, descriptors=True, unordered=u, **more)
-            for u in (False, True)
-        )
-        assert ordered == either
-    for dtype, descriptors in ((torch.float32, True), (torch.bfloat16, False)):
-        config = attention_config(128, dtype, descriptors=descriptors, unordered=True)
-        assert not config.backward_key.unordered
-
-
-def _described(case: Case) -> None:
-    from raymm.kernels.flash.gpu.operands import describable, source
-
-    query = inputs(case)[0]
-    assert describable(query, query) and not describable(query, query[:0])
-    assert not describable(query[:1].expand(3, -1, -1, -1))
-    by_token = query[:1].transpose(1, 2).contiguous().transpose(1, 2)
-    described = source(by_token, 32, 64, descriptors=True)
-    assert described.block_shape == [1, 1, 32, 64] and described.shape == list(by_token.shape)
-    # A single sequence may have any batch stride; the descriptor covers all data.
-    assert described.strides == [by_token.numel(), *by_token.stride()[1:]]
-    assert source(query, 32, 64, descriptors=False) is query
-
-
-def test_tensors_that_support_descriptors(triton_worker):
-    triton_worker(_described, Case((patterns.causal(40),) * 2, (2, 1), 40))
-
-
-def _expanded_gradient(case: Case) -> None:
-    """Use the gradient of a sum, whose repeated memory no descriptor supports."""
-    from raymm.kernels.flash.gpu.attention import triton_attention
-
-    *tensors, _ = inputs(case)
-    found = []
-    for dense in (False, True):
-        leaf = tensors[0].clone().requires_grad_()
-        out, _ = triton_attention(leaf, *tensors[1:], case.masks, **options(case))
-        gradient = torch.ones((), dtype=out.dtype).expand(out.shape)
-        out.backward(gradient.contiguous() if dense else gradient)
-        found.append(leaf.grad)
-    assert torch.equal(*found)
-
-
-def test_expanded_gradients_under_descriptors(triton_worker):
-    case = Case((patterns.causal(40),), (2, 1), 40, "bfloat16", blocks=(32, 16), descriptors=True)
-    triton_worker(_expanded_gradient, case)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("pattern", ["causal", "ee_isolated", "mp_window", "cross_all"])
 def test_half_precision(triton_worker, pattern, dtype):
@@ -197,14 +114,6 @@ def test_parts_with_values_of_another_head_dim(triton_worker):
     assert max(found.values()) <= BOUNDS["float32"], found
 
 
-@pytest.mark.parametrize("softcap", [2.0, 50.0])
-@pytest.mark.parametrize("pattern", ["window", "mp"])
-def test_softcap_and_scale(triton_worker, pattern, softcap):
-    mask = every_pattern(144)[pattern]()
-    case = Case((mask,), (2, 1), scale=0.7, softcap=softcap, blocks=(64, 32))
-    check(triton_worker, case)
-
-
 def test_batches_of_different_masks(triton_worker):
     first, second = (every_pattern(144, seed)["ee"]() for seed in (0, 1))
     plain = patterns.causal(144)
@@ -223,60 +132,6 @@ def test_odd_sizes(triton_worker, shape):
     mask = patterns.full(*shape)
     for processors in (None, 4):
         check(triton_worker, Case((mask,), (2, 1), blocks=(16, 16), processors=processors))
-
-
-def test_rows_that_see_nothing(triton_worker):
-    nothing = AttentionMask([[0] * 10], [[0, 1]], 70, 50)
-    check(triton_worker, Case((nothing, patterns.full(70, 50)), blocks=(32, 32), processors=16))
-
-
-def _split_and_not(case: Case) -> dict[str, float]:
-    """Return errors of a call that every kernel splits.
-
-    It must equal a call without splitting, and be reproducible.
-    """
-    from raymm.kernels.flash.gpu.device_tables import attention_plan
-
-    whole = run(replace(case, processors=None))
-    parts = run(case)
-    for one, other in zip(whole, parts, strict=True):
-        one, other = one.nan_to_num(neginf=0), other.nan_to_num(neginf=0)
-        assert (one - other).norm() <= 1e-6 * one.norm()
-    again = run(case)
-    assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
-    plan = _last_plan(attention_plan, case)
-    tables = (plan.forward, plan.backward_query, plan.backward_key)
-    assert all(one.slots > len(one.merges) > 0 for one in tables)
-    return errors(case, found=again)
-
-
-def _last_plan(attention_plan, case: Case):
-    from raymm.kernels.flash.gpu import attention
-
-    layout = attention._layout(
-        torch.device(device()), *case.heads, case.head_dim * 4, case.processors
-    )
-    return attention_plan(case.masks, options(case)["launch"].config, layout, _device())
-
-
-def _device() -> torch.device:
-    return torch.device(device()) if device() == "cpu" else torch.device("cuda", 0)
-
-
-# The fewest blocks that every kernel still splits.
-@pytest.mark.cells(1)
-@pytest.mark.parametrize(
-    ("pattern", "length", "blocks"),
-    [
-        ("causal", 800, (128, 128)), ("ee", 800, (128, 128)), ("prefix", 800, (128, 128)),
-        ("shared_question", 1000, (128, 64)),
-    ],
-)
-def test_split_equals_whole_and_is_deterministic(triton_worker, pattern, length, blocks):
-    mask = every_pattern(length)[pattern]()
-    case = Case((mask,), blocks=blocks, processors=64)
-    found = triton_worker(_split_and_not, case)
-    assert max(found.values()) <= BOUNDS[case.dtype], found
 
 
 def _recomputed(case: Case) -> None:
@@ -299,28 +154,6 @@ def _recomputed(case: Case) -> None:
 
 def test_recomputation(triton_worker):
     triton_worker(_recomputed, Case((every_pattern(144)["mp"](),), (2, 1), blocks=(64, 64)))
-
-
-def _some_gradients(case: Case) -> None:
-    from raymm.kernels.flash.gpu.attention import triton_attention
-
-    plain = run(case)[2:]
-    for wanted in [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
-        *tensors, grad_out = (t.to(device()) for t in inputs(case))
-        tensors = [t.requires_grad_(bool(w)) for t, w in zip(tensors, wanted, strict=True)]
-        out, lse = triton_attention(*tensors, case.masks, **options(case))
-        assert not lse.requires_grad
-        out.backward(grad_out)
-        for tensor, want, grad in zip(tensors, wanted, plain, strict=True):
-            assert (tensor.grad is None) == (not want)
-            assert not want or torch.equal(tensor.grad.cpu(), grad)
-    out, _ = triton_attention(*(t.detach() for t in tensors), case.masks, **options(case))
-    assert not out.requires_grad
-
-
-def test_only_wanted_gradients(triton_worker):
-    mask = every_pattern(100)["ee"]()
-    triton_worker(_some_gradients, Case((mask,), (2, 1), blocks=(64, 64)))
 
 
 def _layouts(case: Case) -> None:
@@ -351,33 +184,10 @@ def test_layouts_in_memory(triton_worker):
     triton_worker(_layouts, Case(masks, (4, 2), 40, blocks=(64, 64)))
 
 
-def _plans_are_shared(case: Case) -> None:
-    from raymm.kernels.flash.gpu.device_tables import CACHED_PLANS, attention_plan
-
-    attention_plan.cache_clear()
-    for _ in range(3):
-        run(case)
-    assert attention_plan.cache_info()[:2] == (2, 1)
-    assert attention_plan.cache_info().maxsize == CACHED_PLANS
-
-
-def test_plans_are_shared(triton_worker):
-    triton_worker(_plans_are_shared, Case((patterns.causal(40),), blocks=(32, 32)))
-
-
 def test_refusals():
     """Check that errors name the value and what is accepted, without GPU or interpreter."""
     from raymm.kernels.flash.gpu.attention import triton_attention
-    from raymm.kernels.flash.gpu.launch_configs import attention_config, scales
 
-    with pytest.raises(ValueError, match="head dim must be at most 512, got 520"):
-        attention_config(520, torch.bfloat16)
-    with pytest.raises(ValueError, match="float64"):
-        attention_config(64, torch.float64)
-    with pytest.raises(ValueError, match="scale must be positive, got -1"):
-        scales(64, -1.0, None)
-    with pytest.raises(ValueError, match="softcap must be positive or None, got 0"):
-        scales(64, None, 0.0)
     query, mask = torch.randn(1, 4, 8, 32), patterns.causal(8)
     with pytest.raises(ValueError, match="4 query heads are not a multiple of 3"):
         triton_attention(query, query[:, :3], query[:, :3], (mask,))
