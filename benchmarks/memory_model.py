@@ -30,7 +30,7 @@ from benchmarks.shared import common, image_text
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.host.memory import CopyOptions
 from raymm.actors.memory.live_bytes import LiveBytes
-from raymm.actors.optimizer.snapshot import copy_of
+from raymm.actors.optimizer.host_staging import copy_of
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.layout.host_memory import HostNeed, host_needs

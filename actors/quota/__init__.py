@@ -6,11 +6,10 @@ Create a backend (:class:`CudaBackend`, or :class:`RecordingBackend` without a G
 the streams that :meth:`StreamPool.select` returns (Mosaic §3.2).
 """
 
-from raymm.actors.quota.backend import Backend, QuotaStream, Stream
 from raymm.actors.quota.concurrent_modules import ConcurrentModules, check_no_shared_parameters
 from raymm.actors.quota.cuda_backend import CudaBackend
 from raymm.actors.quota.partition import Multiprocessors, Partition, partition
-from raymm.actors.quota.pool import StreamPool, StreamSet
+from raymm.actors.quota.pool import Backend, QuotaStream, Stream, StreamPool, StreamSet
 from raymm.actors.quota.recording import Account, QuotaSpan, RecordingBackend
 from raymm.actors.quota.work import Output, Work
 

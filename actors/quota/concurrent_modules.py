@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.quota.backend import QuotaStream
 from raymm.actors.quota.generators import Ticket, generator_state, seed_generators
-from raymm.actors.quota.pool import StreamSet
+from raymm.actors.quota.pool import QuotaStream, StreamSet
 from raymm.actors.quota.work import Output, Work, tensors_in
 from raymm.errors import InternalError
 

@@ -45,7 +45,7 @@ STREAMS_PER_CONTEXT = 1
 
 
 class CudaStream:
-    """Torch stream with the interface of :class:`raymm.actors.quota.backend.Stream`."""
+    """Torch stream with the interface of :class:`raymm.actors.quota.pool.Stream`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.torch_stream = stream

@@ -1,4 +1,5 @@
-"""Pool of SM-quota streams: every partition that a plan uses, created before the first step.
+"""Streams with SM quotas: their interface, and the pool of every partition that a plan uses, which
+is created before the first step.
 
 Creating a green context takes tens of milliseconds, and modules alternate many times in a step
 (Mosaic §3.2). The plan determines the concurrent modules, so all streams are created at the start,
@@ -7,12 +8,59 @@ and a change of the plan's stage only selects another set.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from raymm.actors.quota.backend import Backend, QuotaStream
-from raymm.actors.quota.partition import Partition, partition
+import torch
+
+from raymm.actors.quota.partition import Multiprocessors, Partition, partition
 from raymm.errors import PlanError
+
+
+class Stream(Protocol):
+    """Queue of device work. No method waits on the host."""
+
+    def record(self) -> Any:
+        """Return an event that marks everything issued to the stream so far."""
+
+    def wait(self, event: Any) -> None:
+        """Run work that is issued from now on after ``event``."""
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep the memory of tensors that the stream's work reads from being reused before that
+        work is done."""
+
+
+class QuotaStream(Stream, Protocol):
+    """Stream whose work runs on one partition of the GPU."""
+
+    partition: Partition
+
+    def use(self) -> AbstractContextManager[None]:
+        """Make the stream the calling thread's current stream."""
+        ...
+
+
+class Backend(Protocol):
+    """Factory of streams on partitions of one GPU."""
+
+    gpu: Multiprocessors
+    queues: str
+    """Text that says if partitions have separate work queues; empty if there are no queues."""
+
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> QuotaStream:
+        """Create a stream on a partition; ``colocated`` partitions run at the same time."""
+        ...
+
+    def current(self) -> Stream:
+        """Return the calling thread's current stream on the backend's device."""
+        ...
+
+    def close(self) -> None:
+        """Destroy all streams, whose results must not be in use any more. Closing twice does
+        nothing."""
 
 
 @dataclass(frozen=True)

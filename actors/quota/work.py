@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.quota.backend import Backend, QuotaStream
+from raymm.actors.quota.pool import Backend, QuotaStream
 
 
 @dataclass(frozen=True)

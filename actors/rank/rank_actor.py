@@ -36,9 +36,8 @@ from raymm.actors.optimizer.checkpoint_shards import (
     copy_tensors,
     stored_shards,
 )
-from raymm.actors.optimizer.host_staging import HostStaging
+from raymm.actors.optimizer.host_staging import HostStaging, SnapshotActor, copy_of, restore
 from raymm.actors.optimizer.optimizer import Progress, RankOptimizer
-from raymm.actors.optimizer.snapshot import SnapshotActor, copy_of, restore
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.rank_spec import RankSpec

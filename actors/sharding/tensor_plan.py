@@ -12,14 +12,15 @@ from transformers.pytorch_utils import Conv1D
 from raymm.actors.adapters.lora import HIGH, LOW, AdaptedLayer
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
-from raymm.actors.sharding.tensor_rules import find_rules, generic
-from raymm.actors.sharding.tensor_units import (
+from raymm.actors.sharding.tensor_rules import (
     Experts,
     ParameterShard,
     Range,
     Ranges,
     Rules,
     Unit,
+    find_rules,
+    generic,
     is_key_or_value,
     is_query,
     output_head,

@@ -42,7 +42,7 @@ from raymm.actors.sharding.tensor_plan import (
     local_query_heads,
     tied_names,
 )
-from raymm.actors.sharding.tensor_units import widths
+from raymm.actors.sharding.tensor_rules import widths
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.collectives.tensor_parallel import (
     copy_to_shards,

@@ -28,7 +28,7 @@ from raymm.actors.sharding.visual_tokens import (
     cross_arguments,
     own_visual_tokens,
 )
-from raymm.actors.stages.draw_grids import DRAWN_ROWS
+from raymm.actors.stages.item_shares import DRAWN_ROWS
 from raymm.errors import ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.hf import self_attention as hf_attention

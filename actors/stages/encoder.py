@@ -19,10 +19,8 @@ from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
-from raymm.actors.stages.draw_grids import sample_rows, share_of_rows
-from raymm.actors.stages.item_shares import ITEMS, ItemShares
-from raymm.actors.stages.part_forward import PartForward
-from raymm.actors.stages.stage import Call, Stage
+from raymm.actors.stages.item_shares import ITEMS, ItemShares, sample_rows, share_of_rows
+from raymm.actors.stages.stage import Call, PartForward, Stage
 from raymm.actors.stages.stage_inputs import (
     Reads,
     from_side,

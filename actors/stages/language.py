@@ -30,14 +30,11 @@ from raymm.actors.sharding.sample_rows import text_of_samples
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.stages.attention_arguments import LONGEST, MaskedAttention, ModelMasks, Text
-from raymm.actors.stages.draw_grids import DRAWN_ROWS, sample_rows, text_grid
-from raymm.actors.stages.item_shares import RowShares
+from raymm.actors.stages.item_shares import DRAWN_ROWS, RowShares, sample_rows, text_grid
 from raymm.actors.stages.labels import PAIR, Labelled, with_sources
-from raymm.actors.stages.part_forward import PartForward
-from raymm.actors.stages.stage import Call, Stage
+from raymm.actors.stages.stage import Call, PartForward, Stage
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
-from raymm.actors.stages.texts.decoding import KeyValueCaches, likeliest
-from raymm.actors.stages.texts.joined_texts import apart_if_need_be
+from raymm.actors.stages.texts.decoding import KeyValueCaches, apart_if_need_be, likeliest
 from raymm.actors.stages.token_loss import TokenLoss, token_loss_sum
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource

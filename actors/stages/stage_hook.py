@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.stages.draw_grids import sample_rows
+from raymm.actors.stages.item_shares import sample_rows
 from raymm.errors import ModelError
 from raymm.kernels.shared_draws import Grid, set_grid
 

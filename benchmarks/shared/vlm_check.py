@@ -58,7 +58,7 @@ from raymm.actors.weights.source import ConfigSource
 from raymm.errors import Error
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op
-from raymm.storage.model_folder import SOURCE, ModelFolder
+from raymm.storage.export import SOURCE, ModelFolder
 
 
 def reload_problem(

@@ -28,8 +28,7 @@ from raymm.actors.stages.node import NodeStageSpec
 from raymm.errors import ModelError
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.features import FILES, PIPELINED_PLANS, Kind
-from raymm.model.modality_model import ModalityModel
-from raymm.model.modality_module import ModalityModule
+from raymm.model.modality_module import ModalityModel, ModalityModule
 from raymm.model.module import Module, NodeModule
 from raymm.model.ports import node_ports
 from raymm.model.trainable_layers import counted

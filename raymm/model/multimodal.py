@@ -40,8 +40,7 @@ from raymm.kernels.mask.spans import MAX_KIND
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.features import Kind
-from raymm.model.modality_model import ModalityModel
-from raymm.model.modality_module import ModalityModule, check_weights
+from raymm.model.modality_module import ModalityModel, ModalityModule, check_weights
 from raymm.model.model import LANGUAGE_MODEL, only_loss
 from raymm.model.module import EncoderModule, LanguageModule, Module
 from raymm.model.ports import language_ports

@@ -20,7 +20,7 @@ from raymm.actors.modules.message import Decode
 from raymm.data import MicrobatchMeta, describe
 from raymm.data.loading.builder import SampleCheck
 from raymm.errors import ModelError
-from raymm.runtime.pending_step import PendingStep
+from raymm.runtime.parallel_module import PendingStep
 from raymm.scheduler.plan.plan import Plan
 
 # Settings of a generation configuration that do not affect the text, or for which raymm has its own

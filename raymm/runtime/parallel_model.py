@@ -47,8 +47,7 @@ from raymm.model.vlm_batch import TEXT
 from raymm.plural import plural
 from raymm.runtime.cluster import connect
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_module import ParallelModule
-from raymm.runtime.pending_step import PendingStep, grad_norm
+from raymm.runtime.parallel_module import ParallelModule, PendingStep, grad_norm
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, skipped_step
 from raymm.scheduler.graph.sample_ranges import rows_of
 from raymm.scheduler.plan.plan import Plan, Stage

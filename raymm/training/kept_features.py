@@ -34,7 +34,7 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.packages import import_object
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.reached_code import reached_code
+from raymm.storage.code_digest import reached_code
 from raymm.storage.run_description import describe_modality, describe_module, describe_source
 
 GIB = 2**30

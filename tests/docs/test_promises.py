@@ -24,7 +24,7 @@ PROMISES = {
             "tests/training/test_saved_steps.py::"
             "test_steps_wait_for_synchronous_checkpoints",
         "also on NFS":
-            "tests/raymm/files/test_run_owner.py::test_a_link_request_repeated_by_nfs_succeeds",
+            "tests/raymm/storage/test_run_owner.py::test_a_link_request_repeated_by_nfs_succeeds",
         "Removing a checkpoint removes only the files that its manifest names.":
             "tests/raymm/storage/test_links.py::"
             "test_link_targets_and_other_files_in_a_step_are_kept",
@@ -53,7 +53,7 @@ PROMISES = {
             "tests/training/test_resume.py::"
             "test_another_layout_resumes_from_the_same_checkpoint",
         "a second run is rejected while the first lives":
-            "tests/raymm/files/test_run_owner.py::"
+            "tests/raymm/storage/test_run_owner.py::"
             "test_a_concurrent_command_is_rejected_with_the_owner",
         "a save that begins before the previous one is committed waits":
             "tests/raymm/storage/test_checkpoint.py::"
@@ -76,12 +76,12 @@ PROMISES = {
         "also removes all but the newest intact one, unless a run is active in the folder":
             "tests/raymm/storage/test_inspection.py::test_pruning_keeps_the_newest_intact_checkpoints",
         "Each tensor is stored in the dtype of the source folder":
-            "tests/raymm/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
+            "tests/raymm/storage/test_export.py::test_each_tensor_keeps_its_own_dtype",
         "or the command fails and leaves no folder":
-            "tests/raymm/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_export.py::"
             "test_a_folder_that_reads_back_differently_is_refused",
         "Exporting an exported folder gives the same bytes.":
-            "tests/raymm/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_export.py::"
             "test_an_untrained_model_is_written_byte_for_byte",
         "A folder that has other files in it is renamed":
             "tests/raymm/storage/test_links.py::test_a_linked_run_folder_keeps_its_neighbours",
@@ -103,15 +103,15 @@ PROMISES = {
             "tests/raymm/storage/test_adapter_folder.py::"
             "test_peft_computes_the_same_with_either_scaling",
         "`bfloat16` or `float16` stores all tensors in that dtype":
-            "tests/raymm/storage/test_model_folder.py::test_another_dtype_is_written_on_request",
+            "tests/raymm/storage/test_export.py::test_another_dtype_is_written_on_request",
         "are loaded without quantization and cannot be written in their own format":
-            "tests/raymm/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_export.py::"
             "test_an_fp8_folder_is_written_without_quantisation",
         "Other quantized folders are rejected before a run starts":
-            "tests/raymm/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_export.py::"
             "test_other_quantised_folders_are_refused_by_method",
         "the exported configuration has `tie_word_embeddings: false`":
-            "tests/raymm/storage/test_model_folder.py::"
+            "tests/raymm/storage/test_export.py::"
             "test_a_merged_head_is_not_tied_to_the_embedding",
     },
     "docs/clusters.md": {

@@ -22,7 +22,7 @@ import torch
 from raymm.actors.executor.executor import Executor
 from raymm.actors.faults.task_tracker import TaskTracker
 from raymm.actors.modules import token_layout
-from raymm.actors.optimizer import checkpoint_shards, snapshot
+from raymm.actors.optimizer import checkpoint_shards, host_staging
 from raymm.actors.optimizer.checkpoint_shards import HostCopy
 from raymm.actors.rank.connections import Connections
 from raymm.kernels.mask.mask import AttentionMask
@@ -195,8 +195,8 @@ def install() -> None:
     ):
         setattr(owner, name, watch(getattr(owner, name)))
     for owner, name, phase in (
-        (snapshot, "copy_of", "snapshot"), (snapshot, "packed", "snapshot: hand over"),
-        (snapshot, "restore", "recovery"), (HostCopy, "copy", "checkpoint: copy"),
+        (host_staging, "copy_of", "snapshot"), (host_staging, "packed", "snapshot: hand over"),
+        (host_staging, "restore", "recovery"), (HostCopy, "copy", "checkpoint: copy"),
         (checkpoint_shards, "save_file", "checkpoint: write"),
         (checkpoint_shards, "_checksum_of_source", "checkpoint: sync"),
     ):

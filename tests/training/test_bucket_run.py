@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.location import storage_folder
-from raymm.files import run_owner
+from raymm.storage import run_folder
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 from raymm.storage.run_folder import RunFolder
@@ -43,7 +43,7 @@ class HeldUpload:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Set the local folder for runs in buckets."""
-    monkeypatch.setattr(run_owner, "SETTLE_S", 0.2)
+    monkeypatch.setattr(run_folder, "SETTLE_S", 0.2)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from raymm.actors.optimizer import host_staging
 from raymm.actors.optimizer.checkpoint_shards import HostCopy, Saved
 from raymm.actors.optimizer.host_staging import ALIGNMENT, HostStaging, staging_bytes
+from raymm.actors.optimizer.optimizer import Progress
 from raymm.actors.rank.rank_actor import RankActor
 
 GPU = torch.device("cuda", 0)
@@ -194,3 +195,33 @@ def test_a_failed_copy_leaves_no_wait() -> None:
         with pytest.raises(ZeroDivisionError):
             copied.result(10)
         staging.wait()
+
+
+def test_delivery_does_not_wait_for_a_failed_copy(monkeypatch):
+    """Check that it does not deliver the next copy instead, which would be one step off."""
+    taken = []
+
+    def copy_of(stages, optimizer, staging):
+        taken.append(step := len(taken) + 1)
+        if step == 2:
+            raise MemoryError
+
+        def result():
+            if step == 3:  # in the copying thread
+                raise MemoryError
+            return host_staging.Snapshot(Progress(step, True), {}, {})
+
+        return result
+
+    monkeypatch.setattr(host_staging, "copy_of", copy_of)
+    actor = host_staging.SnapshotActor()
+    actor._stages, actor._optimizer, actor._staging = {}, None, None
+    handed = []
+    for step in (1, 2, 3, 4):
+        if step == 2:
+            with pytest.raises(MemoryError):
+                actor.copy_snapshot()
+        else:
+            actor.copy_snapshot()
+        handed.append(actor.hand_over_snapshot()[0])
+    assert handed == [1, None, None, 4]

@@ -10,7 +10,7 @@ import transformers
 from raymm.actors.adapters.lora import adapt, is_adapter, plain_copy
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.errors import ModelError
-from raymm.storage.model_folder import save_adapters
+from raymm.storage.export import save_adapters
 
 RANKS = {"q_proj": 4, "up_proj": 6}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from raymm.actors.optimizer.checkpoint_shards import checksum, write_shard
-from raymm.files.run_owner import RunOwner
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.inspection import compare_checkpoints, inspect_checkpoints
 from raymm.storage.manifest import FileEntry, Manifest, write_manifest
+from raymm.storage.run_folder import RunOwner
 from raymm.storage.step_folders import TORN
 from tests.raymm.storage.test_manifest import checkpoint, flip_bit
 

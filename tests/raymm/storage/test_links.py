@@ -152,7 +152,7 @@ def test_a_linked_run_folder_keeps_its_neighbours(tmp_path, run, operation, plac
 
 def test_a_mirrored_folder_follows_no_link(s3, outside, tmp_path, monkeypatch):
     """Check the local folder of a run in a bucket: emptied at the start, and uploaded."""
-    monkeypatch.setattr("raymm.files.run_owner.SETTLE_S", 0.5)
+    monkeypatch.setattr("raymm.storage.run_folder.SETTLE_S", 0.5)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
     folder = RunFolder(s3.url("linked"))
     folder.check()

@@ -6,10 +6,10 @@ import os
 import pytest
 
 from raymm.cli.main import main
-from raymm.files.run_owner import OWNER, RunOwner
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.inspection import inspect_checkpoints
 from raymm.storage.manifest import MANIFEST
+from raymm.storage.run_folder import OWNER, RunOwner
 from tests.raymm.storage.test_links import write_checkpoint
 
 

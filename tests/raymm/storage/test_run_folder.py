@@ -18,14 +18,14 @@ from raymm.actors.rank.rank_group import RankPlace
 from raymm.actors.storage import bucket
 from raymm.actors.storage.folder import FILE_MODE, replace_file, set_file_modes
 from raymm.errors import ConfigError, RunFileError
-from raymm.files import run_owner
 from raymm.files.run_files import remove_partial
+from raymm.storage import run_folder
 from raymm.storage.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_owner, "SETTLE_S", 0.5)
+    monkeypatch.setattr(run_folder, "SETTLE_S", 0.5)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from raymm.cli.main import EXIT_USER_ERROR
 from raymm.errors import ConfigError, RunError, RunFileError
-from raymm.files import run_owner
-from raymm.files.run_owner import OWNER, Owner, RunOwner
+from raymm.storage import run_folder
+from raymm.storage.run_folder import OWNER, Owner, RunOwner
 from tests.support.processes import end_group, wait_until
 from tests.support.tiny_run import child_environment, curve, start
 
@@ -26,7 +26,7 @@ PATIENCE_S = 120.0
 HOLDER = """
 import sys
 from pathlib import Path
-from raymm.files.run_owner import RunOwner
+from raymm.storage.run_folder import RunOwner
 with RunOwner(Path(sys.argv[1]), print):
     print("owner", flush=True)
     sys.stdin.read()
@@ -38,7 +38,7 @@ RACE = """
 import json, os, signal, sys
 from pathlib import Path
 from raymm.errors import ConfigError
-from raymm.files.run_owner import RunOwner
+from raymm.storage.run_folder import RunOwner
 
 folder, racers, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
@@ -151,7 +151,7 @@ def test_a_killed_owner_is_replaced_without_waiting(tmp_path, monkeypatch):
             PATIENCE_S, "its end",
         )
         # From here on: the patched clock is global, and the wait above uses it.
-        monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
+        monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: pytest.fail("it waits"))
         said = []
         with RunOwner(tmp_path, said.append):
             assert f"belonged to process {process.pid} on " in said[0]
@@ -174,7 +174,7 @@ def test_a_link_request_repeated_by_nfs_succeeds(tmp_path, monkeypatch):
         link(source, target)
         link(source, target)
 
-    monkeypatch.setattr(run_owner.os, "link", repeated)
+    monkeypatch.setattr(run_folder.os, "link", repeated)
     with RunOwner(tmp_path) as owner:
         owner.check()
         with pytest.raises(ConfigError, match="storage_path is"), RunOwner(tmp_path):
@@ -189,7 +189,7 @@ def test_a_reused_process_id_is_another_process(tmp_path):
 
 
 def test_a_remote_owner_is_checked_by_its_heartbeats(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_owner, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_folder, "LOOK_S", 0.01)
     owned_by(tmp_path, elsewhere())
     beats = threading.Event()
 
@@ -207,12 +207,12 @@ def test_a_remote_owner_is_checked_by_its_heartbeats(tmp_path, monkeypatch):
     finally:
         beats.set()
         thread.join()
-    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 0.1)
+    monkeypatch.setattr(run_folder, "GONE_AFTER_S", 0.1)
     with RunOwner(tmp_path, said.append):
         assert "belonged to" in said[-1] and "on far" in said[-1]
     # The owner has been silent for long: no further wait.
-    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 60.0)
-    monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(run_folder, "GONE_AFTER_S", 60.0)
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: pytest.fail("it waits"))
     owned_by(tmp_path, elsewhere(namespace=None))
     os.utime(tmp_path / OWNER, times=(0, time.time() - 61))
     with RunOwner(tmp_path):
@@ -223,8 +223,8 @@ def test_a_remote_owner_is_checked_by_its_heartbeats(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'{"pid": "x"}', b"\xff\xff"])
 def test_an_owner_file_without_a_name_can_expire(tmp_path, monkeypatch, text):
     (tmp_path / OWNER).write_bytes(text)
-    monkeypatch.setattr(run_owner, "LOOK_S", 0.01)
-    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 0.05)
+    monkeypatch.setattr(run_folder, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_folder, "GONE_AFTER_S", 0.05)
     with RunOwner(tmp_path) as owner:
         owner.check()
 
@@ -240,7 +240,7 @@ def test_a_killed_claimant_is_replaced(tmp_path):
 
 
 def test_a_replaced_owner_is_notified(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(run_folder, "HEARTBEAT_S", 0.01)
     with RunOwner(tmp_path) as owner:
         os.utime(tmp_path / OWNER, times=(0, 0))
         wait_until(lambda: (tmp_path / OWNER).stat().st_mtime > 1, PATIENCE_S, "a sign of life")

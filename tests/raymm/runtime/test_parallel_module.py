@@ -3,7 +3,7 @@
 import pytest
 
 from raymm.actors.executor.step_meta import StepResult
-from raymm.runtime.pending_step import grad_norm, source_losses
+from raymm.runtime.parallel_module import grad_norm, source_losses
 
 
 def result(**parts):

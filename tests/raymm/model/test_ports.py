@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.probe.ports import reading_layers
 from raymm.errors import ProbeError
+from raymm.model.ports import reading_layers
 
 
 class Block(nn.Module):

@@ -13,16 +13,16 @@ import pytest
 
 from raymm.actors.storage.folder import LocalFolder
 from raymm.errors import ConfigError, RunError
-from raymm.files import run_owner
-from raymm.files.run_owner import OWNER, BucketOwner, Owner
+from raymm.storage import run_folder
+from raymm.storage.run_folder import OWNER, BucketOwner, Owner
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(run_folder, "HEARTBEAT_S", 0.05)
     shorter = {"SETTLE_S": 0.4, "SEEN_S": 0.0, "LOOK_S": 0.02, "GONE_AFTER_S": 0.6}
     for name, seconds in shorter.items():
-        monkeypatch.setattr(run_owner, name, seconds)
+        monkeypatch.setattr(run_folder, name, seconds)
     return LocalFolder(tmp_path)
 
 
@@ -57,11 +57,11 @@ def test_a_remote_owner_lives_while_it_sends_heartbeats(folder):
 
 
 def test_an_ended_owner_is_replaced_immediately(folder, monkeypatch):
-    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 1000.0)
+    monkeypatch.setattr(run_folder, "GONE_AFTER_S", 1000.0)
     code = (
         "import sys, os, signal; from raymm.actors.storage.folder import LocalFolder\n"
-        "from raymm.files import run_owner; run_owner.SETTLE_S = 0.1\n"
-        "run_owner.BucketOwner(LocalFolder(sys.argv[1])).__enter__()\n"
+        "from raymm.storage import run_folder; run_folder.SETTLE_S = 0.1\n"
+        "run_folder.BucketOwner(LocalFolder(sys.argv[1])).__enter__()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, folder.location], check=False, timeout=120)
