@@ -36,8 +36,7 @@ from benchmarks.shared import common
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.features.kept_features import FEATURES
 from raymm.config.build import build_model, build_plan
-from raymm.config.cache_section import CacheSection
-from raymm.config.sections import TrainConfig, load_config
+from raymm.config.sections import CacheSection, TrainConfig, load_config
 from raymm.data import StepLoader
 from raymm.data.loading.feature_lookup import FeatureLookup, item_key
 from raymm.runtime.parallel_model import ParallelModel

@@ -241,7 +241,7 @@ def _measured(
     console: Console,
 ) -> Planned:
     """Run the best plans, and return the planned object with the fastest as its plan."""
-    from raymm.costs.full_microbatch import full_microbatch
+    from raymm.costs.workload import full_microbatch
     from raymm.model.features import MEASURED_COSTS
     from raymm.profiling.measure_plans import distinct_options, measure_options
     from raymm.runtime.cluster import pick_device

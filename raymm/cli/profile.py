@@ -79,8 +79,8 @@ def run_profile(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     check_files(config)
     from raymm.config.build import build_model
-    from raymm.costs.full_microbatch import full_microbatch
     from raymm.costs.profile_files import save_table
+    from raymm.costs.workload import full_microbatch
     from raymm.draw.profile import draw_profile
     from raymm.model.features import MEASURED_COSTS
     from raymm.model.multimodal import MultimodalModule, module_graph
@@ -178,7 +178,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
     Raises:
         DataError, PlanError, ClusterError: names what is wrong.
     """
-    from raymm.costs.full_microbatch import full_microbatch
+    from raymm.costs.workload import full_microbatch
     from raymm.profiling.surfaces import SurfaceMeasurement
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.options import resolve_precision

@@ -18,14 +18,14 @@ from transformers import PretrainedConfig
 
 from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.weights.source import FactorySource
-from raymm.config.example_section import example_tensors
 from raymm.config.model_section import (
     EncoderSection,
     SourceSection,
     adapters_of,
+    example_tensors,
     frozen_flag,
 )
-from raymm.config.named_schedule import named_schedule
+from raymm.config.planning_options import named_schedule
 from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
 from raymm.config.vlm import build_vlm, preference_of, token_loss_of
 from raymm.data.conversations.text import load_tokenizer

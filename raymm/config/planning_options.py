@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from raymm.config.named_schedule import named_schedule
-from raymm.errors import PlanError
+from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.files.section import MOST_COUNT, Count, Text, Tuple
+from raymm.packages import import_object
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.problem import STEPS
 from raymm.scheduler.plan.field_checks import check_number
+from raymm.scheduler.schedules.registry import register
 from raymm.scheduler.search.options import SearchOptions
 
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
@@ -31,6 +32,24 @@ Seconds = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 
 def _field(default: Any, text: str, shown: str = "N") -> Any:
     return field(default=default, metadata={"help": text, "metavar": shown})
+
+
+def named_schedule(field: str, name: str) -> str:
+    """Return a schedule's name. Import and register the custom schedule that ``module:name`` names,
+    a class or an object.
+
+    Raises:
+        ConfigError: there is no such object.
+        PlanError: the object is no schedule.
+    """
+    if ":" not in name:
+        return name
+    try:
+        return register(import_object(name), name)
+    except ModelError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{field} is {name!r}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

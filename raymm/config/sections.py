@@ -15,8 +15,6 @@ from raymm.actors.optimizer.optimizer_config import (
     check_schedule_name,
 )
 from raymm.actors.storage.location import check_location
-from raymm.config.cache_section import CacheSection
-from raymm.config.evaluate_section import EvaluateSection
 from raymm.config.model_section import ModelSection, path_with_revision
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
@@ -45,6 +43,115 @@ MOST_THREADS = 1024
 
 # ParallelSpec checks the minimum and names the degree.
 Degree = Annotated[int, Field(le=MOST_COUNT)]
+
+
+PERPLEXITY = "perplexity"
+PAIR_LOSS = "preference_loss"
+OF_PAIRS = (
+    PAIR_LOSS, "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
+)  # fmt: skip
+METRICS = ("exact_match", "anls", "wer", PERPLEXITY, *OF_PAIRS)
+LOWER_IS_BETTER = ("wer", PERPLEXITY, PAIR_LOSS)
+
+
+def _metric(name: str) -> str:
+    if name not in METRICS and ":" not in name:
+        raise ValueError(f"accepted: {', '.join(METRICS)}, or 'package.module:function'")
+    return name
+
+
+MOST_GIB = 2**20
+
+
+class CacheSection(Section):
+    """Results that a run computes once.
+
+    Attributes:
+        features: where the features of frozen encoders, or of the frozen layers before an encoder's
+            first trained one, are cached: ``"disk"``, across runs; ``"host"``, in host memory
+            (``/dev/shm``) while the run lasts; ``"none"``, nowhere, but encoders still process
+            every item separately, as with a cache. The key of a feature consists of the item's
+            content, the encoder's weights, the code of its classes, callbacks and processor with
+            all user modules that these import, the precision and ``tp``. Once all items of a step
+            are cached, they are not decoded, and the step's program does not run the encoder.
+            Processors and callbacks must be deterministic. For a whole model, the features of its
+            frozen towers are cached; its processor runs every time.
+        folder: folder for ``"disk"`` that all nodes can reach; by default ``features`` in
+            ``~/.cache/raymm``.
+        version: text that is part of the folder's name. Change it together with files that user
+            code reads. Required with ``"disk"`` if changes of the code cannot be detected.
+        room_gib: maximum size of all features in the folder. Features beyond it are computed every
+            time.
+    """
+
+    features: Literal["disk", "host", "none"] = "disk"
+    folder: Text | None = None
+    version: Text | None = None
+    room_gib: Annotated[float, Field(gt=0, le=MOST_GIB)] = 20.0
+
+
+class GenerateSection(Section):
+    """Greedy generation of texts.
+
+    Attributes:
+        max_tokens: maximum number of tokens per text.
+        under_way: number of texts that are generated at once; by default eight for each stage of
+            the language model (sixteen if it has one).
+        skip_special_tokens: omit the tokenizer's special tokens from texts and answers, as
+            ``decode`` of transformers does. Set it to false if they are part of an answer, such as
+            those around boxes.
+    """
+
+    max_tokens: Count = 64
+    under_way: Count | None = None
+    skip_special_tokens: bool = True
+
+
+class EvaluateSection(Section):
+    """Evaluation of a model during training, on the same ranks.
+
+    Attributes:
+        every: steps between evaluations; the first is before all steps, the last after all.
+        generate: how texts are generated.
+        metrics: metrics of the generated text against the last answer of every sample:
+            ``"exact_match"``, ``"anls"`` (average normalised Levenshtein similarity, 0 below 0.5)
+            and ``"wer"`` (word errors over words, lower is better); ``"perplexity"`` of the right
+            answers; or ``"pkg.mod:fn"``, a function of text and answer to a number, which is
+            averaged. For pairs of answers, the chosen one is the right one, and instead of
+            perplexity there is the mean over pairs of the ``"preference_loss"``,
+            ``"rewards/accuracies"``, ``"rewards/margins"``, ``"rewards/chosen"`` or
+            ``"rewards/rejected"``.
+        samples: number of held-out samples, from the first; None for all.
+        best: metric of the best checkpoint, which is kept in addition and named in ``best.json``.
+        lower_is_better: True if a lower value is better; by default known for raymm's own metrics.
+        patience: evaluations without improvement after which the run ends; None for no limit.
+    """
+
+    every: Count
+    generate: GenerateSection = Field(default_factory=GenerateSection)
+    metrics: list[Annotated[Text, AfterValidator(_metric)]] = Field(
+        default_factory=lambda: ["exact_match"], min_length=1
+    )
+    samples: Count | None = 32
+    best: Text | None = None
+    lower_is_better: bool | None = None
+    patience: Count | None = None
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> EvaluateSection:
+        if self.best is not None and self.best not in self.metrics:
+            raise ValueError(f"best is {self.best!r}; accepted: one of metrics, {self.metrics}")
+        if self.best is None and (self.patience or self.lower_is_better is not None):
+            raise ValueError(
+                "patience and lower_is_better need best, the metric that they apply to"
+            )
+        return self
+
+    @property
+    def smallest(self) -> bool:
+        if self.lower_is_better is not None:
+            return self.lower_is_better
+        return self.best in LOWER_IS_BETTER
 
 
 class UpdateSection(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any, cast
@@ -17,6 +17,7 @@ from raymm.actors.weights.model_part import PartSource, is_within
 from raymm.costs.forward_run import kept_elements
 from raymm.costs.load import Load, default_tokens
 from raymm.costs.observed_load import FLAT_ROWS, IMAGE_DIMENSIONS, Observation, observe
+from raymm.data import DataConfig, local_steps
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES, PlanError, ProbeError
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
@@ -313,3 +314,25 @@ def encoder_tokens(
     except PlanError:
         return None
     return tokens, tokens
+
+
+# Number of steps that are searched for a microbatch with every modality.
+MAX_STEPS = 8
+
+
+def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, Any]:
+    """Return a microbatch with every modality, from the first step that has one. Of several, the
+    one with the most items is chosen, then the one with the most text. Raises PlanError if there is
+    none in the first :data:`MAX_STEPS` steps."""
+    found_modalities: set[str] = set()
+    for step in local_steps(config, steps=MAX_STEPS):
+        complete = [
+            (sum(map(len, meta.items.values())), meta.num_samples * meta.seq_len, -index)
+            for index, meta in enumerate(step.meta) if set(modalities) <= set(meta.items)
+        ]
+        if complete:
+            return step.microbatches[-max(complete)[2]]
+        found_modalities |= {name for meta in step.meta for name in meta.items}
+    missing = sorted(set(modalities) - found_modalities)
+    shortage = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"
+    raise PlanError(f"the first {MAX_STEPS} steps of data.train have {shortage}; nothing to run")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raymm.config.evaluate_section import EvaluateSection
+from raymm.config.sections import EvaluateSection
 from raymm.errors import RunFileError
 from raymm.files.run_files import write_whole
 

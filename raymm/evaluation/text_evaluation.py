@@ -18,7 +18,7 @@ import ray
 import torch
 
 from raymm.actors.modules.message import SOURCES
-from raymm.config.evaluate_section import METRICS, OF_PAIRS, PAIR_LOSS, PERPLEXITY, EvaluateSection
+from raymm.config.sections import METRICS, OF_PAIRS, PAIR_LOSS, PERPLEXITY, EvaluateSection
 from raymm.data import (
     IGNORE_INDEX,
     DataConfig,

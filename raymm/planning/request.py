@@ -9,9 +9,8 @@ from typing import Any
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.config.planning_options import PIPELINED, PlanOptions
 from raymm.config.sections import TrainConfig
-from raymm.costs.full_microbatch import full_microbatch
 from raymm.costs.profile_files import load_table
-from raymm.costs.workload import check_tokens
+from raymm.costs.workload import check_tokens, full_microbatch
 from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
 from raymm.errors import PlanError

@@ -8,7 +8,7 @@ from typing import Any
 
 from raymm.actors.probe.callbacks import Cuts
 from raymm.errors import NoPlanError, PlanError, ProbeError
-from raymm.layout.group_check import check_groups
+from raymm.layout.plan_check import check_groups
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.features import PIPELINED_PLANS
 from raymm.model.model import Model

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.rank.module_profiler import ModuleProfiler, ModuleTimes, ProfileRequest
@@ -22,7 +24,6 @@ from raymm.errors import PlanError, ProbeError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.multimodal import MultimodalModule, text_inputs
-from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
@@ -31,6 +32,45 @@ from raymm.scheduler.plan.stage import StageId
 _IGNORE = -100
 _FP32_BYTES = 4
 _ELEMENT_BYTES = {"bf16": 2, "fp32": _FP32_BYTES}
+
+
+# Maximum seconds for all repeats of one measurement.
+MEASURE_TIMEOUT_S = 3600.0
+
+
+class ProfilingActor:
+    """Actor for the length of a ``with`` block. Yields a function that calls it.
+
+    Raises:
+        PlanError: from a call that fails or times out. Names the measured object.
+    """
+
+    def __init__(self, kind: type, resources: RankResources, arguments: tuple, what: str) -> None:
+        self._make = ray.remote(kind).options(
+            num_cpus=resources.cpus, num_gpus=resources.gpus,
+            resources=dict(resources.custom) or None, max_restarts=0,
+        )
+        self._arguments, self._what = arguments, what
+
+    def __enter__(self) -> Callable[..., Any]:
+        self._actor = self._make.remote(*self._arguments)
+        return self._ask
+
+    def _ask(self, method: str, *arguments: Any, timeout: float = MEASURE_TIMEOUT_S) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
+        except GetTimeoutError:
+            raise PlanError(f"profiling {self._what!r}: no answer within {timeout:g} s") from None
+        except RayTaskError as error:
+            cause = error.cause if error.cause is not None else error
+            raise PlanError(
+                f"profiling {self._what!r} failed: {type(cause).__name__}: {cause}"
+            ) from error
+        except RayError as error:  # the actor died, for example out of memory
+            raise PlanError(f"profiling {self._what!r} failed: {error}") from error
+
+    def __exit__(self, *error: object) -> None:
+        ray.kill(cast(ActorHandle, self._actor), no_restart=True)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from raymm.errors import PlanError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.multimodal import MultimodalModule, text_inputs
-from raymm.profiling.profiling_actor import ProfilingActor
+from raymm.profiling.layers import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
 from raymm.scheduler.costs.interference import Colocation, InterferenceFit, fit_interference

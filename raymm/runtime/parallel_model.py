@@ -34,12 +34,16 @@ from raymm.data.loading.builder import SampleCheck
 from raymm.errors import DataError, ModelError, PlanError
 from raymm.kernels.choice.choice import agreed
 from raymm.kernels.flash.gpu.launch_configs import LARGEST_HEAD_DIM
-from raymm.layout.compile_check import check_compiled
-from raymm.layout.group_check import check_groups
 from raymm.layout.host_memory import check_hosts, host_needs, offloads
-from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
-from raymm.layout.plan_check import check_fits, check_grants, differences
+from raymm.layout.plan_check import (
+    check_compiled,
+    check_fits,
+    check_grants,
+    check_groups,
+    check_optimizer,
+    differences,
+)
 from raymm.layout.preference_check import check_loss
 from raymm.layout.rank_specs import RankSpecs, rank_specs
 from raymm.model.model import Model

@@ -21,13 +21,17 @@ from raymm.actors.features.feature_folder import FeatureFolder, make_room
 from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource
-from raymm.config.cache_section import CacheSection
+from raymm.config.sections import CacheSection
 from raymm.data import DataConfig, default_cache
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.errors import ModelError
-from raymm.layout.feature_stages import featured_modules, featured_towers, with_feature_stages
-from raymm.layout.frozen_blocks import what_changes
+from raymm.layout.feature_stages import (
+    featured_modules,
+    featured_towers,
+    what_changes,
+    with_feature_stages,
+)
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule

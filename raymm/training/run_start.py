@@ -8,12 +8,11 @@ from typing import Any
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.weights.hub_folder import pinned
-from raymm.config.evaluate_section import METRICS, OF_PAIRS, PERPLEXITY
-from raymm.config.sections import RunConfig
+from raymm.config.sections import METRICS, OF_PAIRS, PERPLEXITY, RunConfig
 from raymm.data import DataConfig, open_split
 from raymm.data.readers import Dataset
 from raymm.errors import CheckpointError, ConfigError
-from raymm.layout.optimizer_check import check_modules, check_optimizer
+from raymm.layout.plan_check import check_modules, check_optimizer
 from raymm.layout.preference_check import check_loss
 from raymm.model.model import Model
 from raymm.scheduler.plan.plan import Plan
@@ -40,7 +39,7 @@ def check_updates(
 
     Raises:
         ConfigError: steps would not change the model, or evaluation metrics do not fit its loss.
-        PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer` and
+        PlanError: see :func:`raymm.layout.plan_check.check_optimizer` and
             :func:`raymm.layout.preference_check.check_loss`.
     """
     if run.evaluate is not None:

@@ -21,8 +21,7 @@ from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.callbacks.callback import Callback
 from raymm.callbacks.handler import CallbackHandler, run_callbacks
 from raymm.config.build import write_json
-from raymm.config.cache_section import CacheSection
-from raymm.config.sections import RunConfig
+from raymm.config.sections import CacheSection, RunConfig
 from raymm.costs.named_devices import device_names, precision_notes
 from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset

@@ -16,7 +16,7 @@ from raymm.actors.probe import small_model as small_model_file
 from raymm.actors.probe.cut import encoder_inputs, probe_encoder
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.source import ConfigSource, LiveSource
-from raymm.config.example_section import example_tensors
+from raymm.config.model_section import example_tensors
 from raymm.config.sections import parse_config
 from raymm.errors import ConfigError, ProbeError
 

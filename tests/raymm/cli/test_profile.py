@@ -11,8 +11,8 @@ from raymm.cli.main import main
 from raymm.cli.profile import parse_lengths, profile_rows
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
-from raymm.costs.full_microbatch import full_microbatch
 from raymm.costs.profile_files import load_table, save_table
+from raymm.costs.workload import full_microbatch
 from raymm.errors import PlanError
 from raymm.model.multimodal import module_graph
 from raymm.profiling.layers import LayerMeasurement
@@ -129,19 +129,13 @@ def test_a_failing_module_is_named(make_config, ray_cluster):
         LayerMeasurement(model, microbatch, repeats=1).run()
 
 
-def test_a_microbatch_needs_items_for_every_encoder(make_config, inputs, tmp_path):
+def test_a_microbatch_needs_items_for_every_encoder(make_config):
     config = load_config(make_config())
     model = build_model(config)
     found = full_microbatch(config.data, model.encoder_names)
     assert len(found["vision"]["sample_index"]) >= 1
     with pytest.raises(PlanError, match="the microbatch has no items for encoder 'vision'"):
         LayerMeasurement(model, {**found, "vision": {}}).run()
-    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
-    text_only = tmp_path / "text.jsonl"
-    text_only.write_text("".join(json.dumps({**row, "images": []}) + "\n" for row in rows))
-    config = load_config(make_config({"data.train": str(text_only)}))
-    with pytest.raises(PlanError, match=r"no sample with \['vision'\]; nothing to run"):
-        full_microbatch(config.data, ("vision",))
 
 
 def test_lengths_are_whole_numbers():

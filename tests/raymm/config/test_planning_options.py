@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from raymm.config.planning_options import STYLES, PlanningOptions, PlanOptions
-from raymm.errors import PlanError
+from raymm.config.planning_options import STYLES, PlanningOptions, PlanOptions, named_schedule
+from raymm.errors import ConfigError, PlanError
 from raymm.files.section import section_of
 
 
@@ -33,3 +33,19 @@ def test_counts_of_ranks_are_whole_and_positive(field, number):
 def test_the_section_of_a_configuration_has_the_same_defaults():
     section, options = section_of(PlanningOptions)(), PlanningOptions()
     assert section.model_dump() == {**vars(options)}
+
+
+def test_a_plain_name_is_returned_unchanged():
+    assert named_schedule("schedules", "1f1b") == "1f1b"
+
+
+@pytest.mark.parametrize("name", ["no_such_module:Schedule", "math:no_such_object"])
+def test_a_missing_object_is_named_with_the_field(name):
+    with pytest.raises(ConfigError, match=f"^parallel.schedule: .*{name.split(':')[0]}"):
+        named_schedule("parallel.schedule", name)
+
+
+def test_an_object_that_is_no_schedule_is_refused():
+    says = "^schedules is 'math:floor': .*; accepted: a subclass of raymm.Schedule"
+    with pytest.raises(PlanError, match=says):
+        named_schedule("schedules", "math:floor")

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
-from raymm.config.evaluate_section import EvaluateSection
-from raymm.config.sections import RunConfig
+from raymm.config.sections import EvaluateSection, RunConfig
 from raymm.evaluation.best_evaluation import BEST, BestEvaluation
 from raymm.monitor.metrics import MetricsLog
 from raymm.training.training_loop import TrainingLoop

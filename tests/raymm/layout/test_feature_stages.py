@@ -21,8 +21,7 @@ from raymm.actors.stages.stage_inputs import (
     message_of_entries,
     to_side,
 )
-from raymm.layout.feature_stages import featured_modules, with_feature_stages
-from raymm.layout.frozen_blocks import what_changes
+from raymm.layout.feature_stages import featured_modules, what_changes, with_feature_stages
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,

@@ -10,8 +10,7 @@ from benchmarks.shared.family_classes import Family
 from benchmarks.shared.vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.cli.plan import _measured
-from raymm.config.cache_section import CacheSection
-from raymm.config.sections import RunConfig
+from raymm.config.sections import CacheSection, RunConfig
 from raymm.data import DataConfig
 from raymm.errors import ModelError
 from raymm.model import features

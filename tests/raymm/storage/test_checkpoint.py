@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raymm.callbacks.callback import Callback, SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
-from raymm.config.evaluate_section import EvaluateSection
+from raymm.config.sections import EvaluateSection
 from raymm.errors import CheckpointError, NotFiniteError, RankFailedError, RunFileError
 from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.storage import checkpoint, loading

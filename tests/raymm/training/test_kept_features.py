@@ -10,7 +10,7 @@ from transformers import LlamaConfig, SiglipVisionConfig, SiglipVisionModel
 
 import raymm
 from raymm.actors.weights.source import FactorySource
-from raymm.config.cache_section import CacheSection
+from raymm.config.sections import CacheSection
 from raymm.data import DataConfig, ModalityDataConfig
 from raymm.training.kept_features import CodeKey, KeptFeatures, _digest
 

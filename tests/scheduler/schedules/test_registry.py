@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.config.named_schedule import named_schedule
-from raymm.config.planning_options import PlanOptions
+from raymm.config.planning_options import PlanOptions, named_schedule
 from raymm.errors import ConfigError, PlanError
 from raymm.layout.plan_check import check_fits
 from raymm.runtime.specs import MultimodalParallelSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from raymm.config.example_section import ExampleSection, example_tensors
+from raymm.config.model_section import ExampleSection, example_tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
