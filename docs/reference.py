@@ -27,7 +27,7 @@ from raymm.config.sections import (
     UpdateSection,
 )
 from raymm.data import DataConfig
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.runtime.specs import ParallelSpec
 
 INTRODUCTION = """# Configuration

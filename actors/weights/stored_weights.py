@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from raymm.actors.storage.plain_file import is_plain_name, read_plain
+from raymm.actors.storage.folder import is_plain_name, read_plain
 from raymm.errors import ModelError
 
 # Maximum number of names in a message.

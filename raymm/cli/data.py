@@ -20,7 +20,7 @@ from raymm.errors import ConfigError
 if TYPE_CHECKING:  # import torch
     from raymm.data import DataConfig, StepBuilder
     from raymm.data.readers.detect import Detected
-    from raymm.data.samples.sample import Sample
+    from raymm.data.samples.media import Sample
 
 _LEARNED, _ITEM, _NOTE = "black on green", "cyan", "dim"
 _LEARNED_PALE = "black on #9be89b"  # for terminals with more than 16 colours

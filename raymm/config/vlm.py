@@ -26,8 +26,7 @@ from raymm.actors.weights.stored_weights import header_tensors, weight_files
 from raymm.config.model_section import FROM_PROCESSOR, AdaptersSection, LossSection, ModelSection
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, open_split
-from raymm.data.conversations.example_items import example_items
-from raymm.data.conversations.processor import ModelProcessor
+from raymm.data.conversations.processor import ModelProcessor, example_items
 from raymm.data.loading.processed import ProcessedBuilder
 from raymm.errors import ConfigError, DataError, ModelError, NotRunError, SampleError
 from raymm.files.output import Output

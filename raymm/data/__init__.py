@@ -30,9 +30,9 @@ _PUBLIC = {
     "RebalanceConfig": "raymm.data.samples.config",
     "RebalancedSampler": "raymm.data.sampling.rebalanced_sampler",
     "START": "raymm.data.sampling.sampler",
-    "Sample": "raymm.data.samples.sample",
+    "Sample": "raymm.data.samples.media",
     "SampleError": "raymm.errors",
-    "SampleScan": "raymm.data.sampling.scan_result",
+    "SampleScan": "raymm.data.sampling.scanner",
     "Sampler": "raymm.data.sampling.batching",
     "Skipped": "raymm.data.loading.builder",
     "SourceConfig": "raymm.data.samples.config",
@@ -43,7 +43,7 @@ _PUBLIC = {
     "VideoConfig": "raymm.data.samples.config",
     "check_data": "raymm.data.loading.builder",
     "collate": "raymm.data.samples.collate",
-    "default_cache": "raymm.data.sampling.scan_cache",
+    "default_cache": "raymm.data.sampling.scanner",
     "describe": "raymm.data.samples.collate",
     "is_there": "raymm.data.readers.files",
     "join_parts": "raymm.data.samples.collate",
@@ -54,7 +54,7 @@ _PUBLIC = {
     "row_lengths": "raymm.data.loading.lengths",
     "truncation_note": "raymm.data.loading.lengths",
     "scan": "raymm.data.sampling.scanner",
-    "shuffle_modality": "raymm.data.loading.shuffle",
+    "shuffle_modality": "raymm.data.samples.collate",
     "split_parts": "raymm.data.samples.collate",
     "step_builder": "raymm.data.loading.processed",
     "training_sampler": "raymm.data.sampling.batching",
@@ -117,7 +117,6 @@ if TYPE_CHECKING:
     from raymm.data.loading.lengths import row_lengths, truncation_note
     from raymm.data.loading.loader import Step, StepLoader, local_steps
     from raymm.data.loading.processed import measure_of, step_builder
-    from raymm.data.loading.shuffle import shuffle_modality
     from raymm.data.loading.sources import open_split
     from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
     from raymm.data.readers.files import is_there
@@ -128,6 +127,7 @@ if TYPE_CHECKING:
         collate,
         describe,
         join_parts,
+        shuffle_modality,
         split_parts,
     )
     from raymm.data.samples.config import (
@@ -138,14 +138,12 @@ if TYPE_CHECKING:
         SourceConfig,
         VideoConfig,
     )
-    from raymm.data.samples.sample import Sample
+    from raymm.data.samples.media import Sample
     from raymm.data.sampling.batching import ItemTokens, Sampler, training_sampler
     from raymm.data.sampling.group_sampler import GroupSampler
     from raymm.data.sampling.rebalanced_sampler import Decision, RebalancedSampler
     from raymm.data.sampling.sampler import START, EpochSampler, State
-    from raymm.data.sampling.scan_cache import default_cache
-    from raymm.data.sampling.scan_result import SampleScan
-    from raymm.data.sampling.scanner import scan
+    from raymm.data.sampling.scanner import SampleScan, default_cache, scan
     from raymm.data.video.frames import Clip
     from raymm.errors import DataError, SampleError
 

@@ -36,9 +36,8 @@ from pathlib import Path
 from typing import Self
 
 from raymm.actors.rank.rank_group import RankGroup
-from raymm.actors.storage.folder import PARTIAL, LocalFolder, StorageFolder
+from raymm.actors.storage.folder import PARTIAL, LocalFolder, StorageFolder, open_plain
 from raymm.actors.storage.location import storage_folder
-from raymm.actors.storage.plain_file import open_plain
 from raymm.errors import ConfigError, RunError, RunFileError
 from raymm.files.output import Output
 from raymm.files.run_files import is_shortage, writing

@@ -23,8 +23,7 @@ from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource
 from raymm.config.sections import CacheSection
 from raymm.data import DataConfig, default_cache
-from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.data.loading.feature_lookup import FeatureLookup, TowerLookup
 from raymm.errors import ModelError
 from raymm.layout.feature_stages import (
     featured_modules,

@@ -151,7 +151,7 @@ PROMISES = {
         "scripts that it contains are not run":
             "tests/actors/weights/test_pretrained_source.py::test_a_script_of_a_data_set_is_not_run",
         "with `..` resolved before it is compared":
-            "tests/raymm/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/remote/test_store.py::"
             "test_media_of_rows_lie_below_the_sources_url",
         "is rejected with an error that names the target":
             "tests/raymm/data/samples/test_folders.py::"
@@ -159,25 +159,25 @@ PROMISES = {
         "decodes only the codecs that are listed":
             "tests/raymm/data/video/test_frames.py::test_nothing_else_is_opened",
         "Checkpoints are read through links":
-            "tests/actors/storage/test_plain_file.py::"
+            "tests/actors/storage/test_folder.py::"
             "test_files_are_read_up_to_a_size_and_through_links",
         "listens on this machine only":
             "tests/training/test_failure.py::"
             "test_repeated_interruptions_do_not_change_the_run",
         "scans with NumPy's format without objects":
-            "tests/raymm/data/sampling/test_scan_cache.py::test_nothing_is_unpickled",
+            "tests/raymm/data/sampling/test_scanner.py::test_nothing_is_unpickled",
         "settings and safetensors are downloaded, no pickles":
             "tests/actors/weights/test_pretrained_source.py::test_a_model_and_rows_train_by_their_ids",
         "never with connection options or credentials from the row":
-            "tests/raymm/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/remote/test_store.py::"
             "test_media_of_rows_lie_below_the_sources_url",
         "which gets none of the credentials":
-            "tests/raymm/data/readers/test_remote_sources.py::test_a_redirect_gets_no_credentials",
+            "tests/raymm/data/remote/test_store.py::test_a_redirect_gets_no_credentials",
         "redirects to `http://` are not followed":
-            "tests/raymm/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/remote/test_store.py::"
             "test_servers_that_refuse_are_named_before_anything_starts",
         "Certificates are verified.":
-            "tests/raymm/data/readers/test_remote_sources.py::"
+            "tests/raymm/data/remote/test_store.py::"
             "test_a_certificate_of_another_server_is_refused",
         "must be within the source's folder, with links followed":
             "tests/raymm/data/samples/test_folders.py::"
@@ -211,7 +211,7 @@ PROMISES = {
             "tests/raymm/storage/test_run_folder.py::"
             "test_checkpoint_files_follow_the_umask",
         "is read only if it is a regular file, and up to a size":
-            "tests/actors/storage/test_plain_file.py::test_only_regular_files_are_read",
+            "tests/actors/storage/test_folder.py::test_only_regular_files_are_read",
         "is reported, and never waited for":
             "tests/raymm/storage/test_odd_checkpoints.py::"
             "test_an_invalid_checkpoint_is_reported_and_others_are_used",

@@ -16,8 +16,8 @@ from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.template import ChatTemplate, RenderedChat
 from raymm.data.samples.config import KINDS, ModalityDataConfig
+from raymm.data.samples.media import Sample
 from raymm.data.samples.placeholders import check_parts, part_types, text_error
-from raymm.data.samples.sample import Sample
 from raymm.plural import plural
 
 Media = Mapping[str, Sequence[Any]]

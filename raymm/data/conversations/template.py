@@ -13,9 +13,9 @@ from functools import cache, cached_property
 from typing import Any, cast
 
 from raymm.data.conversations.spans import aligned, learned_spans
+from raymm.data.samples.media import Sample
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.rows import LEARNED_ROLE
-from raymm.data.samples.sample import Sample
 from raymm.errors import USER_CODE_RAISES, DataError, SampleError
 
 # Passes through loops per rendering. A thousand messages of a hundred parts need a tenth of them.

@@ -15,6 +15,7 @@ from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.actors.weights.hub_folder import local_folder
 from raymm.data.conversations.template import LOSS, ChatTemplate, RenderedChat
 from raymm.data.samples.config import DataConfig, ModalityDataConfig
+from raymm.data.samples.media import Sample
 from raymm.data.samples.placeholders import (
     check_counts,
     check_parts,
@@ -26,7 +27,6 @@ from raymm.data.samples.placeholders import (
     text_error,
 )
 from raymm.data.samples.rows import LEARNED_ROLE
-from raymm.data.samples.sample import Sample
 from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
 
 

@@ -19,7 +19,6 @@ from raymm.data.conversations.text import (
     processor_folder,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup, StepFeatures
-from raymm.data.loading.shuffle import shuffle_modality
 from raymm.data.loading.sources import open_split
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import (
@@ -29,13 +28,13 @@ from raymm.data.samples.collate import (
     Stack,
     collate,
     describe,
+    shuffle_modality,
     split_parts,
 )
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.headers import VIDEO, check_media, pillow_limit
-from raymm.data.samples.media import Media, media_name
+from raymm.data.samples.media import Media, Sample, media_name
 from raymm.data.samples.processors import Processor, load_processor, processor_input, read_video
-from raymm.data.samples.sample import Sample
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.video.container import decoder
 from raymm.errors import USER_CODE_RAISES, ConfigError, DataError, FailureKind, SampleError

@@ -12,9 +12,16 @@ import numpy as np
 from raymm.data.loading.processed import ProcessedBuilder
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.sample import Sample
-from raymm.data.sampling.scan_cache import default_cache, load_scan, scan_key
-from raymm.data.sampling.scanner import HeaderSizes, Progress, Sizes, scan
+from raymm.data.samples.media import Sample
+from raymm.data.sampling.scanner import (
+    HeaderSizes,
+    Progress,
+    Sizes,
+    default_cache,
+    load_scan,
+    scan,
+    scan_key,
+)
 from raymm.errors import SampleError
 from raymm.files.section import MOST_COUNT
 

@@ -19,16 +19,19 @@ from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
 from raymm.data.conversations.template import RenderedChat
 from raymm.data.conversations.text import check_characters, roles_without_labels, text_chat
 from raymm.data.loading.builder import BuiltStep, SampleCheck, Skipped, StepBuilder, none_usable
-from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.data.loading.feature_lookup import FeatureLookup, TowerLookup
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
 from raymm.data.samples.config import TOWER_OF, DataConfig
-from raymm.data.samples.media import media_name
+from raymm.data.samples.media import Sample, media_name
 from raymm.data.samples.placeholders import text_error
-from raymm.data.samples.processors import frames_of, read_audio, read_image
-from raymm.data.samples.sample import Sample
-from raymm.data.samples.whole_sounds import WholeSounds, equal_tensors
+from raymm.data.samples.processors import (
+    WholeSounds,
+    equal_tensors,
+    frames_of,
+    read_audio,
+    read_image,
+)
 from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip

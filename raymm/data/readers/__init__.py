@@ -10,13 +10,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from raymm.data.readers.base import Reader, ReaderOptions
-from raymm.data.readers.compressed import data_suffix
+from raymm.data.readers.base import Mixture, Reader, ReaderOptions, Repeated
 from raymm.data.readers.datasets_folder import SPLITS_FILE, STATE_FILE, DatasetsFolder, HubDataset
-from raymm.data.readers.files import DESCRIPTIONS, visible_files
+from raymm.data.readers.files import DESCRIPTIONS, data_suffix, visible_files
 from raymm.data.readers.json_rows import JsonDataset
 from raymm.data.readers.parquet import ParquetDataset
-from raymm.data.readers.repeated import Mixture, Repeated
 from raymm.data.readers.row_index import Progress
 from raymm.data.readers.tar_shards import TarDataset
 from raymm.data.remote.path import DataPath, RemotePath, located, open_data, size_of

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.options import ReaderOptions
-from raymm.data.readers.row_index import MEDIA_COLUMNS, RowIndex
+from raymm.data.readers.row_index import MEDIA_COLUMNS, ReaderOptions, RowIndex
 from raymm.data.samples.folders import MediaFolders
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.data.samples.row_forms import FORMS, RENAME, accepted_columns
 from raymm.errors import DataError, SampleError
 from raymm.packages import is_import_path

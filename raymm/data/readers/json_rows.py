@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from raymm.data.readers.base import Reader
-from raymm.data.readers.compressed import plain_file
-from raymm.data.readers.files import DESCRIPTIONS, find_files
+from raymm.data.readers.files import DESCRIPTIONS, find_files, plain_file
 from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, read_range, size_of
 from raymm.data.samples.folders import MediaFolders

@@ -16,14 +16,37 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.cache import cache_folder, written_file
-from raymm.data.readers.options import ReaderOptions
+from raymm.data.readers.files import cache_folder, written_file
 from raymm.data.remote.path import DataPath, size_of, version_of
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import MediaRange
 from raymm.data.samples.row_media import LONGEST_PATH, MediaRules, items_of
 from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
 from raymm.errors import DataError, SampleError
+
+
+@dataclass(frozen=True)
+class ReaderOptions(RowRules):
+    """Options of a reader.
+
+    Attributes:
+        media_folders: folders in which rows may name files, in addition to the folder of the
+            source.
+        subset, split, revision: of a hub dataset
+            (:class:`raymm.data.readers.datasets_folder.HubDataset`).
+        skip: keep unusable rows, and raise only when they are read.
+        survey: read all rows while opening, and detect media in the usual columns
+            (:mod:`raymm.data.readers.detect`).
+    """
+
+    name: str = ""
+    media_folders: tuple[str, ...] = ()
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    skip: bool = False
+    survey: bool = False
+
 
 # Usual names of media columns -> kind.
 MEDIA_COLUMNS = {

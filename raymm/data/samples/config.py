@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from raymm.data.remote.urls import is_url, parse
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.data.samples.rows import TEXT_ROLES
 from raymm.data.samples.source_config import FormName, SourceConfig, as_sources, check_weights
 from raymm.data.video.container import MAX_RATE
@@ -223,7 +223,7 @@ class DataConfig(Section):
             ``s3://BUCKET``) allow rows to name files below them by URL.
         max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes, max_video_seconds,
             max_video_frames, max_text_characters: limits of an item, and of the text of a row,
-            checked before decoding or tokenizing: see :class:`raymm.data.samples.limits.Limits`.
+            checked before decoding or tokenizing: see :class:`raymm.data.samples.headers.Limits`.
         worker_cpus: CPUs that each data worker reserves in Ray; may be a fraction.
         worker_timeout: seconds to wait for a step before the run ends with an error.
         trust_remote_code: run Python files from the folders of tokenizer and processors

@@ -1,6 +1,8 @@
-"""Reading of media headers: the kind of a file, and its size when decoded.
+"""Reading of media headers: the kind of a file, and its size when decoded, compared with limits.
 
-Nothing is decoded, and no allocation is larger than the file.
+Nothing is decoded, and no allocation is larger than the file. A single-colour image of 200 million
+pixels is a file of 200 kB, and an hour of silence in eight channels is a file of 1 MB, so the
+header is checked instead of the size of the file.
 """
 
 import math
@@ -13,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raymm.data.samples.limits import MAX_SAMPLE_RATE, REFERENCE_RATE, Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, media_size, open_media
 from raymm.data.video.container import HEAD, check_pictures, format_of, read_header
 from raymm.errors import ConfigError, DataError, SampleError
 from raymm.packages import is_installed
 
-IMAGE, AUDIO, VIDEO, OTHER = "image", "audio", "video", "other"
-
+# Hz. Existing sound formats end at 768 kHz; resampling filters grow with the rate.
+MAX_SAMPLE_RATE = 768_000
+# Hz. Sounds count as at least mono at this rate, because a sound at 1 Hz grows to this rate when
+# resampled.
+REFERENCE_RATE = 48_000
 _HEAD = HEAD  # bytes that identify the format
 _IMAGES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*",
            b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51", b"P5", b"P6")
@@ -34,6 +38,34 @@ _CUT_OFF = tuple(map(re.compile, (
 )))
 # Sizes from here on are placeholders of writers that cannot seek (ffmpeg, sox).
 _UNKNOWN_SIZE = 0x7FFF0000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one item, set by the fields of the same names in the section ``data``.
+
+    Attributes:
+        max_image_pixels: width times height. Default: Pillow's limit, 256 MiB as RGB.
+        max_audio_samples: frames times channels, at least those of mono at 48 kHz. Default: 1 GiB
+            as float32, 93 minutes of mono.
+        max_item_bytes: stored size of the file, tar member or Parquet value.
+        max_row_group_bytes: size in memory of the columns that are read of one Parquet row group.
+        max_video_seconds, max_video_frames: duration and frames of a video file, by its header.
+            Default: 4 hours and a million frames; each frame is also limited by
+            ``max_image_pixels``.
+        max_text_characters: all texts of one row together.
+    """
+
+    max_image_pixels: int = 89_478_485
+    max_audio_samples: int = 2**28
+    max_item_bytes: int = 2**29
+    max_row_group_bytes: int = 2**30
+    max_video_seconds: int = 4 * 3600
+    max_video_frames: int = 1_000_000
+    max_text_characters: int = 2**24
+
+
+IMAGE, AUDIO, VIDEO, OTHER = "image", "audio", "video", "other"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raymm.data.samples.config import ModalityDataConfig
-from raymm.data.samples.sample import Sample
+from raymm.data.samples.media import Sample
 from raymm.errors import DataError, SampleError
 from raymm.plural import plural
 

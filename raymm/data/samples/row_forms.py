@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from raymm.data.samples.media import Preference
 from raymm.data.samples.messages import one_or_more_messages, read_messages
-from raymm.data.samples.sample import Preference
 from raymm.errors import SampleError
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
@@ -25,7 +25,7 @@ _CHAT = ("system", "tools", "chat_template_kwargs")
 
 @dataclass(frozen=True)
 class RowText:
-    """Text of a row; fields are those of :class:`raymm.data.samples.sample.Sample`.
+    """Text of a row; fields are those of :class:`raymm.data.samples.media.Sample`.
 
     Attributes:
         messages: parts may contain media.

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.folders import MediaFolders
-from raymm.data.samples.headers import OTHER, kind_of
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import OTHER, Limits, kind_of
 from raymm.data.samples.media import Media, MediaBytes, MediaRange, TimedFrames
 from raymm.errors import SampleError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from raymm.data.samples.folders import MediaFolders
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.data.samples.media import Media
 from raymm.data.samples.messages import LEARNED_ROLE
 from raymm.data.samples.row_forms import (
@@ -62,7 +62,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """Row with values in the form of :class:`raymm.data.samples.sample.Sample`.
+    """Row with values in the form of :class:`raymm.data.samples.media.Sample`.
 
     Attributes:
         media: modality -> items; modalities without items are absent.

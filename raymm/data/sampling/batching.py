@@ -17,9 +17,7 @@ from raymm.data.samples.config import DataConfig
 from raymm.data.sampling.group_sampler import GroupSampler
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampling.sampler import EpochSampler, State
-from raymm.data.sampling.scan_cache import default_cache
-from raymm.data.sampling.scan_result import SampleScan, Units
-from raymm.data.sampling.scanner import Measure, Progress, scan
+from raymm.data.sampling.scanner import Measure, Progress, SampleScan, Units, default_cache, scan
 from raymm.errors import USER_CODE_RAISES, DataError, PlanError
 from raymm.scheduler.minibatch.budgets import suggest_budgets
 from raymm.scheduler.minibatch.problem import SampleSizes, checked_budgets

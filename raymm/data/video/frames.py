@@ -60,7 +60,7 @@ class FrameSampling:
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Limits of a video file, see :class:`raymm.data.samples.limits.Limits`."""
+    """Limits of a video file, see :class:`raymm.data.samples.headers.Limits`."""
 
     max_pixels: int
     max_seconds: float

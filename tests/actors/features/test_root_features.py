@@ -19,7 +19,7 @@ from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerStage, featured_inputs
 from raymm.actors.weights.model_part import is_within
-from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.data.loading.feature_lookup import TowerLookup
 from raymm.errors import ProbeError
 from raymm.model.vlm import from_pretrained
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.data.conversations.template import ChatTemplate
-from raymm.data.samples.sample import Sample
+from raymm.data.samples.media import Sample
 from raymm.errors import SampleError
 from tests.raymm.data.conversations.test_spans import (
     CALL,

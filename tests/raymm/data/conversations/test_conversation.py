@@ -21,7 +21,7 @@ from raymm.cli.generate import _prompts
 from raymm.config.vlm import example_batch
 from raymm.data import DataConfig, ModalityDataConfig, Sample, local_steps
 from raymm.data.conversations.text import TextEncoder, load_tokenizer
-from raymm.data.samples.sample import Preference
+from raymm.data.samples.media import Preference
 from raymm.errors import SampleError
 from raymm.evaluation.text_evaluation import last_answer, prompt_before
 from raymm.model.vlm import PretrainedVlm, from_pretrained

@@ -14,7 +14,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from raymm.data.conversations.template import ChatTemplate, special_ids
-from raymm.data.samples.sample import Sample
+from raymm.data.samples.media import Sample
 from raymm.errors import SampleError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"

@@ -12,7 +12,7 @@ import torch
 
 from raymm.data import StepBuilder, local_steps, open_source, open_split
 from raymm.data.readers import DatasetsFolder, ParquetDataset, ReaderOptions, TarDataset
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.errors import ConfigError, DataError, SampleError
 from tests.support.same_rows import add_member, write_datasets_folder, write_parquet, write_shards
 from tests.support.sample_files import write_image, write_rows

@@ -16,8 +16,7 @@ import soundfile
 from PIL import Image
 
 from raymm.data import StepBuilder, open_split
-from raymm.data.samples.headers import check_media
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits, check_media
 from raymm.data.samples.processors import read_audio, read_image
 from raymm.errors import SampleError
 from tests.support.sample_files import write_image, write_sound

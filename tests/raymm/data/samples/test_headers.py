@@ -14,8 +14,7 @@ from PIL import Image
 
 from raymm.data import StepBuilder, open_split
 from raymm.data.readers import ParquetDataset, ReaderOptions, TarDataset
-from raymm.data.samples.headers import check_media, kind_of
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits, check_media, kind_of
 from raymm.data.samples.media import MediaBytes, MediaRange
 from raymm.errors import DataError, SampleError
 from tests.support import bombs

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from raymm.data.samples.folders import MediaFolders
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.data.samples.media import MediaBytes
 from raymm.data.samples.rows import RowRules, parse_row
 from raymm.errors import SampleError

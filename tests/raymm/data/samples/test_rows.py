@@ -8,7 +8,7 @@ import pytest
 from raymm.data import JsonDataset, Sample
 from raymm.data.conversations.text import TextEncoder, check_vocabulary
 from raymm.data.samples.folders import MediaFolders
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import Limits
 from raymm.data.samples.row_media import MediaRules, items_of
 from raymm.data.samples.rows import RowRules, parse_row
 from raymm.errors import DataError, SampleError

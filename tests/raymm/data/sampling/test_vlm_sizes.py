@@ -9,7 +9,7 @@ from raymm.config.vlm import example_batch
 from raymm.data import DataConfig, local_steps, open_split, scan
 from raymm.data.loading.processed import ProcessedSizes, measure_of
 from raymm.data.sampling.batching import sample_sizes, training_sampler
-from raymm.data.sampling.scan_result import SampleScan
+from raymm.data.sampling.scanner import SampleScan
 from raymm.monitor.balance import microbatch_loads
 from tests.support.tiny_folders import modalities, tiny
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.data.samples.headers import OTHER, check_media
-from raymm.data.samples.limits import Limits
+from raymm.data.samples.headers import OTHER, Limits, check_media
 from raymm.data.samples.media import MediaBytes
 from raymm.data.samples.processors import read_track
 from raymm.data.video.container import header_of, read_header
