@@ -260,9 +260,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "file systems": ("actors/storage/custom_file_system.py",),
     "custom losses": ("actors/stages/token_loss.py",),
     "plan passes": ("raymm/planning/passes.py",),
+    "orders per batch": ("raymm/training/step_orders.py",),
 }
 # Features that the core must never import: they attach to it by name.
-ATTACHED = ("loggers", "rebalancing")
+ATTACHED = ("loggers", "rebalancing", "orders per batch")
 
 
 class Import(NamedTuple):

@@ -213,7 +213,7 @@ def _planned(
         inputs = PlanInputs.of(model, request, workload, notes=notes)
         with control.interruptible():
             planned = search_pipelines(inputs, control)
-    return planned.after_passes(request.passes)
+    return planned.finished(request)
 
 
 def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest, str | None]:

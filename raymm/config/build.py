@@ -31,7 +31,7 @@ from raymm.config.vlm import build_vlm, preference_of, token_loss_of
 from raymm.data.conversations.text import load_tokenizer
 from raymm.errors import USER_CODE_RAISES, ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
-from raymm.layout.plan_check import check_fits, differences
+from raymm.layout.plan_check import check_fits, chosen_per_batch, differences
 from raymm.model.modality_module import ModalityModule
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
@@ -41,7 +41,7 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import read_file
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedules.registry import DEFAULT_SCHEDULE
-from raymm.scheduler.search.options import LAYERS
+from raymm.scheduler.search.options import LAYERS, SEARCHED_SCHEDULES
 
 # Minimum similarity, from 0 to 1, of a known key that is suggested for an unknown one.
 _ALIKE = 0.7
@@ -199,7 +199,8 @@ def build_plan(config: TrainConfig, model: Model) -> Plan | None:
         )
     if section.style == "multiplexed":
         _refuse_pipelined_only(section, "parallel.style is 'multiplexed', which does not use it")
-    passes = config.planning.model_dump()["passes"]
+    planning = config.planning.model_dump()
+    passes, per_batch = planning["passes"], planning["per_batch"]
     if section.plan is not None:
         plan = _plan_of_file(section.plan, config, model)
         if passes and plan.passes != passes:
@@ -207,12 +208,18 @@ def build_plan(config: TrainConfig, model: Model) -> Plan | None:
                 f"planning.passes is {list(passes)}, and the passes of parallel.plan "
                 f"{section.plan!r} were {list(plan.passes)}; accepted: the same, or none"
             )
-        return plan
-    if section.has_layouts and passes:
-        raise ConfigError(
-            f"planning.passes is {list(passes)}, but layouts are given; accepted only for plans "
-            "that raymm makes"
-        )
+        if not per_batch:
+            return plan
+        try:
+            return chosen_per_batch(plan, plan.step_schedules or SEARCHED_SCHEDULES)
+        except PlanError as error:
+            raise PlanError(f"planning.per_batch is true, and {error}") from None
+    for name, value in (("passes", list(passes)), ("per_batch", per_batch)):
+        if section.has_layouts and value:
+            raise ConfigError(
+                f"planning.{name} is {value}, but layouts are given; accepted only for plans "
+                "that raymm makes"
+            )
     if section.has_layouts and section.recompute == LAYERS:
         raise ConfigError(
             f"parallel.recompute is {LAYERS!r}, accepted only for plans that raymm makes; with "

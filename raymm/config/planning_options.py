@@ -59,6 +59,8 @@ class PlanningOptions:
     Attributes:
         passes: functions that change the plan, as ``module:function``; see
             :class:`raymm.planning.passes.PlanPass`.
+        per_batch: let training choose the order of the microbatches and the schedule of each step
+            from the sizes of its samples (:mod:`raymm.training.step_orders`).
     """
 
     ranks: Count | None = _field(
@@ -98,6 +100,7 @@ class PlanningOptions:
         None, "price of one device, for the cost per million tokens", "X"
     )
     passes: Tuple[Text] = ()
+    per_batch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

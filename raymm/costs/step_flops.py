@@ -160,6 +160,11 @@ class _StepFlops(ABC):
     def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
         """Return the FLOPs of one microbatch by module."""
 
+    @abstractmethod
+    def tokens(self, meta: MicrobatchMeta) -> dict[str, float]:
+        """Return the tokens of a microbatch by module, in the encoders' blocks and in the rows of
+        the language model, with their padding; raise as :meth:`of`."""
+
 
 class StepFlops(_StepFlops):
     """FLOPs of the steps of a model of parts, from its structure."""
@@ -184,6 +189,17 @@ class StepFlops(_StepFlops):
             )
         self._tokens: dict[Any, tuple[int, int]] = {}
         self._pairs: dict[Any, int] = {}
+
+    def tokens(self, meta: MicrobatchMeta) -> dict[str, float]:
+        result: dict[str, float] = {}
+        output_tokens: dict[str, int] = {}
+        for name in self._model.encoder_names:
+            if items := len(meta.items.get(name, ())):
+                tokens, output_tokens[name] = self._item_tokens(name, meta)
+                result[name] = items * tokens
+        lengths = [length for length, _ in self._rows(meta, output_tokens)]
+        text = _with_padding(lengths, self._model.packing)
+        return {**result, self._model.text_module: text}
 
     def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
         result = {}
@@ -316,7 +332,7 @@ class VlmStepFlops(_StepFlops):
             skeleton = model.tower_spec(name).source.skeleton()
             self._flops[name] = module_flops(skeleton, load=load)
             self._units[name] = _unit(model, name, load)
-        self._language_model = model.text_module
+        self._language_model, self._packed = model.text_module, model.packing
         self._flops[self._language_model] = module_flops(
             model.language_spec().source.skeleton(), True,
             any(model.trained[name] for name in model.tower_names),
@@ -329,9 +345,21 @@ class VlmStepFlops(_StepFlops):
                 result[name] = self._tower(name, shapes, len(meta.items.get(name, ())))
         return result
 
+    def tokens(self, meta: MicrobatchMeta) -> dict[str, float]:
+        towers = {
+            name: self._tower_tokens(name, meta.shapes[name])
+            for name in self._units if meta.shapes.get(name)
+        }
+        text = _with_padding(meta.lengths, self._packed)
+        return {**towers, self._language_model: text}
+
+    def _tower_tokens(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        unit = self._units[name]
+        return unit.tokens * math.prod(shapes.get(unit.entry, (0,)))
+
     def _tower(self, name: str, shapes: Mapping[str, tuple[int, ...]], items: int) -> float:
         unit, flops = self._units[name], self._flops[name]
-        tokens = unit.tokens * math.prod(shapes.get(unit.entry, (0,)))
+        tokens = self._tower_tokens(name, shapes)
         rows = max(items, 1) if unit.row_tokens is None else tokens / unit.row_tokens
         pairs = rows * (tokens / rows) ** 2 if rows else 0.0
         return (
@@ -360,6 +388,11 @@ def _unit(model: PretrainedVlm, name: str, load: Load) -> _TowerUnit:
     largest = max(sizes, key=lambda argument: sizes[argument])
     row_tokens = None if load.samples == 1 else load.tokens
     return _TowerUnit(largest, load.total / sizes[largest], row_tokens)
+
+
+def _with_padding(lengths: Sequence[int], packed: bool) -> int:
+    """Return the tokens of rows, which are padded to the longest unless they are packed."""
+    return sum(lengths) if packed else max(lengths, default=0) * len(lengths)
 
 
 def visible_pairs(length: int, window: int | None) -> int:

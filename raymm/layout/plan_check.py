@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch.nn.modules.dropout import _DropoutNd
@@ -28,6 +28,7 @@ from raymm.model.module import EncoderModule, TowerModule
 from raymm.plural import plural
 from raymm.scheduler.costs.recomputation import ALL, KEEP
 from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.minibatch.step_choice import check_loads
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.plan.stage_edges import SAMPLES
@@ -42,6 +43,23 @@ def check_fits(plan: Plan) -> None:
     has_limit = plan.memory_limit is not None and plan.profile is not None
     if has_limit or not find_schedule(plan.schedule).proven:
         check_memory(plan, full_program(plan))
+
+
+def chosen_per_batch(plan: Plan, schedules: Sequence[str]) -> Plan:
+    """Return a plan whose steps choose among its schedule and those of ``schedules`` under which
+    its stages can run and fit in memory (``planning.per_batch``). Raise a PlanError if the order of
+    its microbatches cannot be chosen."""
+    check_loads(plan)
+    accepted = [plan.schedule]
+    for name in schedules:
+        try:
+            changed = replace(plan, schedule=name)
+            check_loads(changed)
+            check_fits(changed)
+        except PlanError:
+            continue
+        accepted.append(name)
+    return replace(plan, step_schedules=tuple(dict.fromkeys(accepted)))
 
 
 def check_grants(plan: Plan, gpu: Multiprocessors) -> None:

@@ -56,6 +56,9 @@ GIVEN_SIZES = Feature(
     vlm="the tokens of its towers follow from what its processor returns for the data",
     graph="the sizes of its modules' inputs are not known; give layouts to raymm.dag_plan",
 )
+PLANS_PER_BATCH = Feature(
+    "order and schedule by the sizes of each batch (`planning.per_batch`)", graph=_NO_TEXT,
+)
 MEASURED_COSTS = Feature(
     "measured costs (`raymm profile`, `--measure` of `raymm plan`)",
     vlm="its towers are not measured by layers", graph="its modules are not measured by layers",
@@ -79,8 +82,8 @@ REBALANCING = Feature("batches by measured costs (`rebalance`)", graph=_OWN_STEP
 
 FEATURES = (
     STEPS, TRAINER, FILES, PHASES, ADAPTERS, PIPELINED_PLANS, MULTIPLEXED_PLANS, GIVEN_SIZES,
-    MEASURED_COSTS, CACHED_FEATURES, FLOPS, GENERATION, EXPORT, PREFERENCES, SOURCE_LOSSES,
-    REBALANCING, STAGE_HOOKS,
+    PLANS_PER_BATCH, MEASURED_COSTS, CACHED_FEATURES, FLOPS, GENERATION, EXPORT, PREFERENCES,
+    SOURCE_LOSSES, REBALANCING, STAGE_HOOKS,
 )
 
 

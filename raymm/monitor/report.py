@@ -30,23 +30,27 @@ class RunReport:
     """Collects timelines during a run and draws the report at its end.
 
     Args:
-        program: returns the program of a step from the metadata of its microbatches.
+        program: returns the program of a step from the metadata of its microbatches and the name of
+            its schedule.
     """
 
     def __init__(
-        self, folder: Path, plan: Plan, program: Callable[[Sequence[MicrobatchMeta]], Program],
+        self, folder: Path, plan: Plan,
+        program: Callable[[Sequence[MicrobatchMeta], str], Program],
         device: str = "cpu",
     ) -> None:
         self._folder, self._program = folder, program
         self._plan = plan
         self._posted = posted_receives(in_order=device != "cpu")
-        self._recent: deque[tuple[int, Sequence[MicrobatchMeta], Timeline]] = deque(
+        self._recent: deque[tuple[int, Sequence[MicrobatchMeta], Timeline, str]] = deque(
             maxlen=COST_STEPS + 1
         )
 
-    def add(self, step: int, meta: Sequence[MicrobatchMeta], timeline: Timeline) -> None:
+    def add(
+        self, step: int, meta: Sequence[MicrobatchMeta], timeline: Timeline, schedule: str
+    ) -> None:
         """Add a step. The report shows the last steps."""
-        self._recent.append((step, meta, timeline))
+        self._recent.append((step, meta, timeline, schedule))
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
         """Write plan, pictures and trace. Return the files by description."""
@@ -59,10 +63,10 @@ class RunReport:
             files["loss curve"] = folder / "loss.png"
             draw_loss(history, files["loss curve"])
         if self._recent:
-            step, meta, measured = self._recent[-1]
+            step, meta, measured, schedule = self._recent[-1]
             costs = self._predicting_costs()
             predicted = simulate(
-                self._program(meta), costs, posted=self._posted,
+                self._program(meta, schedule), costs, posted=self._posted,
                 group_seconds=group_seconds(self._plan, costs), spans=group_spans(self._plan),
             )
             names = rank_names(self._plan)
@@ -78,7 +82,8 @@ class RunReport:
         fitted."""
         earlier = list(self._recent)[:-1] or list(self._recent)
         samples: dict[tuple[StageId, Op], list[float]] = {}
-        for _, meta, timeline in earlier:
-            for key, seconds in device_costs(self._plan, self._program(meta), timeline).items():
+        for _, meta, timeline, schedule in earlier:
+            program = self._program(meta, schedule)
+            for key, seconds in device_costs(self._plan, program, timeline).items():
                 samples.setdefault(key, []).append(seconds)
         return {key: statistics.median(values) for key, values in samples.items()}

@@ -25,15 +25,16 @@ class Throughput:
 
     Args:
         processes: number of processes by module, and of all modules as :data:`TOTAL`.
+        flops: counts the FLOPs of the model's steps; by default made for the model.
     """
 
     def __init__(
         self, model: Model, processes: Mapping[str, int], device: str,
-        precision: str, say: Callable[[str], None],
+        precision: str, say: Callable[[str], None], flops: StepFlops | VlmStepFlops | None = None,
     ) -> None:
         self._model, self._processes, self._say = model, processes, say
         self._peak = _peak(device, precision)
-        self._flops: StepFlops | VlmStepFlops | None = None
+        self._flops = flops
         self._countable = True
 
     def count(self) -> None:
@@ -41,9 +42,15 @@ class Throughput:
         loop calls it while ranks run the first step."""
         if self._flops is None and self._countable:
             try:
-                self._flops = _step_flops(self._model)
+                self._flops = count_flops(self._model)
             except (ModelError, PlanError) as error:
                 self._give_up(error)
+
+    @property
+    def flops(self) -> StepFlops | VlmStepFlops | None:
+        """The counter of FLOPs; None if the model's cannot be counted."""
+        self.count()
+        return self._flops
 
     def _give_up(self, error: Exception) -> None:
         self._say(f"no TFLOP/s: {error}")
@@ -80,13 +87,15 @@ class Throughput:
 
 
 @singledispatch
-def _step_flops(model: Model) -> StepFlops | VlmStepFlops:
+def count_flops(model: Model) -> StepFlops | VlmStepFlops:
+    """Return a counter of the FLOPs of a model's steps; raise PlanError or ModelError if they
+    cannot be counted."""
     model.require(FLOPS)
     raise TypeError(f"the FLOPs of {type(model).__name__} are not counted")
 
 
-_step_flops.register(MultimodalModule, StepFlops)
-_step_flops.register(PretrainedVlm, VlmStepFlops)
+count_flops.register(MultimodalModule, StepFlops)
+count_flops.register(PretrainedVlm, VlmStepFlops)
 
 
 def _peak(device: str, precision: str) -> float | None:

@@ -20,8 +20,10 @@ from raymm.draw.row_table import (
     row_table,
     time_text,
 )
+from raymm.layout.plan_check import chosen_per_batch
 from raymm.planning.inputs import Costs
 from raymm.planning.passes import run_passes
+from raymm.planning.request import PlanRequest
 from raymm.plural import plural
 from raymm.scheduler.costs.recomputation import KEEP
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -102,6 +104,15 @@ class Planned:
         return cls(
             option.plan, Proposal((option,), (), bound, 0, 1), costs, unfit=unfit, notes=costs.notes
         )
+
+    def finished(self, request: PlanRequest) -> Planned:
+        """Return the plan after the passes of a request, and with its schedules per batch."""
+        planned = self.after_passes(request.passes)
+        if not request.per_batch:
+            return planned
+        plan = chosen_per_batch(planned.plan, request.schedules)
+        note = f"order and schedule of each step by its sizes ({', '.join(plan.step_schedules)})"
+        return replace(planned, plan=plan, notes=(*planned.notes, note))
 
     def after_passes(self, passes: Sequence[Any]) -> Planned:
         """Return the plan after its passes, evaluated again; see

@@ -70,7 +70,7 @@ def plan_for_cluster(
     if request.style == PIPELINED:
         inputs = PlanInputs.of(model, request, workload, notes=notes)
         planned = search_pipelines(inputs, SearchControl(request.time_limit, say))
-        return _pipelined(planned.after_passes(request.passes))
+        return _pipelined(planned.finished(request))
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
         # Batches in memory can be split as the plan requires; a data section fixes the number.

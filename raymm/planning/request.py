@@ -15,7 +15,7 @@ from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
 from raymm.errors import PlanError
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.features import MULTIPLEXED_PLANS
+from raymm.model.features import MULTIPLEXED_PLANS, PLANS_PER_BATCH
 from raymm.model.model import Model
 from raymm.planning.degrees import DegreeRequest
 from raymm.planning.passes import check_passes
@@ -79,10 +79,17 @@ class PlanRequest(PlanOptions):
         self.degree_request.check(model.module_names)
         if self.style != PIPELINED:
             model.require(MULTIPLEXED_PLANS, f"parallel.style is {self.style!r}")
-            if self.passes:
+            for name, value in (("passes", list(self.passes)), ("per_batch", self.per_batch)):
+                if value:
+                    raise PlanError(
+                        f"planning.{name} is {value}, and parallel.style {self.style!r}; "
+                        f"accepted: style {PIPELINED}"
+                    )
+        if self.per_batch:
+            model.require(PLANS_PER_BATCH, "planning.per_batch is true")
+            if self.keeps_features:
                 raise PlanError(
-                    f"planning.passes is {list(self.passes)}, and parallel.style {self.style!r}; "
-                    f"accepted: style {PIPELINED}"
+                    "planning.per_batch is true, and cache.features is given; accepted: one of both"
                 )
         check_passes(self.passes)
         if self.device is not None:

@@ -51,7 +51,7 @@ def plan(
         say: called with a progress line every few seconds of a long search, e.g. ``print``.
         **options: fields of :class:`raymm.PlanRequest`: ``device``, ``profile``, ``tokens``,
             ``memory_gib``, ``ranks_per_node``, ``time_limit``, ``degrees``, ``schedules``,
-            ``layouts``, ``recompute``, ``passes``.
+            ``layouts``, ``recompute``, ``passes``, ``per_batch``.
 
     Raises:
         TypeError: unknown option.
@@ -66,7 +66,7 @@ def plan(
     inputs = PlanInputs.of(model, request, workload)
     control = SearchControl(request.time_limit, say)
     with control.interruptible():
-        return search_pipelines(inputs, control).after_passes(request.passes)
+        return search_pipelines(inputs, control).finished(request)
 
 
 def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> Planned:

@@ -268,6 +268,8 @@ class ParallelModel(ParallelModule):
         forward_only: bool = False,
         keep: Any = None,
         decode: Decode | None = None,
+        *,
+        schedule: str | None = None,
     ) -> PendingStep:
         """Start a step as in :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
 
@@ -278,7 +280,7 @@ class ParallelModel(ParallelModule):
             decode: texts of a generation step; None for other steps.
         """
         if (loss := self.model.preference) is None or decode is not None:
-            return self._submit(prepared, update, forward_only, keep, decode)
+            return self._submit(prepared, update, forward_only, keep, decode, schedule=schedule)
         meta = prepared[1]
         for number, microbatch in enumerate(meta):
             if microbatch.num_samples % 2:
@@ -287,7 +289,9 @@ class ParallelModel(ParallelModule):
                     "an even number, each chosen answer followed by its rejected answer"
                 )
         references = self._kept_references(meta) if loss.asked_once else self.scores(prepared)
-        pending = self._submit(prepared, update, forward_only, keep, references=references)
+        pending = self._submit(
+            prepared, update, forward_only, keep, references=references, schedule=schedule
+        )
         pending.compared(lambda scores: loss.rewards(
             torch.tensor([score for index in range(len(meta)) for score in scores[index]]),
             torch.cat(references),
@@ -314,6 +318,7 @@ class ParallelModel(ParallelModule):
         self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
         update: bool = False, forward_only: bool = False, keep: Any = None,
         decode: Decode | None = None, references: Sequence[torch.Tensor] | None = None,
+        schedule: str | None = None,
     ) -> PendingStep:  # fmt: skip
         """Start a step. ``references``: (B,) per microbatch of preference pairs; empty to compute
         them."""
@@ -346,9 +351,11 @@ class ParallelModel(ParallelModule):
         pattern = tuple(tuple(sorted(microbatch.items)) for microbatch in meta)
         split = tuple(samples) if self.plan.splits_samples else ()
         featured = self._featured(meta)
-        key = self._program(pattern, ops, forward_only, split, featured)
+        key = self._program(
+            pattern, ops, forward_only, split, featured, schedule or self.plan.schedule
+        )
         if not forward_only and self._counts_first(len(meta)):
-            counting = self._program(pattern, (), True, split, featured)
+            counting = self._program(pattern, (), True, split, featured, self.plan.schedule)
             step = self._counted(counting, step, process_inputs)
         handle = self.group.submit(key, step, process_inputs)
         named = () if batches.unnamed else meta
@@ -390,12 +397,13 @@ class ParallelModel(ParallelModule):
         featured = tuple(tuple(m.featured) for m in meta)
         return featured if self.model.separate_features and any(featured) else ()
 
-    def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
+    def step_program(self, meta: Sequence[MicrobatchMeta], schedule: str) -> Program:
         """Return the checked program of a training step on microbatches with this metadata."""
         samples, _ = self._inputs_of.samples(meta)
         return self.program(
             [sorted(m.items) for m in meta],
             samples=samples if self.plan.splits_samples else (), featured=self._featured(meta),
+            schedule=schedule,
         )
 
     def _layout_key(
@@ -455,16 +463,24 @@ class ParallelModel(ParallelModule):
         """Plan with the actual links between processes."""
         return on_nodes(self.plan, self.group.placement.process_nodes)
 
+    def _scheduled(self, schedule: str) -> Plan:
+        """Return the placed plan with a schedule."""
+        plan = self._placed
+        return plan if plan.schedule == schedule else replace(plan, schedule=schedule)
+
     def program(
         self, present: Sequence[Sequence[str]], update: bool = True,
         samples: Sequence[Samples] = (), featured: Sequence[Collection[str]] = (),
+        schedule: str | None = None,
     ) -> Program:
         """Return the checked program of a step.
 
         Args:
             samples, featured: as in :func:`raymm.scheduler.schedule.lower.lower`.
+            schedule: by default the plan's.
         """
-        program = lower(self._placed, present, samples=samples, featured=featured)
+        plan = self._scheduled(schedule or self.plan.schedule)
+        program = lower(plan, present, samples=samples, featured=featured)
         self._prove(program, samples)
         return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
@@ -495,12 +511,13 @@ class ParallelModel(ParallelModule):
 
     def _program(
         self, present: tuple, ops: tuple[Op, ...], forward_only: bool,
-        samples: tuple[Samples, ...], featured: tuple[tuple[str, ...], ...],
+        samples: tuple[Samples, ...], featured: tuple[tuple[str, ...], ...], schedule: str,
     ) -> str:
-        pattern = (present, ops, forward_only, samples, featured)
+        pattern = (present, ops, forward_only, samples, featured, schedule)
         key = self._programs.get(pattern)
         if key is None:
-            program = lower(self._placed, present, None, forward_only, None, samples, featured)
+            plan = self._scheduled(schedule)
+            program = lower(plan, present, None, forward_only, None, samples, featured)
             proof = self._prove(program, samples)
             program = program.with_optimizer_ops(ops)
             ranks = [process.rank for process in self._processes.all]

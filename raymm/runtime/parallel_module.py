@@ -225,6 +225,8 @@ class ParallelModule(ABC):
         update: bool = False,
         forward_only: bool = False,
         keep: Any = None,
+        *,
+        schedule: str | None = None,
     ) -> PendingOutput:
         """Start a step and return immediately. Steps run in the order of submission.
 
@@ -234,6 +236,7 @@ class ParallelModule(ABC):
             update: clip gradients and step the optimizer afterwards.
             forward_only: compute the loss without gradients.
             keep: object to hold until the step's result was read.
+            schedule: name of the step's schedule; by default the plan's.
 
         Raises:
             DataError: encoder inputs have other names or dtypes than those of the probe, and the

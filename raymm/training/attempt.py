@@ -50,6 +50,8 @@ class Attempt:
         saved: called after each checkpoint except the last.
         until: number of steps at which the attempt ends; None for ``run.steps``.
         dropped: name prefixes of checkpoint tensors that are not needed any more.
+        orders: :class:`raymm.training.step_orders.StepOrders` of the plan; None if steps have the
+            order of the data.
     """
 
     folder: Path
@@ -70,6 +72,7 @@ class Attempt:
     features: FeatureLookup | None = None
     until: int | None = None
     dropped: tuple[str, ...] = ()
+    orders: Any = None
     loop: TrainingLoop | None = None
 
     def take_steps(self, parallel: ParallelModel, plan: Plan) -> Result:
@@ -82,7 +85,7 @@ class Attempt:
         folder = self.folder
         batches = Batches(
             self.data, self.training, parallel.sample_check(), parallel.group.places_beside,
-            self.features,
+            self.features, *(() if self.orders is None else (self.orders.ordered,)),
         )
         shuffled = self.run.eval_every is not None and self.run.eval_shuffled
         begins = self.checkpoint is None
@@ -104,18 +107,20 @@ class Attempt:
             None if self.checkpoint is None else self.checkpoint.manifest.trainer.get("hooks"),
         )
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
+            throughput = Throughput(
+                self.model, _processes(plan), self.device, self.run.precision, progress.line,
+                self.orders and self.orders.flops,
+            )
             observer = StepObserver(
                 ObservedRun(
-                    parallel, self.model, self.data, self.training, folder, progress.line
+                    parallel, self.model, self.data, self.training, folder, progress.line,
+                    lambda: throughput.flops, self.orders,
                 ),
                 plan,
             )
             samples = None
             if self.run.log_samples:
                 samples = SampleLog(folder / SAMPLES, parallel.steps_taken, progress.line)
-            throughput = Throughput(
-                self.model, _processes(plan), self.device, self.run.precision, progress.line
-            )
             recovery = Recovery(
                 parallel, self.controller, self.run.snapshot_every, progress.line,
                 self.stop.pause,
@@ -160,6 +165,8 @@ class Attempt:
             self.callbacks.stopped(stopped)
             self._say(stopped)
             return self._result(metrics, folder, {}, stopped)
+        if (expected := observer.expected.line(metrics.rows)) is not None:
+            self._say(expected)
         return self._result(metrics, folder, observer.write(metrics.rows))
 
     def _metrics(self, folder: Path, steps_taken: int) -> MetricsLog:

@@ -13,6 +13,7 @@ from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.monitor.training_data import TrainingData
 from raymm.runtime.parallel_module import ParallelModule
+from raymm.scheduler.minibatch.step_choice import StepOrder
 
 # Maximum number of batches since the last snapshot that are kept, with their tensors in the object
 # store. Older batches are loaded again.
@@ -21,13 +22,19 @@ KEPT_BATCHES = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """Data of one step: parts and metadata per microbatch, and the data position after the step."""
+    """Data of one step: parts and metadata per microbatch, and the data position after the step.
+
+    Attributes:
+        choice: order of the microbatches, which they have, and schedule of the step; None for the
+            order of the data and the plan's schedule.
+    """
 
     parts: Sequence[Mapping[str, Any]]
     meta: Sequence[MicrobatchMeta]
     state_after: Any
     skipped: Sequence[Skipped]
     owner: Any
+    choice: StepOrder | None = None
 
 
 class Batches:
@@ -38,13 +45,16 @@ class Batches:
         check: checks whether the model accepts a sample. Not applied to batches in memory.
         places: bundles of the data workers: first for the training data, then for the held-out
             data.
+        ordered: returns a training batch with its choice of order and schedule.
     """
 
     def __init__(
         self, data: DataConfig | Sequence[Any], training: TrainingData,
         check: SampleCheck | None = None, places: Sequence[Any] = (),
         features: FeatureLookup | None = None,
+        ordered: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
+        self._ordered = ordered
         self._data, self._training, self._check = data, training, check
         self._features = features
         workers = data.num_workers if isinstance(data, DataConfig) else 0
@@ -85,14 +95,14 @@ class Batches:
                 check_cluster=parallel.group.check_cluster, steps_before=before,
             ) as loader:
                 for step in loader:
-                    yield Batch(
+                    yield self._ordered(Batch(
                         step.microbatches, step.meta, step.state_after, step.skipped, step.owner
-                    )
+                    ))
             return
         start = (state or {}).get("position", 0)
         for position in range(start, start + steps):
             inputs, meta = parallel.prepare(self._data[position % len(self._data)])
-            yield Batch(inputs, meta, {"position": position + 1}, (), None)
+            yield self._ordered(Batch(inputs, meta, {"position": position + 1}, (), None))
 
     @property
     def modalities(self) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ description."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
@@ -12,7 +12,7 @@ from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.data import DataConfig
 from raymm.errors import ClusterError
-from raymm.layout.plan_check import differences
+from raymm.layout.plan_check import chosen_per_batch, differences
 from raymm.model.model import Model
 from raymm.planning.passes import pass_names
 from raymm.planning.request import PlanRequest
@@ -43,7 +43,7 @@ class RunPlanner:
             reason = self._cannot_keep(plan, resources, placement)
             if reason is None:
                 self.say("resuming with the plan of the checkpoint")
-                return plan
+                return self._per_batch(plan)
             self.say(f"planning again: {reason}")
         extra = placement.bundles_beside(resources.bundle())
         worker_cpus = sum(bundle.get("CPU", 0.0) for bundle in extra)
@@ -58,6 +58,18 @@ class RunPlanner:
         for line in planned.lines:
             self.say(line)
         return planned.plan
+
+    def _per_batch(self, plan: Plan) -> Plan:
+        """Return the plan of a checkpoint with the ``per_batch`` of the request."""
+        if self.request.per_batch == bool(plan.step_schedules):
+            return plan
+        self.say(
+            f"changed: planning.per_batch is {self.request.per_batch} from the next step on; sums "
+            "are in another order"
+        )
+        if self.request.per_batch:
+            return chosen_per_batch(plan, self.request.schedules)
+        return replace(plan, step_schedules=())
 
     def _cannot_keep(
         self, plan: Plan, resources: RankResources, placement: PlacementOptions

@@ -35,6 +35,7 @@ from raymm.model.model import Model
 from raymm.model.trainable_layers import counts_text
 from raymm.monitor.metrics import DECISIONS, METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
+from raymm.packages import import_object
 from raymm.planning.request import PlanRequest, whole_microbatches
 from raymm.plural import plural
 from raymm.recovery.failure_policy import Cause, FailurePolicy
@@ -68,6 +69,9 @@ from raymm.training.run_start import (
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop
 from raymm.training.under_way import UnderWay
+
+# Feature that is imported for plans with ``step_schedules``.
+STEP_ORDERS = "raymm.training.step_orders:step_orders"
 
 
 class Trainer:
@@ -373,6 +377,10 @@ class Trainer:
         )
         plan = cached_features.plan
         check_capacity(plan.num_processes, resources, placement)
+        orders = None if not plan.step_schedules else import_object(STEP_ORDERS)(
+            plan, self.model, self.data, self.run.compile is not None,
+            self.cache is not None and self.cache.features != "none",
+        )
         write_json(self.path / "plan.json", plan.to_dict())
         self._say_what_runs(plan, cached_features.lines, device)
         with cached_features.while_it_runs(), ExitStack() as started:
@@ -397,7 +405,7 @@ class Trainer:
                 self.path, self.run, self.model, self.data, self.training, store, checkpoint,
                 device, callbacks, attempted, self._changed, self.console, self.stop,
                 lambda: self._look_for_room(resources), self._controller, cached_features.lookup,
-                self._phases.end(step), self._phases.dropped(step),
+                self._phases.end(step), self._phases.dropped(step), orders=orders,
             )
             return attempt.take_steps(parallel, plan)
 

@@ -47,6 +47,7 @@ from raymm.training.stop_request import StopRequest
 SKIPPED_SHOWN = 20
 # Feature that is imported when a run starts.
 REBALANCING = "raymm.monitor.rebalancing:rebalancing"
+EXPECTED_STEPS = "raymm.training.step_orders:ExpectedSteps"
 # Consecutive failed background writes after which the run ends, and seconds since the first of them
 # that must have passed: a run that saves every few seconds survives a short shortage, too. A full
 # disk may be freed in time; a lost disk does not return by itself.
@@ -197,7 +198,8 @@ class TrainingLoop:
         for batch, waited in timed(self.stop.until_asked(source)):
             self.callbacks.before_step(self.parallel.steps_taken + 1)
             pending = self.parallel.submit(
-                (batch.parts, batch.meta), update=True, keep=batch.owner
+                (batch.parts, batch.meta), update=True, keep=batch.owner,
+                schedule=None if batch.choice is None else batch.choice.schedule,
             )
             step, self._position = self.parallel.steps_taken, batch.state_after
             self._pending.append((step, batch, pending, waited))
@@ -259,6 +261,9 @@ class TrainingLoop:
     def _is_due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
 
+    def _is_printed(self, step: int) -> bool:
+        return step % self.config.log_every == 0 or step == self.config.steps
+
     def _stops_at(self, step: int) -> bool:
         """Return True if the pipeline must be drained after this step."""
         return (
@@ -291,8 +296,7 @@ class TrainingLoop:
             self.progress.advance(output.loss)
             self._count_skipped(output.skipped)
             self._report_skipped(step, batch.skipped)
-            due = step % self.config.log_every == 0 or step == self.config.steps
-            if due or self.progress.is_silent:
+            if self._is_printed(step) or self.progress.is_silent:
                 self.progress.line(step_line(row, self.config.steps, self._clock.speed()))
             self._replace_straggler()
 
@@ -332,7 +336,8 @@ class TrainingLoop:
         span = output.timeline.makespan or 1.0
         tokens = sum(microbatch.tokens for microbatch in batch.meta)
         observed = self.observer.after_step(ObservedStep(
-            step, batch.meta, batch.state_after, not batch.skipped, output.timeline
+            step, batch.meta, batch.state_after, not batch.skipped, output.timeline,
+            self._is_printed(step), batch.choice,
         ))
         return {
             "step": step,
@@ -412,13 +417,17 @@ class StepObserver:
         )
         self._rebalancing = import_object(REBALANCING)(run, plan)
         self._drift = DriftObserver(plan, run.folder, run.say)
+        self.expected = import_object(EXPECTED_STEPS)(
+            plan, run.model, run.flops, run.orders
+        )
         self.stragglers = StragglerObserver(plan, run.say)
 
     def after_step(self, step: ObservedStep) -> dict[str, Any]:
-        """Return the step's ``balance``, ``straggler`` if there is one, and ``plan_drift`` if the
-        plan has a profile, for ``metrics.jsonl``."""
+        """Return the step's ``balance``, ``straggler`` if there is one, and ``plan_drift`` and
+        ``expected_step_s`` if the plan has a profile, for ``metrics.jsonl``."""
         run, timeline = self._run, step.timeline
-        self._report.add(step.number, step.meta, timeline)
+        schedule = self._plan.schedule if step.choice is None else step.choice.schedule
+        self._report.add(step.number, step.meta, timeline, schedule)
         fitted = self._rebalancing and self._rebalancing.after_step(
             step.number, step.state_after, len(step.meta), step.complete, timeline
         )
@@ -429,6 +438,7 @@ class StepObserver:
             ) | (fitted or {}),
             **self._drift.after_step(step.number, step.meta, timeline),
             **self.stragglers.after_step(step.number, timeline),
+            **self.expected.after_step(step.meta, step.choice, step.due),
         }
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:

@@ -8,8 +8,9 @@ depends on its arguments alone, so a resumed run that gives the same samples mak
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +37,10 @@ TOLERANCE = 0.01
 EXCHANGES = 500
 # Number of cached programs, one per schedule and pattern of modules over microbatches.
 STEPS = 64
+# Limits of a local search for an order: swaps of two microbatches, and simulated tasks, which bound
+# its time.
+MOST_SWAPS = 48
+SWAPPED_TASKS = 100_000
 
 
 @dataclass(frozen=True)
@@ -270,20 +275,22 @@ class OrderChooser:
         self._plan = plan
         self._steps: OrderedDict[tuple[str, Present], PlannedStep] = OrderedDict()
         self._peaks = PlannedStep(plan, active_stages(plan, full_step(plan))).peaks()
+        tasks = 2 * len(plan.stages) * plan.num_microbatches
+        self._swaps = min(MOST_SWAPS, SWAPPED_TASKS // tasks)
 
     def choose(self, loads: Mapping[str, np.ndarray]) -> StepOrder:
         """Choose order and schedule of a step.
 
         The step is never slower in the simulation than in the given order under the plan's
-        schedule. No rank holds more activations than in that step or in a step of the plan, unless
-        the plan's ``memory_limit`` has room for them.
+        schedule. It keeps the plan's ``memory_limit``. Without one, no rank needs more memory than
+        the fullest rank in that step or in a step of the plan.
 
         Args:
             loads: (M,) load of each microbatch by module, as a fraction of that of the plan's
                 profile; 0 for microbatches without input for the module.
         """
         data_order = tuple(range(len(next(iter(loads.values())))))
-        first = self._plan.schedule
+        first, kinds = self._plan.schedule, _present(loads)
         seconds: dict[tuple[tuple[int, ...], str], float] = {}
         programs: dict[tuple[tuple[int, ...], str], tuple[PlannedStep, StepSchedule]] = {}
 
@@ -305,11 +312,21 @@ class OrderChooser:
         for order, _ in fastest[:2]:
             for name in self._plans:
                 try_program(order, name)
+        draws = random.Random(0)  # the same for equal steps
+        for _ in range(self._swaps):
+            order, name = min(seconds, key=lambda option: seconds[option])
+            number = draws.choice(order)
+            equal = [m for m in order if m != number and kinds[m] == kinds[number]]
+            if equal:  # the program stays the same
+                swapped = {number: (other := draws.choice(equal)), other: number}
+                try_program(tuple(swapped.get(m, m) for m in order), name)
         step, program = programs[data_order, first]
-        fixed_peaks = step.activation_peaks(program)
+        room = self._room(step.activation_peaks(program))
         for order, name in sorted(seconds, key=lambda option: seconds[option]):
-            is_fixed = (order, name) == (data_order, first)
-            if is_fixed or self._fits(*programs[order, name], fixed_peaks):
+            chosen, tasks = programs[order, name]
+            if (order, name) == (data_order, first) or room >= max(
+                need.total for need in memory_of(self._plan, chosen.activation_peaks(tasks))
+            ):
                 break
         return StepOrder(
             order, name, seconds[order, name], seconds[data_order, first],
@@ -328,17 +345,12 @@ class OrderChooser:
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _fits(
-        self, step: PlannedStep, program: StepSchedule, fixed_peaks: Sequence[int]
-    ) -> bool:
-        peaks = step.activation_peaks(program)
-        allowed = map(max, fixed_peaks, self._peaks)
-        if all(peak <= most for peak, most in zip(peaks, allowed, strict=True)):
-            return True
-        if self._plan.memory_limit is None:
-            return False
-        needs = memory_of(self._plan, peaks)
-        return all(need.total <= self._plan.memory_limit for need in needs)
+    def _room(self, fixed_peaks: Sequence[int]) -> int:
+        """Return the bytes that each rank may need."""
+        if self._plan.memory_limit is not None:
+            return self._plan.memory_limit
+        peaks = tuple(map(max, fixed_peaks, self._peaks))
+        return max(need.total for need in memory_of(self._plan, peaks))
 
     def _orders(self, loads: Mapping[str, np.ndarray]) -> Iterator[tuple[int, ...]]:
         """Yield orders that are often fast: by size, with the small ones at both ends, where they
@@ -356,13 +368,31 @@ class OrderChooser:
         none = np.zeros(len(next(iter(loads.values()))))
         encoders = sum((s for name, s in seconds.items() if name not in after), none)
         others = sum((s for name, s in seconds.items() if name in after), none)
-        rising = np.argsort(encoders + others, kind="stable").tolist()
-        ahead = [m for m in np.argsort(encoders, kind="stable").tolist() if encoders[m] < others[m]]
-        behind = np.argsort(-others, kind="stable").tolist()
-        orders = (
-            rising[::2] + rising[1::2][::-1], rising, rising[::-1],
-            ahead + [number for number in behind if number not in set(ahead)],
-        )
+        total = encoders + others
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number, modules in enumerate(_present(loads)):
+            groups.setdefault(modules, []).append(number)
+        # Microbatches with the same modules stay together, so that there are few programs.
+        grouped = [groups[modules] for modules in sorted(groups, key=lambda m: (len(m), m))]
+
+        def arranged(few_first: bool, arrange: Callable[[list[int]], list[int]]) -> list[int]:
+            return [m for group in grouped[:: 1 if few_first else -1] for m in arrange(group)]
+
+        def rising(group: list[int]) -> list[int]:
+            return sorted(group, key=lambda m: total[m])
+
+        def ends(group: list[int]) -> list[int]:
+            return rising(group)[::2] + rising(group)[1::2][::-1]
+
+        def ahead(group: list[int]) -> list[int]:
+            first = [m for m in group if encoders[m] < others[m]]
+            after = [m for m in group if encoders[m] >= others[m]]
+            first.sort(key=lambda m: encoders[m])
+            return first + sorted(after, key=lambda m: -others[m])
+
+        orders = [arranged(True, ends), arranged(True, ahead), arranged(False, ends)]
+        if len(grouped) == 1:
+            orders[2:] = [rising(grouped[0]), rising(grouped[0])[::-1]]
         replicas = max(len(plan.replicas(name)) for name in loads)
         for order in orders:
             yield tuple(order)

@@ -54,6 +54,7 @@ ASKED = {
     features.PIPELINED_PLANS: lambda model, folder: raymm.plan(model, ranks=2),
     features.MULTIPLEXED_PLANS: lambda model, folder: PlanRequest(style="multiplexed").check(model),
     features.GIVEN_SIZES: lambda model, folder: raymm.plan(model, ranks=2),
+    features.PLANS_PER_BATCH: lambda model, folder: PlanRequest(per_batch=True).check(model),
     features.MEASURED_COSTS: lambda model, folder: _measured(1, None, model, None, None),
     features.CACHED_FEATURES: lambda model, folder: train(model, folder, cache=CacheSection()),
     features.GENERATION: lambda model, folder: model.check_generates(),

@@ -2,7 +2,7 @@
 
 import json
 import resource
-from functools import partial
+from dataclasses import replace
 
 import pytest
 
@@ -147,11 +147,16 @@ def measured(plan, factor):
     return present, simulate(lower(plan, present), costs)
 
 
+def scheduled(plan):
+    """Return a function that lowers a step of a plan with a schedule."""
+    return lambda present, schedule: lower(replace(plan, schedule=schedule), present)
+
+
 def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
     """Run three steps of factors 1, 1, 3: the last is shown, and predicted from the first two."""
-    report = RunReport(tmp_path, plan, partial(lower, plan))
+    report = RunReport(tmp_path, plan, scheduled(plan))
     for step, factor in enumerate((1, 1, 3), start=1):
-        report.add(step, *measured(plan, factor))
+        report.add(step, *measured(plan, factor), "1f1b")
     files = report.write(rows(1, 2, 3))
     assert all(file.is_file() for file in files.values() if file.name != "metrics.jsonl")
     events = json.loads(files["trace"].read_text())["traceEvents"]
@@ -167,9 +172,9 @@ def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
 
 def test_the_report_keeps_the_last_steps(plan, tmp_path):
     """Check that only recent steps count: the last ones took twice as long."""
-    report = RunReport(tmp_path, plan, partial(lower, plan))
+    report = RunReport(tmp_path, plan, scheduled(plan))
     for step in range(1, 3 * COST_STEPS):
-        report.add(step, *measured(plan, 1 if step < 2 * COST_STEPS - 1 else 2))
+        report.add(step, *measured(plan, 1 if step < 2 * COST_STEPS - 1 else 2), "1f1b")
     costs = report._predicting_costs()
     assert costs[StageId("llm", 1), Op.FORWARD] == pytest.approx(2 * 3 / 1000)
 
@@ -177,20 +182,21 @@ def test_the_report_keeps_the_last_steps(plan, tmp_path):
 def test_programs_are_lowered_when_the_report_is_written(plan, tmp_path):
     lowered = []
 
-    def program(present):
-        lowered.append(present)
-        return lower(plan, present)
+    def program(present, schedule):
+        lowered.append((present, schedule))
+        return scheduled(plan)(present, schedule)
 
     report = RunReport(tmp_path, plan, program)
-    for step in (1, 2):
-        report.add(step, *measured(plan, 1))
+    for step, schedule in enumerate(("1f1b", "gpipe"), start=1):
+        report.add(step, *measured(plan, 1), schedule)
     assert lowered == []
     report.write(rows(1, 2))
-    assert lowered == 2 * [[["vision"], ["vision"]]]
+    present = [["vision"], ["vision"]]
+    assert sorted(lowered) == [(present, "1f1b"), (present, "gpipe")]
 
 
 def test_a_report_without_steps_has_no_loss_curve(plan, tmp_path):
-    report = RunReport(tmp_path, plan, partial(lower, plan))
+    report = RunReport(tmp_path, plan, scheduled(plan))
     files = report.write([{"step": 0, "heldout_loss": 2.0}])
     assert "loss curve" not in files and "schedule" not in files
     assert Plan.from_json(files["plan"].read_text()) == plan
