@@ -122,14 +122,6 @@ def current_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
     return again
 
 
-def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:
-    if key.shape != value.shape:
-        raise ValueError(
-            f"keys and values are sent together and must have the same shape, got "
-            f"{tuple(key.shape)} and {tuple(value.shape)}"
-        )
-
-
 def _checked(
     call: ContextCall, query: torch.Tensor, key: torch.Tensor, method: str
 ) -> ContextCall:
@@ -186,7 +178,11 @@ class _RecomputedAttention(torch.autograd.Function):
             with autocast():
                 projected = project(hidden, visual)
         query, key, value = prepare(*projected, softcap=call.softcap)
-        _same_width(key, value)
+        if key.shape != value.shape:
+            raise ValueError(
+                f"keys and values are sent together and must have the same shape, got "
+                f"{tuple(key.shape)} and {tuple(value.shape)}"
+            )
         call = _checked(call, query, key, method)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
         ctx.save_for_backward(hidden, visual, out, lse)

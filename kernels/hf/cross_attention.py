@@ -113,7 +113,7 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
     }  # fmt: skip
     suspects = [
         name for name, module in model.named_modules() if _looks_like_cross_attention(module)
-        and not any(_is_within(layer_name, name) for layer_name in layers)
+        and not any(f"{layer_name}.".startswith(f"{name}.") for layer_name in layers)
     ]  # fmt: skip
     if suspects:
         innermost = suspects[-1]
@@ -145,10 +145,6 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
 def _looks_like_cross_attention(module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
     return "cross" in kind and "attention" in kind
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(f"{outer}.")
 
 
 def _attend_by(layer: nn.Module, implementation: str) -> None:

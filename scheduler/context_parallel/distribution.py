@@ -159,12 +159,6 @@ class TokenDistribution:
         )
 
     @property
-    def cost_imbalance(self) -> float:
-        """Largest cost divided by the mean: time of the slowest rank relative to the mean."""
-        costs = self.costs
-        return max(costs) * self.ranks / sum(costs) if any(costs) else 1.0
-
-    @property
     def gap(self) -> float:
         """Distance of the largest cost from the bound, relative to the bound."""
         return max(self.costs) / self.bound - 1.0 if self.bound else 0.0

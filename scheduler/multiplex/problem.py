@@ -16,6 +16,7 @@ from raymm.scheduler.graph.strict_json import MOST_GPUS, MOST_STEPS, items, text
 # Sets of modules are bits of an int64.
 MOST_MODULES = 60
 MEMORY_OVER = ("iteration", "stage")
+STEPS = 10  # by default, per GPU
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class MappingProblem:
     surfaces: tuple[ScalingSurface, ...]
     edges: tuple[tuple[str, str], ...] = ()
     gpus: int = 8
-    steps: int = 10
+    steps: int = STEPS
     memory_bytes: int | None = None
     interference: Interference = Interference()
     memory_over: str = "iteration"
@@ -202,6 +203,3 @@ def bits(modules: int) -> Iterator[int]:
         low = modules & -modules
         yield low.bit_length() - 1
         modules ^= low
-
-
-STEPS = 10

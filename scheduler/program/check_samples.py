@@ -9,7 +9,7 @@ from raymm.errors import InternalError
 from raymm.scheduler.graph.module_graph import Direction
 from raymm.scheduler.graph.sample_ranges import Range, overlap, union
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.stage import Edge, Stage, StageId
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program
 from raymm.scheduler.program.stage_samples import Samples, carried_samples, needed_samples
 
@@ -109,8 +109,11 @@ class _Rank:
                 (self._receive if forward else self._receive_gradient)(instruction)
             elif instruction.op is Op.SEND:
                 self._check.message(instruction)
-                if not forward:
-                    self._hand_back(instruction)
+                owing = [] if forward else self._owing(instruction.peer, instruction.microbatch)
+                if owing:
+                    raise self._error(
+                        instruction, f"before the backward of {', '.join(map(str, owing))}"
+                    )
 
     def _error(self, instruction: Instruction, what: str) -> InternalError:
         return InternalError(f"rank {self._rank}: {instruction} {what}")
@@ -124,11 +127,9 @@ class _Rank:
     def _forward(self, instruction: Instruction) -> None:
         check, microbatch = self._check, instruction.microbatch
         stage = check.plan.by_id[instruction.stage]
-        for module, index in _sources(check.plan, stage):
-            if not any(
-                (p, microbatch) in check.ran for p in check.plan.stage_producers[stage.id]
-                if p.module == module
-            ):
+        producers = check.plan.stage_producers[stage.id]
+        for module, index in dict.fromkeys((p.module, p.index) for p in producers):
+            if not any((p, microbatch) in check.ran for p in producers if p.module == module):
                 continue  # the microbatch has no data for it
             needed = needed_samples(check.plan, module, stage, check.of[microbatch])
             ranges = [
@@ -162,10 +163,6 @@ class _Rank:
             and carried_samples(plan, producer, [c], samples)
         ]
 
-    def _hand_back(self, instruction: Instruction) -> None:
-        if owing := self._owing(instruction.peer, instruction.microbatch):
-            raise self._error(instruction, f"before the backward of {', '.join(map(str, owing))}")
-
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
         samples = self._check.samples(instruction)
@@ -182,11 +179,6 @@ class _Rank:
         if ranks != due:
             raise self._error(instruction, f"has gradients by rank {ranks}; they must be {due}")
         self._backwards.add((stage, microbatch))
-
-
-def _sources(plan: Plan, stage: Stage) -> list[tuple[str, int]]:
-    """Return the (module, index) pairs of the stages that a stage reads."""
-    return list(dict.fromkeys((p.module, p.index) for p in plan.stage_producers[stage.id]))
 
 
 def _tiles(ranges: Sequence[Range], whole: Sequence[Range]) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from raymm.errors import PlanError
-from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 from raymm.scheduler.plan.microbatch_groups import group_spans
 from raymm.scheduler.plan.plan import Plan
@@ -108,7 +107,12 @@ class PlanDrift:
             for stage in self._plan.replicas(name)[0]:
                 ratio = self._ratio(name, stage.index)
                 for layer in range(*stage.layers):
-                    scaled[layer] = _times(layers[layer], ratio)
+                    cost = layers[layer]
+                    scaled[layer] = replace(
+                        cost, forward=cost.forward * ratio,
+                        backward_input=cost.backward_input * ratio,
+                        backward_weight=cost.backward_weight * ratio,
+                    )
             modules[name] = (
                 Measurement(int(profile.tokens[name]), samples.get(name, 1), tuple(scaled)),
             )
@@ -163,10 +167,3 @@ def _quotas_beside(program: Program) -> dict[tuple[int, StageId, int, Op], dict[
                 result |= {(rank, t.stage, t.microbatch, t.op): quotas for t in group}
             start = end
     return result
-
-
-def _times(cost: LayerCost, ratio: float) -> LayerCost:
-    return replace(
-        cost, forward=cost.forward * ratio, backward_input=cost.backward_input * ratio,
-        backward_weight=cost.backward_weight * ratio,
-    )

@@ -79,7 +79,7 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
         raise NoPlanError(f"encoder_ranks is {encoder_ranks}; it must be at least 1")
     _check_stages(graph, graph.backbone, language_ranks)
     counts = {name: min(encoder_ranks, graph.node(name).num_layers) for name in encoders}
-    partitions = _followers_whole(graph) | {
+    partitions = {name: ((0, graph.node(name).num_layers),) for name in graph.followers} | {
         name: partition_matrix(space.stage_seconds(name), count, None)
         for name, count in {**counts, graph.backbone: language_ranks}.items()
     }
@@ -138,10 +138,6 @@ def replicated(
     ]
     stages += [replace(s, rank=s.index) for s in plan.module_stages(graph.backbone)]
     return replace(plan, stages=tuple(stages), shared_ranks=None)
-
-
-def _followers_whole(graph: ModuleGraph) -> dict[str, Ranges]:
-    return {name: ((0, graph.node(name).num_layers),) for name in graph.followers}
 
 
 def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:

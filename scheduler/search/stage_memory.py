@@ -144,7 +144,8 @@ class ModuleMemory:
         rooms = sorted({working_bytes(cost, o) for cost, b in own if b for o in cost.choices})
         tries = []
         for room in rooms:
-            budget = self._budget(live, lo, hi, room)
+            # Bytes for a microbatch's activations.
+            budget = int((self._room[lo, hi] - room) // live - self._sizes.saved[lo, hi])
             allowed = [
                 [
                     option for option in choices
@@ -163,11 +164,6 @@ class ModuleMemory:
             if best is None or chosen.seconds < best.seconds:
                 best = chosen
         return best
-
-    def _budget(self, live: int, lo: int, hi: int, room: int) -> int:
-        """Return the bytes for a microbatch's activations if ``room`` bytes remain for temporary
-        memory."""
-        return int((self._room[lo, hi] - room) // live - self._sizes.saved[lo, hi])
 
     def _relaxed(self, live: int) -> np.ndarray:
         """Return lower bounds where a stage would not fit, from the linear relaxation and without

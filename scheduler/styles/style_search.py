@@ -119,7 +119,8 @@ def search_between(
     profiles; ``control`` may end the search early. Raise ``NoPlanError`` if no plan fits in
     memory."""
     candidates = _Candidates(problem, starts, control or SearchControl())
-    few = list(islice(layouts(problem), FEW_LAYOUTS + 1)) if _is_small(problem) else []
+    is_small = len(problem.graph.nodes) <= 4 and problem.ranks <= 8
+    few = list(islice(layouts(problem), FEW_LAYOUTS + 1)) if is_small else []
     exhaustive = 0 < len(few) <= FEW_LAYOUTS
     if exhaustive:
         for layout in sorted(few, key=problem.bound):
@@ -137,10 +138,6 @@ def search_between(
     if candidates.best is None:
         raise NoPlanError("no plan fits, neither of one style nor of a mix of both")
     return StyleSearch(candidates.best, starts, candidates.ways, candidates.tried, exhaustive)
-
-
-def _is_small(problem: StyleProblem) -> bool:
-    return len(problem.graph.nodes) <= 4 and problem.ranks <= 8
 
 
 @dataclass
@@ -231,7 +228,8 @@ def _descend(problem: StyleProblem, candidates: _Candidates, layout: Layout) -> 
     """Move to the best neighbouring layout until none is better. Bounds order the neighbours."""
     seconds, budget = candidates.seconds(layout), candidates.tried + MOST_TRIED
     # A layout that a bound rules out may still lead to a better one.
-    seconds = min(seconds, _guess(problem, layout))
+    if problem.memory_limit is None:
+        seconds = min(seconds, 4 * problem.bound(layout))
     while candidates.tried < budget and not candidates.control.should_stop():
         near = sorted({*_moves(problem, layout)}, key=lambda other: (problem.bound(other), other))
         best = None
@@ -249,10 +247,6 @@ def _descend(problem: StyleProblem, candidates: _Candidates, layout: Layout) -> 
                 return
             best = seconds, lower
         seconds, layout = best
-
-
-def _guess(problem: StyleProblem, layout: Layout) -> float:
-    return float("inf") if problem.memory_limit is not None else 4 * problem.bound(layout)
 
 
 def _moves(problem: StyleProblem, layout: Layout) -> Iterator[Layout]:

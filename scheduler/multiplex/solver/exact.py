@@ -263,8 +263,9 @@ def in_order_within(problem: MappingProblem, stages: list[int], within: int | No
     """Return stages in order; modules outside ``within`` count as done."""
     if within is None:
         return in_order(problem, stages) or []
-    outside = [1 << m for m in range(len(problem.names)) if not within >> m & 1]
-    sources = [s for s in outside if not _depends(problem, s, within)]
+    others = [m for m in range(len(problem.names)) if not within >> m & 1]
+    outside = [1 << m for m in others]
+    sources = [1 << m for m in others if not problem.ancestors[m] & within]
     ordered = in_order(
         problem, [*sources, *stages, *(s for s in outside if s not in sources)]
     ) or []
@@ -308,10 +309,6 @@ def mapping_of(
     return Mapping(problem.gpus, problem.steps, mapped, max(0.0, bound), method)
 
 
-def _depends(problem: MappingProblem, stage: int, on: int) -> bool:
-    return any(problem.ancestors[m] & on for m in bits(stage))
-
-
 def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.ndarray:
     """Return all (N,) non-empty sets of modules of ``within`` that may share a stage; raise
     ``NoPlanError`` if there are more than ``limit``."""
@@ -334,16 +331,14 @@ class _Columns:
         # From quota alone; the tighter bounds are computed on demand.
         self.cost = evaluator.bounds.bounds(self.stages, 1)
         self.tight = np.zeros(len(self.stages), np.bool_)
-        for stage in self.stages[[self.at(s) for s in self._seen(within)]]:
+        seen = [stage for stage in evaluator.results if not stage & ~within]
+        for stage in self.stages[[self.at(s) for s in seen]]:
             self.update(int(stage))
         rows = len(evaluator.problem.names)
         self._parts = [
             (self.stages >> first & ((1 << CHUNK_BITS) - 1)).astype(np.int16)
             for first in range(0, rows, CHUNK_BITS)
         ]
-
-    def _seen(self, within: int) -> list[int]:
-        return [stage for stage in self.evaluator.results if not stage & ~within]
 
     def at(self, stage: int) -> int:
         return int(np.searchsorted(self.stages, stage))

@@ -107,12 +107,9 @@ def solve(
         lambda restricted: _solve(
             restricted, strategy, seed, effort if strategy == "exact" else again, stopped
         ),
-        _branches(problem, effort), lambda: INTERRUPTED in sequence.method or stopped(),
+        max(1, effort.branches * FEW // max(FEW, len(problem.names) ** 2)),
+        lambda: INTERRUPTED in sequence.method or stopped(),
     )
-
-
-def _branches(problem: MappingProblem, effort: Effort) -> int:
-    return max(1, effort.branches * FEW // max(FEW, len(problem.names) ** 2))
 
 
 def _solve(

@@ -72,6 +72,16 @@ def test_added_seconds_equal_all_choices(module, live):
         assert stages.options("m", ((lo, hi),), live - 1) == [names]
 
 
+def test_stages_of_equal_layers_need_as_many_seconds_as_layers():
+    """Recompute every layer, as there is no room for activations."""
+    option = LayerOption("all", 1.0, 0, 0)
+    layers = [LayerCost(1.0, 1.0, 1.0, 10, 0, 0, options=(option,))] * 3
+    memory = memory_of(layers, 5, 0, True)
+    for lo, hi in itertools.combinations(range(4), 2):
+        memory.refine(1, lo, hi)
+        assert memory.added(1)[lo, hi] == hi - lo
+
+
 def test_early_stages_hold_more_microbatches():
     """A stage holds as many as 1F1B: those of later stages and beyond, up to the step's."""
     layers = [LayerCost(1.0, 1.0, 1.0, 10, 0, 0)] * 2
