@@ -21,8 +21,8 @@ class MimoNonColocated(OrderedSchedule):
     on disjoint rank sets).
 
     The pipeline of each module warms up by the longest path of its stages to the loss, through the
-    pipelines that it feeds. The order is that of stages that all take equally long, so that it is
-    known before a step: a slow microbatch delays all ranks behind it.
+    pipelines that it feeds. The order is that of stages that all take equally long for their share
+    of a step, so that it is known before a step: a slow microbatch delays all ranks behind it.
 
     Left out: the layout transforms at module boundaries, which raymm's messages do for any degrees.
     """
@@ -31,7 +31,9 @@ class MimoNonColocated(OrderedSchedule):
 
     def task_order(self, step: Any) -> TaskOrder:
         plan = step.plan
-        seconds = {stage.id: (1.0, 2.0) for stage in plan.stages}
+        # A replica has a share of the microbatches, each of which takes longer.
+        counts = {stage.id: len(plan.replicas(stage.module)) for stage in plan.stages}
+        seconds = {name: (1.0 * count, 2.0 * count) for name, count in counts.items()}
         return TaskOrder(one_f_one_b_keys(step), plan.warm_up, seconds=seconds)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Op
 from raymm.scheduler.schedule.lower import full_program
 from tests.support.field_schedules import most_held, replicated_plan, stepped
@@ -31,3 +34,25 @@ def test_mimo_order_does_not_depend_on_durations() -> None:
     plans = [replicated_plan(8, "mimo", seconds) for seconds in (0.5, 8.0)]
     first, second = map(full_program, plans)
     assert first == second
+
+
+def test_an_encoder_keeps_all_replicas_of_its_consumer_busy() -> None:
+    """One encoder for two replicas of a pipeline, which overlap as with their own encoders."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True,)), ModuleNode("llm", (True,) * 2)), (("vision", "llm"),)
+    )
+    cost = LayerCost(1.0, 1.0, 1.0, 100, 100, 1)
+    encoder = replace(cost, forward=0.1, backward_input=0.1, backward_weight=0.1)
+    profile = CostProfile({"vision": (encoder,), "llm": (cost,) * 2})
+
+    def seconds(replicas: int) -> float:
+        stages = (
+            Stage("vision", 0, (0, 1), 0),
+            *(
+                Stage("llm", index, (index, index + 1), 1 + 2 * replica + index, replica)
+                for replica in range(replicas) for index in range(2)
+            ),
+        )
+        return stepped(Plan(graph, stages, 8 * replicas, "mimo", profile)).seconds()
+
+    assert seconds(2) < 1.05 * seconds(1)
