@@ -52,6 +52,13 @@ FIELDS = {
         "wrong": "wrong", "not applicable": "not_applicable", "not tried": "not_tried",
     })
     for name in ("families", "vlm_matrix")
+} | {
+    "mimo_layouts": ("steps", {
+        "seconds of a step": "", "standard, 16 GPUs": "standard",
+        "MIMO non-colocated, 17": "non-colocated", "MIMO colocated, 16": "colocated",
+        "raymm, 16": "raymm on 16", "raymm, 17": "raymm on 17", "raymm's plan": "plan of 17",
+        "GiB of a GPU": "memory_gib",
+    }),
 }  # fmt: skip
 
 PARTS = {
@@ -129,6 +136,12 @@ PARTS = {
             "raymm's schedules are faster than DAG 1F1B, and plans per batch are faster than the "
             "schedules of other projects, within the same memory.",
             ("schedules", "field_schedules"),
+        ),
+        Section(
+            "Layouts of Megatron MIMO",
+            "raymm's plans are at least as fast as the layouts of Megatron MIMO for its 27B model, "
+            "in simulation.",
+            ("mimo_layouts",),
         ),
         Section(
             "Planner",
