@@ -13,11 +13,9 @@ from torch import nn
 from raymm.actors.experts.parallel import check_experts, share_experts, share_of
 from raymm.actors.experts.routing import experts
 from raymm.actors.modules.precision import ComputeCopies
-from raymm.actors.probe.experts.parallel import probe_experts
-from raymm.actors.weights.source import ConfigSource
 from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load
-from raymm.errors import ModelError, ProbeError
+from raymm.errors import ModelError
 from raymm.kernels.collectives.exchange_rows import exchange_rows
 from tests.support.rank_processes import rank_processes
 
@@ -155,15 +153,3 @@ def test_experts_that_cannot_be_sharded():
     together.forward = lambda *args: forward(*args) * together.gate_up_proj.mean()
     with pytest.raises(ModelError, match="each processes its tokens alone"):
         check_experts(together)
-
-
-def test_models_without_enough_experts_are_refused():
-    config = hf.MixtralConfig(**SIZES, num_local_experts=3)
-    found = probe_experts(ConfigSource(hf.MixtralForCausalLM, config), 3, "llm")
-    assert found == ("model.layers.0.mlp.experts",)
-    with pytest.raises(ProbeError, match="ep of 'llm' is 4, but .* has 3 experts; accepted: 1"):
-        probe_experts(ConfigSource(hf.MixtralForCausalLM, config), 4, "llm")
-    sizes = {name: value for name, value in SIZES.items() if "expert" not in name}
-    llama = ConfigSource(hf.LlamaForCausalLM, hf.LlamaConfig(**sizes))
-    with pytest.raises(ProbeError, match="LlamaForCausalLM has no experts"):
-        probe_experts(llama, 2, "llm")

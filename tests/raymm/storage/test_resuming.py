@@ -17,7 +17,7 @@ from raymm.monitor.metrics import read_metrics
 from raymm.storage.code_digest import code_digest
 from raymm.storage.manifest import Manifest
 from raymm.storage.resuming import RULES, compare
-from raymm.storage.run_description import WHOLE_BYTES, describe_run, fingerprint_of_files
+from raymm.storage.run_description import describe_run
 from tests.support import run_processors
 from tests.support.tiny_run import change, curve, settings, write_config
 
@@ -287,22 +287,6 @@ def test_frozen_weights_from_a_folder_are_compared(described, folder, tmp_path):
     assert "model.vision.weights.files.model.safetensors is '" in error
     assert "frozen weights, which are not in checkpoints, would change" in error
     assert "weights" not in "".join(compared(tmp_path, described(), described())[0])
-
-
-def test_large_files_are_sampled(tmp_path):
-    file = tmp_path / "large"
-    with open(file, "wb") as target:
-        target.truncate(4 * WHOLE_BYTES)
-    before = fingerprint_of_files([file])
-    os.utime(file, (1, 1))
-    assert {**fingerprint_of_files([file]), "times": before["times"]} == before
-    for place in (0, 4 * WHOLE_BYTES - 1):
-        with open(file, "r+b") as target:
-            target.seek(place)
-            target.write(b"x")
-        after = fingerprint_of_files([file])
-        assert after["digest"] != before["digest"]
-        before = after
 
 
 def test_every_field_of_a_run_has_a_rule(described):
