@@ -157,7 +157,7 @@ PROMISES = {
             "tests/raymm/data/samples/test_folders.py::"
             "test_a_file_that_is_a_link_is_refused_when_it_is_read",
         "decodes only the codecs that are listed":
-            "tests/raymm/data/video/test_frames.py::test_nothing_else_is_opened",
+            "tests/raymm/data/video/test_container.py::test_nothing_else_is_opened",
         "Checkpoints are read through links":
             "tests/actors/storage/test_folder.py::"
             "test_files_are_read_up_to_a_size_and_through_links",
@@ -190,9 +190,9 @@ PROMISES = {
             "tests/raymm/data/conversations/test_template.py::"
             "test_templates_cannot_reach_python_objects",
         "no playlist makes it open other files or URLs":
-            "tests/raymm/data/video/test_frames.py::test_nothing_else_is_opened",
+            "tests/raymm/data/video/test_container.py::test_nothing_else_is_opened",
         "makes no frame larger than `data.max_image_pixels`":
-            "tests/raymm/data/video/test_frames.py::test_large_frames_are_refused_by_the_header",
+            "tests/raymm/data/video/test_container.py::test_large_frames_are_refused_by_the_header",
         "find damage, not forgery":
             "tests/raymm/storage/test_manifest.py::"
             "test_edits_with_a_valid_checksum_are_rejected_or_read",

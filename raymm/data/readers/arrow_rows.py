@@ -1,14 +1,19 @@
-"""Rows and item counts of Arrow columns, without creating Python objects for media bytes."""
+"""Base class of readers of Arrow tables: rows and item counts, without creating Python objects for
+media bytes."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.row_index import MEDIA_COLUMNS, ReaderOptions, RowIndex
-from raymm.data.samples.folders import MediaFolders
+from raymm.data.readers.base import Reader
+from raymm.data.readers.row_index import MEDIA_COLUMNS, ProgressReport, ReaderOptions, RowIndex
+from raymm.data.remote.path import DataPath
 from raymm.data.samples.headers import Limits
 from raymm.data.samples.row_forms import FORMS, RENAME, accepted_columns
 from raymm.errors import DataError, SampleError
@@ -44,6 +49,70 @@ class ColumnPlan:
     scan: bool
     forms: list[str]
     unused: list[str]
+
+
+class ArrowReader(Reader):
+    """Base class of readers of Arrow tables, in one or more parts of different columns."""
+
+    checked_when_opened = False  # the text may not be read before a row is requested
+
+    @abstractmethod
+    def _opened_part(self, number: int) -> AbstractContextManager[Any]:
+        """Open part ``number`` for indexing."""
+
+    @abstractmethod
+    def _batches(self, part: Any, number: int, columns: list[str]) -> Iterator[Any]:
+        """Yield the rows of some columns of a part, as tables or record batches."""
+
+    @abstractmethod
+    def _media(self, part: Any, number: int, column: str) -> Iterator[Any]:
+        """Yield the arrays of a media column; structs need not have ``bytes``."""
+
+    def _index(
+        self, parts: Sequence[tuple[DataPath, ColumnPlan, int]], report: ProgressReport
+    ) -> None:
+        """Index the parts, given as (path, plan, rows)."""
+
+        def build() -> RowIndex:
+            return self._build(parts, report)
+
+        is_scanned = any(plan.scan for _, plan, _ in parts)
+        self._use(self._stored(build) if is_scanned else build())
+        for path, plan, _ in parts:
+            for name in plan.unused:
+                self.survey.unused.setdefault(name, str(path))
+
+    def _build(
+        self, parts: Sequence[tuple[DataPath, ColumnPlan, int]], report: ProgressReport
+    ) -> RowIndex:
+        """Count the items per row from the smallest sufficient columns, and read the text if it may
+        contain media or determines the row form."""
+        index = RowIndex(self.options)
+        folders = self._media_folders(0)
+        frames = {self.columns[name] for name in self.options.frames if name in self.columns}
+        for number, (path, plan, rows) in enumerate(parts):
+            with self._opened_part(number) as part:
+                counts = {
+                    modality: np.concatenate([np.zeros(0, np.int32), *(
+                        count_column(values, column, column in frames)
+                        for values in self._media(part, number, column)
+                    )])
+                    for column, modality in plan.media.items()
+                }
+                if self.options.survey:
+                    index.survey.add_media(counts, plan.frames, str(path))
+                if not plan.scan:
+                    index.add_counts(counts, rows, plan.forms[0])
+                    continue
+                counts = {name: c for name, c in counts.items() if name in index.counts}
+                offset = 0
+                for table in self._batches(part, number, plan.text):
+                    for row in table.to_pylist():
+                        counted = {name: int(c[offset]) for name, c in counts.items()}
+                        index.add(without_nulls(row), f"{path}[{offset}]", folders, counted)
+                        offset += 1
+                    report(len(index), len(index) / len(self))
+        return index.finish()
 
 
 def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPlan:
@@ -113,18 +182,6 @@ def _may_hold_media(kind: Any, role: str) -> bool:
         _is_string(content) or _is_list(content) and _is_string(content.value_type)
         for content in contents
     )
-
-
-def index_batch(
-    index: RowIndex, table: Any, counts: dict[str, np.ndarray], first: int, place: str,
-    folders: MediaFolders,
-) -> None:
-    """Add the rows of a table of text columns to an index. ``counts`` has the (rows,) items in the
-    column of each modality, ``first`` is the number of the first row, ``place`` the name of the
-    file."""
-    for number, row in enumerate(table.to_pylist()):
-        counted = {modality: int(values[number]) for modality, values in counts.items()}
-        index.add(without_nulls(row), f"{place}[{first + number}]", folders, counted)
 
 
 def without_nulls(value: Any) -> Any:

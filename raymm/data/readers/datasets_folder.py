@@ -1,21 +1,13 @@
 """Readers of folders written by ``datasets.Dataset.save_to_disk``, and of datasets on the hub."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from raymm.data.readers.arrow_rows import (
-    ColumnPlan,
-    count_column,
-    index_batch,
-    plan_columns,
-    row_of,
-)
-from raymm.data.readers.base import Reader, ReaderOptions
-from raymm.data.readers.row_index import Progress, ProgressReport, RowIndex
+from raymm.data.readers.arrow_rows import ArrowReader, plan_columns, row_of
+from raymm.data.readers.row_index import Progress, ProgressReport, ReaderOptions
 from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.samples.source_config import HUB
 from raymm.errors import DataError
@@ -25,14 +17,12 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
-_COUNT_ROWS = 100  # rows of a media column that are counted at a time
+_COUNT_ROWS = 100  # rows that are indexed at a time
 
 
-class DatasetsFolder(Reader):
+class DatasetsFolder(ArrowReader):
     """Samples of a local ``datasets`` folder, memory-mapped. Media stay encoded, and media URLs are
     not fetched. Media paths are relative to the folder. Needs the package ``datasets``."""
-
-    checked_when_opened = False  # the text may not be read before a row is requested
 
     def _open(self, report: ProgressReport) -> None:
         if isinstance(self.path, RemotePath):
@@ -49,54 +39,29 @@ class DatasetsFolder(Reader):
         if not (self.path / STATE_FILE).is_file():
             raise DataError(f"{self.path} is not a folder written by save_to_disk of datasets")
         self.files = sorted(file for file in self.path.iterdir() if file.is_file())
-        self._index(self._loaded(), report)
+        self._index_rows(self._loaded(), report)
 
-    def _index(self, rows: Any, report: ProgressReport) -> None:
+    def _index_rows(self, rows: Any, report: ProgressReport) -> None:
         """Check the columns of a ``datasets.Dataset``, and count items."""
-        self._rows = None
-        self._length = len(rows)
+        self._rows, self._length = rows, len(rows)
         self._check_columns(set(rows.column_names))
         plan = plan_columns(rows.features.arrow_schema, self.options, self.path)
         self._used = plan.used
-        if plan.scan:
-            self._use(self._stored(lambda: self._build(rows, plan, report)))
-        else:
-            self._use(self._build(rows, plan, report))
-        for name in plan.unused:
-            self.survey.unused.setdefault(name, str(self.path))
+        self._index([(self.path, plan, len(rows))], report)
+        self._rows = None
 
-    def _build(self, rows: Any, plan: ColumnPlan, report: ProgressReport) -> RowIndex:
-        index = RowIndex(self.options)
-        folders = self._media_folders(0)
-        counts = {modality: self._count(rows, column) for column, modality in plan.media.items()}
-        if self.options.survey:
-            index.survey.add_media(counts, plan.frames, str(self.path))
-        if not plan.scan:
-            index.add_counts(counts, len(rows), plan.forms[0])
-            return index.finish()
-        counts = {name: values for name, values in counts.items() if name in index.counts}
-        selected = rows.select_columns(plan.text)
-        for start in range(0, len(rows), _COUNT_ROWS):
-            table = selected[start : start + _COUNT_ROWS]
-            batch_counts = {
-                name: values[start : start + _COUNT_ROWS] for name, values in counts.items()
-            }
-            index_batch(index, table, batch_counts, start, str(self.path), folders)
-            report(len(index), len(index) / len(rows))
-        return index.finish()
+    def _opened_part(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext(self._rows)
 
-    def _count(self, rows: Any, column: str) -> np.ndarray:
-        frames = any(
-            name in self.options.frames
-            for name, media_column in self.columns.items() if media_column == column
-        )
-        counts = [np.zeros(0, np.int32)]
-        selected = rows.select_columns([column])
-        for start in range(0, len(rows), _COUNT_ROWS):
-            table = selected[start : start + _COUNT_ROWS]
+    def _batches(self, part: Any, number: int, columns: list[str]) -> Iterator[Any]:
+        selected = part.select_columns(columns)
+        for start in range(0, len(part), _COUNT_ROWS):
+            yield selected[start : start + _COUNT_ROWS]
+
+    def _media(self, part: Any, number: int, column: str) -> Iterator[Any]:
+        for table in self._batches(part, number, [column]):
             for chunk in table.column(0).chunks:
-                counts.append(count_column(_storage(chunk), column, frames))
-        return np.concatenate(counts)
+                yield getattr(chunk, "storage", chunk)  # the plain array of an extension type
 
     def _loaded(self):
         """Load the ``datasets.Dataset``, with rows as Arrow tables."""
@@ -138,11 +103,6 @@ def datasets_package() -> Any:
     return require("datasets", "datasets", "a folder of save_to_disk, or a data set of the hub,")
 
 
-def _storage(values):
-    """Return the plain array of an extension type."""
-    return getattr(values, "storage", values)
-
-
 class HubDataset(DatasetsFolder):
     """Samples of ``hf://datasets/ORG/NAME``. Opening the source downloads it with ``datasets`` into
     its cache (``HF_HOME``) unless it is there; rows are then read as in :class:`DatasetsFolder`.
@@ -163,7 +123,7 @@ class HubDataset(DatasetsFolder):
         self.path = self.files[0].parent
         commit = self.path.name if _COMMIT.fullmatch(self.path.name) else None
         self._commit = commit or self.options.revision
-        self._index(rows, report)
+        self._index_rows(rows, report)
 
     @property
     def _url(self) -> str:

@@ -2,22 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.arrow_rows import (
-    ColumnPlan,
-    count_column,
-    index_batch,
-    plan_columns,
-    row_of,
-)
-from raymm.data.readers.base import Reader
+from raymm.data.readers.arrow_rows import ArrowReader, plan_columns, row_of
 from raymm.data.readers.files import find_files
-from raymm.data.readers.row_index import ProgressReport, RowIndex
+from raymm.data.readers.row_index import ProgressReport
 from raymm.data.remote.path import DataPath
 from raymm.errors import DataError, SampleError
 from raymm.packages import require
@@ -28,7 +21,7 @@ _GROUPS_KEPT = 4
 _BATCH_ROWS = 256
 
 
-class ParquetDataset(Reader):
+class ParquetDataset(ArrowReader):
     """Samples of one Parquet file, a folder of them, or a glob, in the order of their names.
 
     Opening reads the metadata and the lengths of media columns (only the paths of {"bytes",
@@ -41,19 +34,17 @@ class ParquetDataset(Reader):
             is read.
     """
 
-    checked_when_opened = False  # the text may not be read before a row is requested
-
     def _open(self, report: ProgressReport) -> None:
         self.files = find_files(self.path, (".parquet",))
         self._groups: list[tuple[int, int]] = []
         self._batch_rows: list[int] = []
         self._used: list[list[str]] = []  # columns to read, by file
-        plans, starts = [], [0]
+        parts, starts = [], [0]
         for number, path in enumerate(self.files):
             with _read(path) as file:
                 plan = plan_columns(file.schema_arrow, self.options, path)
                 self._check_columns(set(file.schema_arrow.names))
-                plans.append(plan)
+                parts.append((path, plan, file.metadata.num_rows))
                 self._used.append(plan.used)
                 for group in range(file.num_row_groups):
                     size = self._checked_size(file.metadata.row_group(group), path, group)
@@ -67,48 +58,17 @@ class ParquetDataset(Reader):
         self._starts = np.asarray(starts, dtype=np.int64)
         if not len(self):
             raise DataError(f"data file {self.path} has no samples")
-        if any(plan.scan for plan in plans):
-            self._use(self._stored(lambda: self._build(plans, report)))
-        else:
-            self._use(self._build(plans, report))
-        for plan, path in zip(plans, self.files, strict=True):
-            for name in plan.unused:
-                self.survey.unused.setdefault(name, str(path))
+        self._index(parts, report)
         self._kept: OrderedDict = OrderedDict()
         self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
-    def _build(self, plans: list[ColumnPlan], report: ProgressReport) -> RowIndex:
-        """Count the items per row from the smallest sufficient columns, and read the text if it may
-        contain media or determines the row form."""
-        index = RowIndex(self.options)
-        folders = self._media_folders(0)
-        for number, (path, plan) in enumerate(zip(self.files, plans, strict=True)):
-            with _read(path) as file:
-                counts = {
-                    modality: self._count(file, number, column)
-                    for column, modality in plan.media.items()
-                }
-                if self.options.survey:
-                    index.survey.add_media(counts, plan.frames, str(path))
-                rows = file.metadata.num_rows
-                if not plan.scan:
-                    index.add_counts(counts, rows, plan.forms[0])
-                    continue
-                counts = {name: c for name, c in counts.items() if name in index.counts}
-                offset = 0
-                for table in self._batches(file, number, plan.text):
-                    batch_counts = {
-                        name: c[offset : offset + table.num_rows] for name, c in counts.items()
-                    }
-                    index_batch(index, table, batch_counts, offset, str(path), folders)
-                    offset += table.num_rows
-                    report(len(index), len(index) / len(self))
-        return index.finish()
+    def _opened_part(self, number: int) -> AbstractContextManager[Any]:
+        return _read(self.files[number])
 
-    def _batches(self, file: Any, number: int, columns: list[str]) -> Iterator[Any]:
+    def _batches(self, part: Any, number: int, columns: list[str]) -> Iterator[Any]:
         for (owner, group), rows in zip(self._groups, self._batch_rows, strict=True):
             if owner == number:
-                yield from file.iter_batches(rows, [group], columns)
+                yield from part.iter_batches(rows, [group], columns)
 
     def _checked_size(self, group, path: DataPath, number: int) -> int:
         """Return the bytes of the used columns of a row group; raise a ``DataError`` above the
@@ -129,19 +89,13 @@ class ParquetDataset(Reader):
             )
         return sum(sizes.values())
 
-    def _count(self, file: Any, number: int, column: str) -> np.ndarray:
-        """Count the items of a column, (rows of the file,)."""
-        columns = (leaf.path for leaf in _leaves(file.schema))
-        leaves = [path for path in columns if path.split(".")[0] == column]
-        paths = [leaf for leaf in leaves if leaf.endswith(".path")]
-        frames = any(
-            name in self.options.frames
-            for name, media_column in self.columns.items() if media_column == column
-        )
-        counts = [np.zeros(0, np.int32)]
-        for batch in self._batches(file, number, paths or [column]):
-            counts.append(count_column(batch.column(0), column, frames))
-        return np.concatenate(counts)
+    def _media(self, part: Any, number: int, column: str) -> Iterator[Any]:
+        leaves = [part.schema.column(leaf).path for leaf in range(len(part.schema))]
+        paths = [
+            leaf for leaf in leaves if leaf.split(".")[0] == column and leaf.endswith(".path")
+        ]
+        for batch in self._batches(part, number, paths or [column]):
+            yield batch.column(0)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -203,10 +157,6 @@ class ParquetDataset(Reader):
         return {**self.__dict__, "_kept": OrderedDict()}
 
 
-def _leaves(schema) -> list:
-    return [schema.column(number) for number in range(len(schema))]
-
-
 @contextmanager
 def _read(path: DataPath) -> Iterator[Any]:
     """Open a ``pyarrow.parquet.ParquetFile`` for indexing; errors of pyarrow become a
@@ -223,17 +173,12 @@ def _read(path: DataPath) -> Iterator[Any]:
 @contextmanager
 def _opened(path: DataPath) -> Iterator[Any]:
     """Open a ``pyarrow.parquet.ParquetFile``, which reads only the requested parts."""
-    parquet = _parquet()
+    require("pyarrow", "parquet", "a Parquet file")
+    import pyarrow.parquet as parquet
+
     if isinstance(path, Path):
         with parquet.ParquetFile(path) as file:
             yield file
     else:
         with path.open(block=0) as source, parquet.ParquetFile(source) as file:
             yield file
-
-
-def _parquet() -> Any:
-    require("pyarrow", "parquet", "a Parquet file")
-    import pyarrow.parquet as parquet
-
-    return parquet

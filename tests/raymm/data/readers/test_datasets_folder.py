@@ -1,4 +1,4 @@
-"""Data sets by name from the cache of datasets, without the hub."""
+"""Folders of datasets, and data sets by name from the cache of datasets, without the hub."""
 
 import json
 import pickle
@@ -7,7 +7,8 @@ import shutil
 import pytest
 from pydantic import ValidationError
 
-from raymm.data import DataConfig, open_split
+from raymm.data import DataConfig, open_source, open_split
+from raymm.data.readers import DatasetsFolder
 from raymm.errors import DataError
 from tests.support.same_rows import write_datasets_folder
 
@@ -73,3 +74,23 @@ def test_missing_hub_data_sets_are_named(make_config, cached):
 def test_names_that_are_refused(source, reason):
     with pytest.raises(ValidationError, match=reason):
         DataConfig(train=source, tokenizer="t", batch_size=1, microbatches=1)
+
+
+def test_datasets_folders_with_splits_are_checked(tmp_path):
+    import datasets
+
+    folder = tmp_path / "d"
+    one = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict(train=one, test=one).save_to_disk(folder)
+    with pytest.raises(DataError, match=r"splits \['test', 'train'\]; name one"):
+        open_source(folder)
+    assert [sample.text for sample in open_source(folder / "train")] == ["a", "b"]
+    with pytest.raises(DataError, match="save_to_disk"):
+        DatasetsFolder(tmp_path)
+    caption = datasets.Dataset.from_dict({"caption": ["a"]})
+    caption.save_to_disk(tmp_path / "c")
+    with pytest.raises(DataError, match=r"'messages' \(or .*'text'\).*'caption'"):
+        open_source(tmp_path / "c")
+    shuffled = one.select([1, 0, 1])
+    shuffled.save_to_disk(tmp_path / "e")
+    assert [sample.text for sample in open_source(tmp_path / "e")] == ["b", "a", "b"]

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import tarfile
 
 import numpy as np
 import pyarrow as pa
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from raymm.data import StepBuilder, local_steps, open_source, open_split
-from raymm.data.readers import DatasetsFolder, ParquetDataset, ReaderOptions, TarDataset
+from raymm.data.readers import ParquetDataset, ReaderOptions, TarDataset
 from raymm.data.samples.headers import Limits
 from raymm.errors import ConfigError, DataError, SampleError
-from tests.support.same_rows import add_member, write_datasets_folder, write_parquet, write_shards
-from tests.support.sample_files import write_image, write_rows
+from tests.support.same_rows import write_datasets_folder, write_parquet, write_shards
+from tests.support.sample_files import write_rows
 
 WRITERS = {
     "parquet": lambda folder: write_parquet(folder, 20),
@@ -95,71 +94,6 @@ def test_columns_of_other_names_and_sources_without_a_modality(make_config, tmp_
     assert dataset.counts["audio"][20] == 0 and last.place.endswith("other.jsonl:1")
 
 
-def parquet(folder, table, **options):
-    pq.write_table(pa.table(table), folder / "x.parquet", **options)
-    return folder / "x.parquet"
-
-
-def test_parquet_columns_of_paths_bytes_and_lists(tmp_path):
-    write_image(tmp_path / "i.png", 0)
-    data = (tmp_path / "i.png").read_bytes()
-    path = parquet(
-        tmp_path,
-        {
-            "text": ["a"] * 4,
-            "path": ["i.png", "", None, str(tmp_path / "abs.png")],
-            "paths": [["i.png"], [], None, ["a.png", "b.png"]],
-            "bytes": [data, None, data, data],
-            "lists": [[data], [data, data], None, []],
-            "number": [1, 2, 3, 4],
-        },
-    )
-    columns = {name: name for name in ("path", "paths", "bytes", "lists")}
-    dataset = ParquetDataset(path, columns)
-    assert {name: counts.tolist() for name, counts in dataset.counts.items()} == {
-        "path": [1, 0, 0, 1], "paths": [1, 0, 0, 2], "bytes": [1, 0, 1, 1], "lists": [1, 2, 0, 0],
-    }
-    for row, sample in enumerate(dataset):
-        assert {k: len(v) for k, v in sample.media.items()} == {
-            k: int(v[row]) for k, v in dataset.counts.items() if v[row]
-        }
-    assert dataset[0].media["path"] == (str(tmp_path / "i.png"),)
-    assert dataset[1].media["lists"][1].data == data
-    assert dataset[1].place == f"{path}[1]" in dataset[1].media["lists"][1].name
-    with pytest.raises(DataError, match="column 'number' is of type int64"):
-        ParquetDataset(path, {"vision": "number"})
-    with pytest.raises(DataError, match=r"column 'image' \(modality 'vision'\).*'lists'"):
-        ParquetDataset(path, {"vision": "image"})
-
-
-def test_only_used_columns_of_one_row_group_are_read(tmp_path, monkeypatch):
-    big = [b"x" * 1000] * 40
-    path = parquet(
-        tmp_path, {"text": ["a"] * 40, "images": [["i.png"]] * 40, "big": big}, row_group_size=10
-    )
-    dataset = ParquetDataset(path, {"vision": "images"})
-    read, iter_batches = [], pq.ParquetFile.iter_batches
-
-    def spy(self, size, groups, columns):
-        read.append((groups, columns))
-        return iter_batches(self, size, groups, columns)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
-    for index in (12, 19, 15, 3):
-        assert dataset[index].text == "a"
-    assert read == [([1], ["text", "images"]), ([0], ["text", "images"])]
-
-
-def test_rows_without_text_are_sample_errors_in_parquet(tmp_path):
-    path = parquet(tmp_path, {"id": ["a", "b"], "text": ["x", None]})
-    dataset = ParquetDataset(path)
-    assert dataset[0].text == "x"
-    with pytest.raises(SampleError, match=r"'b' \(.*x.parquet\[1\]\).*needs 'messages' \(or"):
-        dataset[1]
-    with pytest.raises(DataError, match=r"needs columns 'messages' \(or .*'text'\).*'caption'"):
-        ParquetDataset(parquet(tmp_path, {"caption": ["x"]}))
-
-
 @pytest.mark.parametrize(
     ("name", "reader"), [("x.parquet", ParquetDataset), ("x.tar", TarDataset)]
 )
@@ -192,92 +126,6 @@ def test_truncated_files_are_refused(tmp_path):
     (tmp_path / "cut.parquet").write_bytes(table.read_bytes()[:-20])
     with pytest.raises(DataError, match="cut.parquet"):
         ParquetDataset(tmp_path / "cut.parquet")
-
-
-def shard(folder, members):
-    with tarfile.open(folder / "s.tar", "w") as out:
-        for name, content in members:
-            add_member(out, name, content)
-    return folder / "s.tar"
-
-
-def test_members_of_one_key_are_one_sample(tmp_path):
-    path = shard(
-        tmp_path,
-        [
-            ("a/1.x.png", b"1"), ("a/1.json", b'{"text": "one", "w": "p.png"}'), ("a/1.jpg", b"22"),
-            ("b/1.txt", b"two"), ("b/1.png", b"333"),
-            (".hidden", b""), ("README", b""),
-            ("c/1.txt", b"three"),
-        ],
-    )
-    columns = {"seg": "x.png", "vision": "jpg;png", "named": "w"}
-    dataset = TarDataset(path, columns)
-    assert [sample.id for sample in dataset] == [f"{path}[{k}/1]" for k in "abc"]
-    assert [sample.text for sample in dataset] == ["one", "two", "three"]
-    assert {k: v.tolist() for k, v in dataset.counts.items()} == {
-        "seg": [1, 0, 0], "vision": [1, 1, 0], "named": [1, 0, 0],
-    }
-    (picture,) = dataset[1].media["vision"]
-    assert picture.name == "b/1.png" and picture.size == 3
-    assert dataset[0].media["named"] == (str(tmp_path / "p.png"),)
-    assert path.read_bytes()[picture.start :][:3] == b"333"
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ([("1.png", b"")], r"s.tar\[1\]: a sample needs 'messages' \(or"),
-        ([("1.json", b"[]")], "must be a JSON object, got list"),
-        ([("1.json", b"{")], "is not json"),
-        ([("1.txt", b"\xff")], "is not txt"),
-        ([("1.txt", b"a"), ("1.txt", b"b")], "two members"),
-        ([("1.txt", b"a"), ("1.json", b'{"png": "x"}'), ("1.png", b"")], "'json'"),
-    ],
-)
-def test_bad_shards_are_named_or_skipped(tmp_path, members, message):
-    path = shard(tmp_path, [("0.txt", b"good"), ("0.png", b""), *members])
-    with pytest.raises(DataError, match=message):
-        TarDataset(path, {"vision": "png"})
-    dataset = TarDataset(path, {"vision": "png"}, ReaderOptions(skip=True))
-    assert len(dataset) == 2 and dataset.counts["vision"].tolist() == [1, 0]
-    assert dataset[0].text == "good"
-    with pytest.raises(SampleError, match=message.removeprefix(r"s.tar\[1\]: ")):
-        dataset[1]
-
-
-def test_compressed_shards_are_refused_with_advice(tmp_path):
-    with tarfile.open(tmp_path / "s.tar", "w:gz") as out:
-        add_member(out, "1.txt", b"a")
-    with pytest.raises(DataError, match="s.tar.*unpacked first"):
-        TarDataset(tmp_path / "s.tar")
-
-
-def test_large_text_members_are_refused_unread(tmp_path, monkeypatch):
-    monkeypatch.setattr("raymm.data.readers.tar_shards.MAX_TEXT_BYTES", 10)
-    path = shard(tmp_path, [("1.txt", b"a" * 10), ("2.txt", b"a" * 11)])
-    with pytest.raises(DataError, match=r"s.tar\[2\]: it has 11 bytes, above 10"):
-        TarDataset(path)
-
-
-def test_datasets_folders_with_splits_are_checked(tmp_path):
-    import datasets
-
-    folder = tmp_path / "d"
-    one = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    datasets.DatasetDict(train=one, test=one).save_to_disk(folder)
-    with pytest.raises(DataError, match=r"splits \['test', 'train'\]; name one"):
-        open_source(folder)
-    assert [sample.text for sample in open_source(folder / "train")] == ["a", "b"]
-    with pytest.raises(DataError, match="save_to_disk"):
-        DatasetsFolder(tmp_path)
-    caption = datasets.Dataset.from_dict({"caption": ["a"]})
-    caption.save_to_disk(tmp_path / "c")
-    with pytest.raises(DataError, match=r"'messages' \(or .*'text'\).*'caption'"):
-        open_source(tmp_path / "c")
-    shuffled = one.select([1, 0, 1])
-    shuffled.save_to_disk(tmp_path / "e")
-    assert [sample.text for sample in open_source(tmp_path / "e")] == ["b", "a", "b"]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("pyarrow", "parquet"), ("datasets", "datasets")])
@@ -322,24 +170,6 @@ def test_malformed_json_rows_are_kept_and_refused_when_read(make_config, tmp_pat
     reader = open_source(tmp_path / "train.jsonl", None, ReaderOptions(skip=True, limits=limits))
     with pytest.raises(SampleError, match="the line is not JSON"):
         reader[7]
-
-
-def test_parquet_files_of_one_source_may_differ_in_columns(tmp_path):
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    tables = {
-        "a": {"text": ["x", None], "messages": [None, turns], "images": [["i.png"], []]},
-        "b": {"extra": [1], "images": [["j.png"]], "text": ["z"]},
-    }
-    for name, table in tables.items():
-        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
-    dataset = open_source(tmp_path, None, ReaderOptions(columns={"vision": "images"}))
-    assert [(one.text, one.messages) for one in dataset] == [
-        ("x", None), (None, turns), ("z", None),
-    ]
-    assert dataset[2].media == {"vision": (str(tmp_path / "j.png"),)}
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match="column 'images'.*vision"):
-        open_source(tmp_path, None, ReaderOptions(columns={"vision": "images"}))
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.jsonl"])

@@ -118,49 +118,6 @@ def test_settings(config, monkeypatch):
         check_data(config(files, {"video": VIDEO}))
 
 
-class Recorder:
-    """Wrapper of a processor that records its arguments."""
-
-    def __init__(self, processor):
-        self.processor, self.calls = processor, []
-
-    def __getattr__(self, name):
-        return getattr(self.processor, name)
-
-    def __call__(self, **arguments):
-        self.calls.append(arguments)
-        raise ValueError("enough")
-
-
-def test_a_whole_models_processor_gets_frames_and_their_times(tmp_path):
-    from raymm.data.conversations.processor import ModelProcessor
-
-    folder, _ = tiny.make("gemma3", tmp_path / "model", 1)
-    settings = DataConfig(
-        train=str(write(tmp_path, {"a.mp4": clip()})), processor=str(folder), batch_size=1,
-        microbatches=1, modalities={"video": {"column": "clips", "video": {"fps": 5}}},
-    )
-    dataset = open_split(settings, "train")
-    from raymm.data import step_builder
-
-    builder = step_builder(settings, dataset)
-    item = builder._decoded("video", dataset[0], dataset[0].media["video"][0],
-                            builder._reader("video"))  # fmt: skip
-    processor = ModelProcessor(str(folder))
-    processor._processor = recorder = Recorder(processor._processor)
-    frames = [np.zeros((4, 4, 3), np.uint8)] * 3
-    with pytest.raises(ValueError, match="enough"):
-        processor(["x", "y"], [{"video": [item]}, {"video": [frames]}])
-    videos, metadata = (recorder.calls[0][name] for name in ("videos", "video_metadata"))
-    assert videos[0].shape == (8, 48, 64, 3) and videos[1] is frames
-    assert recorder.calls[0]["do_sample_frames"] is False
-    assert metadata[0] == {
-        "total_num_frames": 40, "fps": 25.0, "duration": 1.6, "height": 48, "width": 64,
-        "frames_indices": [0, 5, 10, 15, 20, 25, 30, 35],
-    }
-    assert metadata[1]["fps"] is None and metadata[1]["frames_indices"] == [0, 1, 2]
-
-
 def test_a_step_of_videos_equals_the_processor(tmp_path):
     folder, _ = tiny.make("qwen3_vl", tmp_path / "model", 1)
     processor = AutoProcessor.from_pretrained(folder)  # whose template supports pictures alone
