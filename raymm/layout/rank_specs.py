@@ -44,7 +44,7 @@ def rank_specs(
         features: folders by encoder whose features are cached.
         compiled: True to compile blocks.
         **options: further fields of :class:`raymm.actors.rank.rank_spec.RankSpec`: optimizer,
-            precision, device, threads.
+            autocast, device, threads.
 
     Raises:
         ProbeError: a module cannot be cut or sharded as planned.

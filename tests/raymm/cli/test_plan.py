@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -13,9 +12,7 @@ from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
 from benchmarks.shared import common
 from raymm.cli.option_arguments import parse_counts
-from raymm.errors import PlanError
 from raymm.planning.plan import _slower
-from raymm.profiling.measure_plans import distinct_options
 from raymm.scheduler.costs.device_memory import CONTEXT_BYTES
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -270,24 +267,6 @@ def test_plans_with_the_same_time_are_not_called_slower(seconds, text):
     plan = make_plan(graph, {"llm": ((0, 2),)}, 1, "1f1b", CostProfile({"llm": (cost, cost)}))
     options = (Option("a", plan, 1.0, ()), Option("b", plan, seconds, ()))
     assert _slower(options[1], options[0]) == text
-
-
-def test_only_plans_that_run_differently_are_measured():
-    cost = LayerCost(1.0, 1.0, 1.0)
-    graph = ModuleGraph((ModuleNode("llm", (True, True)),), ())
-    profile = CostProfile({"llm": (cost, cost)})
-    plan = make_plan(graph, {"llm": ((0, 1), (1, 2))}, 4, "1f1b", profile)
-    one = make_plan(graph, {"llm": ((0, 2),)}, 4, "1f1b", profile)
-    options = [
-        Option(name, p, 1.0, ())
-        for name, p in (("a", plan), ("b", replace(plan, num_microbatches=4)), ("c", one),
-                        ("d", replace(one, schedule="gpipe")))
-    ]
-    chosen = distinct_options(options, 4)
-    assert [option.layout for option in chosen] == ["a", "c", "d"]
-    assert [option.layout for option in distinct_options(options, 2)] == ["a", "c"]
-    with pytest.raises(PlanError, match="measure is 0"):
-        distinct_options(options, 0)
 
 
 def test_the_tokens_option_takes_module_and_number():

@@ -12,10 +12,8 @@ from raymm.cli.profile import parse_lengths, profile_rows
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.costs.profile_files import load_table, save_table
-from raymm.costs.workload import full_microbatch
 from raymm.errors import PlanError
 from raymm.model.multimodal import module_graph
-from raymm.profiling.layers import LayerMeasurement
 from raymm.scheduler.costs.layer_costs import layer_work
 from tests.support.tiny_run import STEPS, change, settings, write_config
 
@@ -117,25 +115,6 @@ def test_a_rank_that_does_not_fit_the_cluster_is_refused(raymm, make_config, tmp
     code, output = raymm("profile", config, "--out", str(tmp_path / "p.json"))
     assert code == 2
     assert "the plan has 1 rank of 1000 CPU each" in output
-
-
-def test_a_failing_module_is_named(make_config, ray_cluster):
-    config = load_config(make_config())
-    model = build_model(config)
-    microbatch = full_microbatch(config.data, model.encoder_names)
-    microbatch["vision"] = {**microbatch["vision"]}
-    microbatch["vision"]["pixel_values"] = microbatch["vision"]["pixel_values"][:, :2]
-    with pytest.raises(PlanError, match="profiling 'vision' failed: RuntimeError: "):
-        LayerMeasurement(model, microbatch, repeats=1).run()
-
-
-def test_a_microbatch_needs_items_for_every_encoder(make_config):
-    config = load_config(make_config())
-    model = build_model(config)
-    found = full_microbatch(config.data, model.encoder_names)
-    assert len(found["vision"]["sample_index"]) >= 1
-    with pytest.raises(PlanError, match="the microbatch has no items for encoder 'vision'"):
-        LayerMeasurement(model, {**found, "vision": {}}).run()
 
 
 def test_lengths_are_whole_numbers():
