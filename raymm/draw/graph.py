@@ -35,6 +35,20 @@ MARGIN, HEAD, LEGEND, NOTE_LINE = 0.3, 0.6, 0.42, 0.16
 MANY_RANKS = 10  # above, replicas share a box
 
 
+class StageLabel(NamedTuple):
+    """Texts at the top of a box.
+
+    Attributes:
+        name: the stage, with the number of its replicas if the box stands for all of them.
+        place: ranks of the stage, with the degrees of their processes: ``"rank 3 = tp 4 × cp 2"``.
+        shared: True if a rank has several stages.
+    """
+
+    name: str
+    place: str
+    shared: bool
+
+
 class PlanSheet(NamedTuple):
     """Positions in inches from the page's lower left corner."""
 
@@ -44,6 +58,7 @@ class PlanSheet(NamedTuple):
     bottom: float  # of the lowest box
     place: dict[StageId, Point]  # lower left corner of each stage's box
     band: dict[StageId, int]  # band of each stage, from the top
+    label: Mapping[StageId, StageLabel]
 
 
 def heading(plan: Plan) -> str:
@@ -105,7 +120,7 @@ def lay_out(
     width = max(2 * side + columns * (wide + gap) - gap, MIN_WIDTH,
                 *(text + 2 * MARGIN for text in texts),
                 text_width(ruler, title, 12) * 1.15 + 2 * MARGIN)
-    return PlanSheet(width, height, (wide, high), bottom, corner, band)
+    return PlanSheet(width, height, (wide, high), bottom, corner, band, labels)
 
 
 def _rows(plan: Plan) -> dict[tuple[str, int], float]:
@@ -156,20 +171,6 @@ def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
         return "frozen: passes gradients on"
     sources = [src for src, dst in plan.stage_edges if dst == stage.id]
     return "trained" if not any(src in needs for src in sources) else "trained, passes gradients on"
-
-
-class StageLabel(NamedTuple):
-    """Texts at the top of a box.
-
-    Attributes:
-        name: the stage, with the number of its replicas if the box stands for all of them.
-        place: ranks of the stage, with the degrees of their processes: ``"rank 3 = tp 4 × cp 2"``.
-        shared: True if a rank has several stages.
-    """
-
-    name: str
-    place: str
-    shared: bool
 
 
 def _labels(plan: Plan, stages: Sequence[Sequence[Stage]]) -> dict[StageId, StageLabel]:
@@ -294,10 +295,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     hues = module_hues(node.name for node in plan.graph.nodes)
     _edges(axes, plan, sheet, needs)
     for stage in plan.stages:
-        _box(
-            axes, plan, stage, labels[stage.id], sheet, hues[stage.module], needs,
-            costs.get(stage.id),
-        )
+        _box(axes, plan, stage, sheet, hues[stage.module], needs, costs.get(stage.id))
     for line, text in enumerate(note):
         axes.text(MARGIN, 0.16 + (len(note) - 1 - line) * NOTE_LINE, text, fontsize=7,
                   color=FAINT, va="center")
@@ -308,10 +306,10 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
 
 
 def _box(
-    axes: Axes, plan: Plan, stage: Stage, label: StageLabel, sheet: PlanSheet, hue: RGB,
-    needs: set[StageId], cost: StageCost | None,
+    axes: Axes, plan: Plan, stage: Stage, sheet: PlanSheet, hue: RGB, needs: set[StageId],
+    cost: StageCost | None,
 ) -> None:
-    (x, y), (width, height) = sheet.place[stage.id], sheet.box
+    (x, y), (width, height), label = sheet.place[stage.id], sheet.box, sheet.label[stage.id]
     axes.add_patch(
         FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08",
                        facecolor="white", edgecolor=hue, linewidth=1.6, zorder=3)
