@@ -21,6 +21,9 @@ relative to DAG 1F1B on the same batch, ``bound`` is all work of the batch divid
 - ``variability``: largest over mean load of a microbatch, by assignment (Entrain's figure).
 - ``emulated_error``: largest error of the simulated step against stages that sleep on actors.
 - ``choice_cpu_ms``: CPU of one choice for 64 ranks and 64 microbatches.
+- ``order_over_fixed_median``: seconds of DAG 1F1B's layout with order and schedule per batch
+  (``planning.per_batch``), over those in the given order.
+- ``order_cpu_ms``: CPU of one such order for 64 ranks and 64 microbatches.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.minibatch.step_choice import (
     Groups,
+    OrderChooser,
     StepChoice,
     choose_step,
     given_groups,
@@ -273,8 +277,10 @@ def measure(name: str, batches: int) -> Outcome:
     first = auto(fitting, works[0])  # choose the layout on another batch
     assert first is not None
     layout = replace(first[0], schedule=first[1].schedule)
+    orders = OrderChooser(layouts["separate"], ("1f1b", "zero_bubble"))
     rows, timelines = [], []
     for work in works[1:]:
+        order = orders.choose(group_loads(work, as_given(work, layouts["separate"])))
         baseline = peer_step(layouts["separate"], "1f1b", work, as_given)
         assert baseline is not None
         steps = {"1f1b": baseline} | {
@@ -298,6 +304,7 @@ def measure(name: str, batches: int) -> Outcome:
                 if step is not None
             },
             "auto_over_best_peer": seconds["auto"] / fastest,
+            "order_over_fixed": order.seconds / order.fixed_seconds,
             "fixed_loss": choice.fixed_seconds / choice.seconds
             if isfinite(choice.fixed_seconds) else None,
             "variability": {
@@ -322,8 +329,9 @@ def timeline(step: PlannedStep) -> Timeline:
     return simulate(step.program, {}, microbatch_costs=costs, posted=step.plan.posted_receives)
 
 
-def choice_cpu_ms() -> float:
-    """Return the CPU milliseconds of a choice for 64 ranks and 64 microbatches, once compiled."""
+def cpu_ms() -> dict[str, float]:
+    """Return the CPU milliseconds of a choice, and of an order, for 64 ranks and 64 microbatches,
+    once compiled."""
     layers = (LayerCost(1.0, 1.0, 1.0, 1000, 1000, 10),) * 64
     graph = ModuleGraph(
         (ModuleNode("vision", (True,) * 16), ModuleNode("llm", (True,) * 48)), (("vision", "llm"),)
@@ -334,12 +342,21 @@ def choice_cpu_ms() -> float:
     plan = space.plan({"vision": 16, "llm": 48})
     draws = np.random.default_rng(0)
     work = {name: draws.lognormal(0.0, 0.7, 256) / 5 for name in ("vision", "llm")}
-    spent = []
-    for _ in range(4):
-        began = time.process_time()
-        choose_step(plan, work, ("1f1b",))
-        spent.append(time.process_time() - began)
-    return 1e3 * min(spent)
+    orders = OrderChooser(plan)
+    loads = group_loads(work, as_given(work, plan))
+    calls: dict[str, Callable[[], Any]] = {
+        "choice_cpu_ms": lambda: choose_step(plan, work, ("1f1b",)),
+        "order_cpu_ms": lambda: orders.choose(loads),
+    }
+    result = {}
+    for name, call in calls.items():
+        spent = []
+        for _ in range(4):
+            began = time.process_time()
+            call()
+            spent.append(time.process_time() - began)
+        result[name] = round(1e3 * min(spent), 1)
+    return result
 
 
 def _rows(outcomes: list[Outcome]) -> Iterator[dict[str, Any]]:
@@ -381,7 +398,10 @@ def main() -> int:
         "fixed_loss_median": round(statistics.median(
             row["fixed_loss"] for row in rows if row["fixed_loss"] is not None
         ), 4),
-        "choice_cpu_ms": round(choice_cpu_ms(), 1),
+        "order_over_fixed_median": round(
+            statistics.median(row["order_over_fixed"] for row in rows), 4
+        ),
+        **cpu_ms(),
     }
     if not chosen.no_actors:
         from benchmarks.devices.sleeping_batches import emulated_errors
