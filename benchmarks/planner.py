@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from benchmarks.baselines.loosely_coupled import loosely_coupled
+from benchmarks.baselines.parametric_partition import partition_layers
 from benchmarks.baselines.pipelines import unaware_work
 from benchmarks.shared import common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
@@ -41,7 +42,6 @@ from raymm.scheduler.search.factor_search import search_factors
 from raymm.scheduler.search.partition import (
     cost_matrix,
     even_layers,
-    partition_layers,
     partition_matrix,
 )
 from raymm.scheduler.search.stage_search import joint_search
