@@ -198,7 +198,8 @@ def _planned(
         if plan.profile is not None:
             device = find_device(request.device) if request.device else None
             costs = Costs(
-                plan.profile, device or device_called(plan.profile.device), request.ranks_per_node
+                plan.profile, device or device_called(plan.profile.device), request.ranks_per_node,
+                dollars_per_gpu_hour=request.dollars_per_gpu_hour,
             )
         else:
             costs = costs_of(model, request, workload)

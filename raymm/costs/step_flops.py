@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from raymm.costs.workload import encoder_tokens, tower_load
 from raymm.data import MicrobatchMeta
 from raymm.errors import PlanError
 from raymm.kernels.mask.spans import Span
+from raymm.model.features import FLOPS
+from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.costs.layer_costs import trainable_before
@@ -145,6 +148,8 @@ class _StepFlops(ABC):
     """Counts the FLOPs of a run's steps. Raises PlanError if a layer cannot be counted."""
 
     _flops: dict[str, ModuleFlops]
+    _projectors: Mapping[str, ModuleFlops]
+    _text: str
 
     def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
         """Return the FLOPs of a step by module. Raises PlanError if the tokens per item of an
@@ -154,6 +159,24 @@ class _StepFlops(ABC):
         for microbatch in meta:
             for name, flops in self._of_microbatch(microbatch).items():
                 total[name] += flops
+        return total
+
+    def of_loads(self, loads: Mapping[str, Load]) -> float:
+        """Return the FLOPs of a microbatch with these loads of all modules. Rows of the language
+        model are causal, without the model's mask."""
+        total = 0.0
+        for name, flops in self._flops.items():
+            load, causal = loads[name], name == self._text
+            labels = load.total if load.labels is None else load.labels
+            pairs = sum(
+                pair_flops * (visible_pairs(load.tokens, window) if causal else load.tokens**2)
+                for window, pair_flops in (flops.per_pair or {}).items()
+            )
+            total += flops.per_token * load.total + flops.per_label * labels
+            total += load.samples * (flops.per_sample + pairs)
+            if (projector := self._projectors.get(name)) is not None:
+                total += projector.per_token * load.of_projector().total
+                total += projector.per_sample * load.samples
         return total
 
     @abstractmethod
@@ -175,6 +198,7 @@ class StepFlops(_StepFlops):
         trained_before = trainable_before(graph)
         self._flops: dict[str, ModuleFlops] = {}
         self._featured: dict[str, ModuleFlops] = {}
+        self._text = model.text_module
         self._projectors: dict[str, ModuleFlops] = {}
         for node in graph.nodes:
             name, earlier = node.name, trained_before[node.name]
@@ -332,14 +356,14 @@ class VlmStepFlops(_StepFlops):
             skeleton = model.tower_spec(name).source.skeleton()
             self._flops[name] = module_flops(skeleton, load=load)
             self._units[name] = _unit(model, name, load)
-        self._language_model, self._packed = model.text_module, model.packing
-        self._flops[self._language_model] = module_flops(
+        self._text, self._packed, self._projectors = model.text_module, model.packing, {}
+        self._flops[self._text] = module_flops(
             model.language_spec().source.skeleton(), True,
             any(model.trained[name] for name in model.tower_names),
         )
 
     def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
-        result = {self._language_model: self._language(meta)}
+        result = {self._text: self._language(meta)}
         for name in self._units:
             if (shapes := meta.shapes.get(name)) and name not in meta.featured:
                 result[name] = self._tower(name, shapes, len(meta.items.get(name, ())))
@@ -351,7 +375,7 @@ class VlmStepFlops(_StepFlops):
             for name in self._units if meta.shapes.get(name)
         }
         text = _with_padding(meta.lengths, self._packed)
-        return {**towers, self._language_model: text}
+        return {**towers, self._text: text}
 
     def _tower_tokens(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> float:
         unit = self._units[name]
@@ -368,7 +392,7 @@ class VlmStepFlops(_StepFlops):
         )
 
     def _language(self, meta: MicrobatchMeta) -> float:
-        flops = self._flops[self._language_model]
+        flops = self._flops[self._text]
         pairs = sum(
             pair_flops * sum(visible_pairs(length, window) for length in meta.lengths)
             for window, pair_flops in (flops.per_pair or {}).items()
@@ -400,3 +424,15 @@ def visible_pairs(length: int, window: int | None) -> int:
     ``window`` is the number of keys that a query sees, itself included; None for all."""
     visible = min(window or length, length)
     return visible * length - visible * (visible - 1) // 2
+
+
+@singledispatch
+def count_flops(model: Model) -> StepFlops | VlmStepFlops:
+    """Return a counter of the FLOPs of a model's steps; raise PlanError or ModelError if they
+    cannot be counted."""
+    model.require(FLOPS)
+    raise TypeError(f"the FLOPs of {type(model).__name__} are not counted")
+
+
+count_flops.register(MultimodalModule, StepFlops)
+count_flops.register(PretrainedVlm, VlmStepFlops)

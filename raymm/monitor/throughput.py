@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import singledispatch
 from typing import Any
 
 from raymm.costs.named_devices import CPU, cluster_device
-from raymm.costs.step_flops import StepFlops, VlmStepFlops
+from raymm.costs.step_flops import StepFlops, VlmStepFlops, count_flops
 from raymm.data import MicrobatchMeta
 from raymm.errors import ModelError, PlanError
-from raymm.model.features import FLOPS
 from raymm.model.model import Model
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.vlm import PretrainedVlm
 from raymm.scheduler.costs.devices import find_device
 
 # Key of the sum over all modules.
@@ -84,18 +80,6 @@ class Throughput:
                 for name, count in self._processes.items()
             }
         return row
-
-
-@singledispatch
-def count_flops(model: Model) -> StepFlops | VlmStepFlops:
-    """Return a counter of the FLOPs of a model's steps; raise PlanError or ModelError if they
-    cannot be counted."""
-    model.require(FLOPS)
-    raise TypeError(f"the FLOPs of {type(model).__name__} are not counted")
-
-
-count_flops.register(MultimodalModule, StepFlops)
-count_flops.register(PretrainedVlm, VlmStepFlops)
 
 
 def _peak(device: str, precision: str) -> float | None:

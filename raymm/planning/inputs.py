@@ -8,8 +8,10 @@ from typing import cast
 
 from raymm.config.planning_options import PIPELINED
 from raymm.costs.analytic import analytic_profile
+from raymm.costs.load import Load
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.optimizer_state import with_optimizer
+from raymm.costs.step_flops import count_flops
 from raymm.costs.workload import (
     ModuleWorkloads,
     changed_tokens,
@@ -17,7 +19,7 @@ from raymm.costs.workload import (
     microbatch_workload,
     token_workload,
 )
-from raymm.errors import PlanError
+from raymm.errors import ModelError, PlanError
 from raymm.model.features import GIVEN_SIZES, MULTIPLEXED_PLANS
 from raymm.model.model import Model
 from raymm.model.multimodal import MultimodalModule
@@ -43,6 +45,7 @@ class Costs:
         device: None if the profile was measured on a device that is not in raymm's table.
         notes: remarks to show to the user.
         dollars_per_gpu_hour: price of a device, if known.
+        flops: necessary FLOPs of a microbatch, as for the MFU of a run; None if unknown.
     """
 
     profile: CostProfile
@@ -50,6 +53,7 @@ class Costs:
     ranks_per_node: int = 8
     notes: tuple[str, ...] = ()
     dollars_per_gpu_hour: float | None = None
+    flops: float | None = None
 
     def __post_init__(self) -> None:
         if self.device is not None and self.profile.links is None:
@@ -167,8 +171,15 @@ def costs_of(
     counted, cache_notes = _without_kept(counted, model, request)
     return Costs(
         counted, device, request.ranks_per_node, (*notes, *cache_notes),
-        request.dollars_per_gpu_hour,
+        request.dollars_per_gpu_hour, None if cache_notes else _flops(model, loads.by_module),
     )
+
+
+def _flops(model: Model, loads: Mapping[str, Load]) -> float | None:
+    try:
+        return count_flops(model).of_loads(loads)
+    except (ModelError, PlanError):  # a layer that cannot be counted
+        return None
 
 
 def _without_kept(

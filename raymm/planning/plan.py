@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from raymm.costs.named_devices import CPU
 from raymm.draw import draw_timelines
 from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import (
@@ -266,6 +267,14 @@ class Planned:
                 {"the predicted step": picture}
             )
 
+    def _utilization(self, seconds: float) -> float | None:
+        """Return the model FLOPs utilization of a step; None on CPUs and unknown devices."""
+        flops, device = self.costs.flops, self.costs.device
+        if flops is None or device is None or device.name == CPU:
+            return None
+        peak = device.peak(self.costs.profile.dtype)
+        return flops * self.plan.num_microbatches / (seconds * self.plan.num_processes * peak)
+
     def _prediction(self) -> str:
         seconds, bound = self.seconds, self.proposal.bound
         text = f"{time_text(seconds)} per step"
@@ -275,6 +284,8 @@ class Planned:
                 rate = tokens * self.plan.num_microbatches / seconds
                 devices = self.plan.num_processes
                 text += f", {rate:,.0f} tokens/s ({rate / devices:,.0f} per GPU)"
+                if (utilization := self._utilization(seconds)) is not None:
+                    text += f", MFU {utilization:.1%}"
                 if (price := self.costs.dollars_per_gpu_hour) is not None:
                     dollars = devices * price / 3600 / rate * 1e6
                     text += f", {dollars:.3g} dollars per million tokens"

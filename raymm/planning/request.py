@@ -79,7 +79,10 @@ class PlanRequest(PlanOptions):
         self.degree_request.check(model.module_names)
         if self.style != PIPELINED:
             model.require(MULTIPLEXED_PLANS, f"parallel.style is {self.style!r}")
-            for name, value in (("passes", list(self.passes)), ("per_batch", self.per_batch)):
+            for name, value in (
+                ("passes", list(self.passes)), ("per_batch", self.per_batch),
+                ("dollars_per_gpu_hour", self.dollars_per_gpu_hour),
+            ):
                 if value:
                     raise PlanError(
                         f"planning.{name} is {value}, and parallel.style {self.style!r}; "

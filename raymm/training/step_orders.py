@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from raymm.costs.step_flops import StepFlops, VlmStepFlops
+from raymm.costs.step_flops import StepFlops, VlmStepFlops, count_flops
 from raymm.data import DataConfig, MicrobatchMeta, local_steps
 from raymm.errors import PlanError
 from raymm.layout.plan_check import chosen_per_batch
 from raymm.model.features import PLANS_PER_BATCH
 from raymm.model.model import Model
-from raymm.monitor.throughput import count_flops
 from raymm.plural import plural
 from raymm.scheduler.minibatch.step_choice import OrderChooser, StepOrder
 from raymm.scheduler.plan.plan import Plan

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.cost_truth import CUSTOM_FLOPS
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.merge import ReplaceTokens
+from raymm.costs.load import Load
 from raymm.costs.step_flops import StepFlops, module_flops
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.data.samples.collate import describe
@@ -172,3 +173,16 @@ def visible_pairs(model, rows, images, window):
     return total
 
 
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_loads_have_the_flops_of_equal_microbatches(window):
+    """Two rows of ten tokens with a label each, and an image of four tokens in each row."""
+    config = hf.LlamaConfig(**LLAMA) if window is None else hf.MistralConfig(
+        **LLAMA, sliding_window=window
+    )
+    counter = StepFlops(described(vision=True, config=config))
+    [meta] = metadata([batch([10, 10], [0, 1])])
+    length = 10 + 4  # items come first
+    loads = {"vision": Load(2, 4), "llm": Load(2, length, meta.label_tokens)}
+    assert counter.of_loads(loads) == pytest.approx(sum(counter.of([meta]).values()), rel=1e-12)

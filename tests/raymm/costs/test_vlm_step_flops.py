@@ -12,6 +12,7 @@ from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.config.vlm import example_batch
 from raymm.costs import step_flops
 from raymm.costs.step_flops import VlmStepFlops
+from raymm.costs.workload import microbatch_workload
 from raymm.data import DataConfig, local_steps
 from raymm.model.vlm import from_pretrained
 from tests.support.tiny_folders import modalities, tiny
@@ -54,10 +55,13 @@ def test_a_steps_flops_equal_torchs_count(kind, frozen, monkeypatch):
     model, step = described(kind, dict.fromkeys(names, "frozen"))
     # Eager attention computes masked pairs, too.
     monkeypatch.setattr(step_flops, "visible_pairs", lambda length, _: length * length)
-    counts = VlmStepFlops(model).of(step.meta)
+    counter = VlmStepFlops(model)
+    counts = counter.of(step.meta)
     assert set(counts) == {tower, "llm"} and min(counts.values()) > 0
     due = counted_by_torch(kind, set().union(*model.trained.values()), step)
     assert sum(counts.values()) == pytest.approx(due, rel=0.01)
+    loads = [microbatch_workload(model, batch).by_module for batch in step.microbatches]
+    assert sum(map(counter.of_loads, loads)) == pytest.approx(due, rel=0.01)
 
 
 def test_pairs_that_are_masked_do_not_count(monkeypatch):

@@ -1,9 +1,12 @@
 """Tables and texts of a plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from raymm.planning.inputs import Costs
 from raymm.planning.plan import Planned
+from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -69,3 +72,13 @@ def test_ranks_that_are_idle_for_most_of_a_step_have_a_note() -> None:
     assert idle > 0.5 > planned.timeline.bubble(1)
     notes = [line for line in planned.explain().splitlines() if "is idle" in line]
     assert notes == [f"note: rank 0 (vision.0) is idle for {idle:.0%} of the step"]
+
+
+def test_the_utilization_is_that_of_all_gpus() -> None:
+    device = find_device("H100")
+    planned = _planned(_replicas([[0, 1]], [0]))
+    costs = replace(planned.costs, device=device, flops=0.3 * device.peak("fp32"))
+    known = Planned.evaluated(replace(planned.plan, profile=None), costs)
+    share = 8 * 0.3 / 2 / known.seconds
+    assert f", MFU {share:.1%}" in known.explain()
+    assert "MFU" not in planned.explain()  # nor a device
