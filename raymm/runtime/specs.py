@@ -226,6 +226,7 @@ class MultimodalParallelSpec:
             )
         specs = {n: self.encoder_specs.get(n, ParallelSpec()) for n in model.encoder_names}
         specs[model.text_module] = self.language_model_spec
+        _check_shares(specs, self.num_microbatches)
         return plan_of(model.graph, specs, self.num_microbatches, self.schedule, self.recompute)
 
     def apply(self, model: Model, **options: Any) -> ParallelModel:
@@ -251,6 +252,8 @@ def dag_plan(
         raise PlanError(f"specs name {unknown}; the graph's modules are {', '.join(dag.nodes)}")
     every = {name: layouts.get(name, ParallelSpec()) for name in dag.nodes}
     cut = [name for name, spec in every.items() if spec.stages > 1]
+    check_number("num_microbatches", num_microbatches)
+    _check_shares(every, num_microbatches)
     plan = plan_of(dag.graph, every, num_microbatches, schedule, recompute)
     return replace(plan, graph=dag.graph_with_ports(cut)) if cut else plan
 
@@ -276,6 +279,15 @@ def vlm_plan(
     return plan_of(model.graph, every, num_microbatches, schedule, recompute)
 
 
+def _check_shares(specs: Mapping[str, ParallelSpec], num_microbatches: int) -> None:
+    for name, spec in specs.items():
+        if num_microbatches % spec.module_replicas:
+            raise PlanError(
+                f"dp of {name!r} is {spec.dp}, which does not divide the step's "
+                f"num_microbatches={num_microbatches} into equal shares"
+            )
+
+
 def plan_of(
     graph: ModuleGraph, specs: Mapping[str, ParallelSpec], num_microbatches: int,
     schedule: ScheduleChoice, recompute: bool,
@@ -285,13 +297,6 @@ def plan_of(
     Raises:
         PlanError: the specs do not fit the graph.
     """
-    check_number("num_microbatches", num_microbatches)
-    for name, spec in specs.items():
-        if num_microbatches % spec.module_replicas:
-            raise PlanError(
-                f"dp of {name!r} is {spec.dp}, which does not divide the step's "
-                f"num_microbatches={num_microbatches} into equal shares"
-            )
     cut = make_plan(
         graph, {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
         num_microbatches, schedule, recompute=recompute,
