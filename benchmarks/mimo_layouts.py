@@ -7,7 +7,7 @@ AI2D and ChartQA. Costs are analytic, for a microbatch of one sample of mean siz
 from it by their patches and tokens.
 
 - *standard*: ``tp 4``, ``pp 2``, ``dp 2`` on 16 GPUs, with the encoder in the first stage;
-- *non-colocated*: the same, with the encoder on a 17th GPU of its own;
+- *non-colocated*: the same, with the encoder alone on a 17th GPU;
 - *colocated*: four replicas of the encoder on the 16 GPUs, in three phases per step. MIMO's encoder
   may have another degree than the language model on the same GPUs; here it has ``tp 4``;
 - *raymm*: the plan of a search on 16 and on 17 GPUs, and the program that is chosen per batch.

@@ -51,7 +51,8 @@ def plan(
         say: called with a progress line every few seconds of a long search, e.g. ``print``.
         **options: fields of :class:`raymm.PlanRequest`: ``device``, ``profile``, ``tokens``,
             ``memory_gib``, ``ranks_per_node``, ``time_limit``, ``degrees``, ``schedules``,
-            ``layouts``, ``recompute``, ``passes``, ``per_batch``.
+            ``layouts``, ``recompute``, ``passes``, ``per_batch``,
+            ``dollars_per_gpu_hour``.
 
     Raises:
         TypeError: unknown option.

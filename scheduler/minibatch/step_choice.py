@@ -257,7 +257,7 @@ class OrderChooser:
 
     In contrast to :func:`choose_step`, the samples of a microbatch stay together, and ranks run the
     programs of :func:`raymm.scheduler.schedule.lower.lower`, which do not depend on loads. A choice
-    therefore only times programs, of which there are few. It is a function of the plan and the
+    therefore only times a few programs. It is a function of the plan and the
     loads.
 
     Args:

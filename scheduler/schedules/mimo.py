@@ -31,7 +31,7 @@ class MimoNonColocated(OrderedSchedule):
 
     def task_order(self, step: Any) -> TaskOrder:
         plan = step.plan
-        # A replica has a share of the microbatches, each of which takes longer.
+        # With n replicas, each runs every n-th microbatch, so one may take n times as long.
         counts = {stage.id: len(plan.replicas(stage.module)) for stage in plan.stages}
         seconds = {name: (1.0 * count, 2.0 * count) for name, count in counts.items()}
         return TaskOrder(one_f_one_b_keys(step), plan.warm_up, seconds=seconds)

@@ -10,31 +10,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 
-from benchmarks.shared.family_classes import Family
-from benchmarks.shared.vlm_check import noisy, runnable
+from benchmarks.shared.vlm_check import noisy
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerStage, featured_inputs
-from raymm.actors.weights.model_part import is_within
 from raymm.data.loading.feature_lookup import TowerLookup
-from raymm.model.vlm import from_pretrained
+from tests.support.contained_projectors import frozen_tower
 
 CONTEXT = MicrobatchContext(1)
-
-
-def described(name):
-    """Return a model with a frozen tower that contains a projector."""
-    model_class = getattr(transformers, name)
-    config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
-    config.architectures = [name]
-    (tower,) = from_pretrained(config, microbatches[0]).towers
-    frozen = {tower.name: "frozen"}
-    if tower.projector and is_within(tower.projector[0], (tower.root,)):
-        frozen["projector"] = "frozen"
-    return from_pretrained(config, microbatches[0], frozen, seed=4), microbatches
 
 
 def handed_over(stage, inputs):
@@ -60,7 +45,7 @@ def handed_over(stage, inputs):
     ],
 )
 def test_cached_features_replace_items(tmp_path, monkeypatch, name, dim):
-    model, microbatches = described(name)
+    model, microbatches = frozen_tower(name)
     (tower,) = model.tower_names
     form = model.root_form(tower)
     assert form.dim == dim
@@ -96,7 +81,7 @@ def test_cached_features_replace_items(tmp_path, monkeypatch, name, dim):
 
 
 def test_a_damaged_file_counts_as_missing(tmp_path):
-    model, microbatches = described("LlavaForConditionalGeneration")
+    model, microbatches = frozen_tower("LlavaForConditionalGeneration")
     form = model.root_form("vision")
     lookup = TowerLookup({"vision": FeatureFolder(tmp_path, 10**8)}, {"vision": form})
     keys = lookup.keys("vision", model.tower("vision").inputs(microbatches[0]))

@@ -98,7 +98,7 @@ def test_a_trial_copy_is_independent_of_the_model() -> None:
 
 
 def test_weights_of_a_file_are_copied(tmp_path: Path) -> None:
-    """Torch shares the memory of its own tensors only, not that of a file's."""
+    """Torch shares memory that it allocated, not that of a mapped file."""
     save_file({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "x.safetensors")
     model = nn.Linear(3, 3)
     model.load_state_dict(load_file(tmp_path / "x.safetensors"), assign=True)

@@ -2,10 +2,8 @@
 
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig, SiglipVisionConfig
+from transformers import SiglipVisionConfig
 
-import raymm
-from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.features.kept_features import every_item
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.callbacks import Cuts, probe_chain
@@ -14,21 +12,7 @@ from raymm.actors.stages.feature_stage import FeatureStage
 from raymm.actors.stages.stage_inputs import (
     kept_entries,
 )
-
-TINY = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
-}
-
-
-PICTURES = {**TINY, "image_size": 8, "patch_size": 4}
-
-
-LAST = LoraConfig(r=2, targets=r".*layers?\.[23]\..*(q_proj|query)")
-
-
-def model_of(config, lora=LAST, **options) -> raymm.MultimodalModule:
-    encoder = raymm.ModalityModule(config, "mlp", lora=lora, **options)
-    return raymm.MultimodalModule({"vision": encoder}, LlamaConfig(vocab_size=32, **TINY))
+from tests.support.frozen_first_blocks import PICTURES, model_of
 
 
 def test_cached_first_blocks_give_the_full_features() -> None:

@@ -219,7 +219,7 @@ def test_panels_have_numbers_of_one_size_if_they_fit(drawn) -> None:
 
 @pytest.mark.parametrize("slower", [None, 11])
 def test_ranks_that_do_the_same_share_a_row(drawn, slower: int | None) -> None:
-    """Of more than ten ranks, each with a stage of six replicas of a pipeline of two stages."""
+    """Six replicas of a pipeline of two stages are on twelve ranks."""
     spans = tuple(
         Span(2 * replica + index, op, StageId("llm", index, replica), replica + 6 * n,
              start, start + (1.5 if 2 * replica + index == slower else 1.0))

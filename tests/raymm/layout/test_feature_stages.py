@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from transformers import BeitConfig, LlamaConfig, SiglipVisionConfig
 
 import raymm
-from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.features.kept_features import every_item
 from raymm.actors.modules.message import Message
 from raymm.actors.stages.stage_inputs import (
@@ -18,17 +17,7 @@ from raymm.actors.stages.stage_inputs import (
     to_side,
 )
 from raymm.layout.feature_stages import featured_modules, what_changes, with_feature_stages
-
-TINY = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
-}
-PICTURES = {**TINY, "image_size": 8, "patch_size": 4}
-LAST = LoraConfig(r=2, targets=r".*layers?\.[23]\..*(q_proj|query)")
-
-
-def model_of(config, lora=LAST, **options) -> raymm.MultimodalModule:
-    encoder = raymm.ModalityModule(config, "mlp", lora=lora, **options)
-    return raymm.MultimodalModule({"vision": encoder}, LlamaConfig(vocab_size=32, **TINY))
+from tests.support.frozen_first_blocks import PICTURES, model_of
 
 
 def plan_of(model, pp=1):

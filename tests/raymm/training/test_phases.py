@@ -46,7 +46,7 @@ def test_a_run_continues_after_a_phase_unless_it_is_to_end() -> None:
 
 
 def test_phases_that_train_nothing_are_refused() -> None:
-    """Projectors are parts of their own."""
+    """Projectors are separate parts."""
     parts = dict.fromkeys(("vision", "vision_projector", "llm"), "frozen")
     with pytest.raises(ModelError, match="after step 2 of run.at nothing is trained"):
         Phases(model(), {2: parts}, 6)

@@ -22,7 +22,7 @@ def no_dead_nodes(monkeypatch):
 
 
 def run(*outcomes, max_failures=2):
-    """Return the restarts, what the attempts were told, and the result of a run."""
+    """Return the restarts, the arguments of the attempts, and the result of a run."""
     stop, told, lines = StopRequest(), [], []
     steps = iter(range(1, 9))
     controller = RunController(FailurePolicy(max_failures, 1, 1), lambda: next(steps))

@@ -56,7 +56,7 @@ def test_items_in_a_column_and_in_messages_are_refused(folders):
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    """Store the index of every source; return a file of rows, the last of which is unusable."""
+    """Store the index of every source; return a file of rows whose last one is unusable."""
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(indexes, "LARGE_SOURCE", 1)
     rows = [{"text": "a", "images": ["i.png"]}, {"messages": ASKED}, {"images": []}]

@@ -54,7 +54,7 @@ def test_writers_of_a_session_and_their_children_are_ended(session, monkeypatch)
 
 
 def test_the_driver_is_spared(session, tmp_path) -> None:
-    """This process writes into a session of its own, too."""
+    """This process writes into its session, too."""
     started = set(session(f"session_2026_{os.getpid()}"))
     with (tmp_path / f"session_2026_{os.getpid()}" / "log").open("a"):
         found = session_processes(os.getpid())  # with those of the tests' own cluster, if any
