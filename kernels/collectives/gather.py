@@ -88,7 +88,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange):
         ctx.sizes, ctx.exchange = sizes, exchange
-        return _gathered(local, sizes, exchange)
+        if local.shape[1] != sizes[exchange.rank]:
+            raise ValueError(
+                f"process {exchange.rank} has {local.shape[1]} tokens, expected "
+                f"{sizes[exchange.rank]} from its layout"
+            )
+        return torch.cat(_of_all([local] * exchange.size, sizes, exchange), dim=1)
 
     @staticmethod
     @once_differentiable
@@ -106,17 +111,6 @@ class _Gather(torch.autograd.Function):
         receives = [(CONTRIBUTOR, (shape, grad.dtype))]
         (local,) = exchange.start([], receives, grad.device).wait()
         return local, None, None
-
-
-def _gathered(
-    local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange
-) -> torch.Tensor:
-    if local.shape[1] != sizes[exchange.rank]:
-        raise ValueError(
-            f"process {exchange.rank} has {local.shape[1]} tokens, expected "
-            f"{sizes[exchange.rank]} from its layout"
-        )
-    return torch.cat(_of_all([local] * exchange.size, sizes, exchange), dim=1)
 
 
 def _of_all(
@@ -139,12 +133,7 @@ def _of_all(
     return [by_rank[rank] for rank in range(exchange.size)]
 
 
-class _GatherForEach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange):
-        ctx.sizes, ctx.exchange = sizes, exchange
-        return _gathered(local, sizes, exchange)
-
+class _GatherForEach(_Gather):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):
