@@ -32,7 +32,7 @@ FAN, MAX_FAN = 0.1, 0.3  # extra gap for steep arrows, per edge into one stage b
 BAND_GAP = 0.62  # between bands
 MAX_WIDTH, MIN_WIDTH = 17.0, 7.2  # of a picture; the legend needs the minimum
 MARGIN, HEAD, LEGEND, NOTE_LINE = 0.3, 0.6, 0.42, 0.16
-MANY_RANKS = 10  # above, replicas share a box
+MANY_STAGES = 10  # above, replicas share a box
 
 
 class StageLabel(NamedTuple):
@@ -265,8 +265,8 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     pale if it is frozen; the cell of a projector is outlined. Grey arrows are activations, and red
     arrows next to them gradients. The loss is at the right, and replicas of a module are below each
     other. A plan that is too deep for the page continues in a band below; arrows between bands are
-    cut and labelled with their other end. Of more than :data:`MANY_RANKS` ranks, the first replica
-    of a module stands for all. Raise a ``ValueError`` for another file suffix.
+    cut and labelled with their other end. If there are more than :data:`MANY_STAGES` stages, the
+    first replica of a module stands for all. Raise a ``ValueError`` for another file suffix.
 
     Args:
         title: heading; by default ranks, microbatches and schedule.
@@ -276,7 +276,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     costs = stage_costs(plan) if plan.profile is not None else {}
     note = COST_NOTE if costs else ()
     title = title or heading(plan)
-    if plan.num_ranks > MANY_RANKS:
+    if len(plan.stages) > MANY_STAGES:
         stages: dict[tuple[str, int], list[Stage]] = {}
         for stage in sorted(plan.stages, key=lambda stage: stage.replica):
             stages.setdefault((stage.module, stage.index), []).append(stage)

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from raymm.draw import draw_plan
-from raymm.draw.graph import MANY_RANKS, MAX_WIDTH, _size
+from raymm.draw.graph import MANY_STAGES, MAX_WIDTH, _size
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -70,12 +70,12 @@ def test_everything_is_on_the_page_and_apart(drawn, plan: Plan) -> None:
     assert drawn.overlapping_texts() == [] and drawn.outside() == []
     assert figure.get_size_inches()[0] <= MAX_WIDTH + 1
     frames = [box.get_bbox() for box in stage_boxes(figure)]
-    shown = [stage for stage in plan.stages if plan.num_ranks <= MANY_RANKS or not stage.replica]
+    shown = [stage for stage in plan.stages if len(plan.stages) <= MANY_STAGES or not stage.replica]
     assert len(frames) == len(shown)
     assert not [1 for a, b in combinations(frames, 2) if a.overlaps(b)]
     texts = drawn.texts()
     for stage in shown:
-        copies = 1 if plan.num_ranks <= MANY_RANKS else len(plan.replicas(stage.module))
+        copies = 1 if len(plan.stages) <= MANY_STAGES else len(plan.replicas(stage.module))
         assert f"{stage.id}" + (f" x{copies}" if copies > 1 else "") in texts
         assert any(re.match(rf"rank {stage.rank}\b", text) for text in texts)
     pixels = [box.get_window_extent() for box in stage_boxes(figure)]
